@@ -53,6 +53,8 @@ SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
         _plan((1, 1, 1, 1), ((2, 1), (2, 1)), schedule="interleaved", remat="full"),
         1,
     ),
+    # A stage on all devices of both hosts.
+    "span": lambda: (tied(CLIPPED), _plan((4,), ((2, 2),), shard_optimizer=True), 1),
     "split": lambda: (mlp(), _plan((2, 2), ((2, 1), (1, 2)), schedule="zb-h1"), 2),
 }
 
@@ -60,6 +62,12 @@ THREE_HOSTS: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     "three": lambda: (
         tied(CLIPPED),
         _plan((1, 2, 1), ((1, 2), (2, 1), (1, 2)), nodes=(2, 2, 2)),
+        1,
+    ),
+    # A stage on two hosts, and one on the third.
+    "span of three": lambda: (
+        tied(CLIPPED),
+        _plan((2, 2), ((2, 2), (2, 1)), nodes=(2, 2, 2), remat="full"),
         1,
     ),
 }

@@ -15,6 +15,7 @@ from typing import Any
 from capture import environment
 from capture.cli import array, asked, sharding
 from capture.cli import options as shared
+from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
@@ -22,6 +23,7 @@ from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 from capture.report.units import format_seconds
+from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
 
 NAME = "run"
@@ -56,9 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hosts",
-        choices=["local"],
-        help="one process per node of the plan's cluster, each executing its part; local: on this "
-        "machine, on virtual CPU devices",
+        choices=["local", "none"],
+        help="one process per node of the plan's cluster, each executing its part; local: started "
+        "here, on virtual CPU devices; none: this is one of them, and your scheduler starts the "
+        "same command on every host (Slurm, Open MPI, or CAPTURE_COORDINATOR=ADDRESS:PORT of host "
+        "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment)",
     )
 
 
@@ -94,8 +98,22 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
         "save": options.save,
         "restore": options.restore,
     }
-    document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
-    emit(options, document, as_text(document))
+    if options.hosts == "local":
+        document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
+        emit(options, document, as_text(document))
+        return 0
+    environment.prepare(num_devices=max(plan.cluster.nodes))
+    from capture.runtime import multihost
+    from capture.runtime.training import Training, train
+
+    with output_is_ours():
+        hosts = multihost.initialize(*(environment.host_of_run() or ()))
+        report = (lambda text: None) if hosts.process else (lambda text: say(options, text))
+        own = train(plan, spec.load(), Training(**training), report, hosts)
+        documents = hosts.exchange("document", own)
+    if hosts.process == 0:
+        document = joined(documents)
+        emit(options, document, as_text(document))
     return 0
 
 

@@ -201,9 +201,13 @@ class BoundStep:
 
 
 def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A host array or a random key on the devices, in buffers of their own."""
+    """A host array or a random key on the devices, in buffers of their own; where some devices are
+    of other processes, each process puts its part there."""
     if isinstance(leaf, jax.Array):
-        return reshard(leaf, sharding)
+        if sharding.is_fully_addressable:
+            return reshard(leaf, sharding)
+        data = to_device(np.asarray(jax.random.key_data(leaf)), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     return to_devices(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))(array)
 
@@ -261,7 +265,7 @@ def _put(struct: jax.ShapeDtypeStruct) -> Put:
     sharding = struct.sharding
     assert sharding is not None
     if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        return lambda key: reshard(key, sharding)
+        return lambda key: to_device(key, sharding)
     return to_devices(struct)
 
 

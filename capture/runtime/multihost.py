@@ -12,23 +12,24 @@ import json
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture import documents, environment
 from capture.errors import ExecutionError, Violation
 from capture.measured.stage_cost import StageCost
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import Layout, to_host
+from capture.runtime.hosts.across import BoundCopy, CopyAcross
 from capture.runtime.hosts.driver import check_nodes
 from capture.runtime.hosts.part import Part, SharedStep
 from capture.runtime.hosts.sockets import Sockets
-from capture.runtime.reshard import reshard
 from capture.step.program import Step
 
 #: Offers of a process to another that may wait to be pulled.
@@ -125,6 +126,7 @@ class Hosts:
         self._store, self._address = store, address
         self._patience_seconds, self._on_silence = patience_seconds, on_silence
         self._exchanges = self._numbers = 0
+        self._copies: dict[Any, BoundCopy] = {}
 
     @cached_property
     def transport(self) -> Sockets:
@@ -195,8 +197,8 @@ class Hosts:
         ExecutionError.check(Violation(message, code) for message, code in failed)
 
     def has(self, mesh: Mesh) -> bool:
-        """Whether a stage's devices are this process's."""
-        return mesh.devices.flat[0].process_index == self.process
+        """Whether a stage has devices of this process."""
+        return any(device.process_index == self.process for device in mesh.devices.flat)
 
     def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> Part:
         """What this process executes of a step.
@@ -238,16 +240,17 @@ class Hosts:
             structs: Of all, with the shardings that they have.
         """
         first, found = self.reserve(len(structs)), {}
+        sent: deque[tuple[BoundCopy, int]] = deque()
         for number, key in enumerate(sorted(structs), first):
-            struct = structs[key]
-            if key in own:
-                found[key] = to_host(own[key])
-                self._offer_all(number, [own[key]])
-            else:
-                (array,) = self._pull(number, [struct])
-                found[key] = to_host(array)
-            if number % _GATHERED == 0 or len(found) == len(structs):
-                self.exchange("progress", number)
+            copy = self._to_all((structs[key],))
+            here = copy.send([own[key]], {}, number) if key in own else {}
+            (array,) = copy.receive(here, number)
+            found[key] = to_host(array.addressable_shards[0].data)
+            sent.append((copy, number))
+            if len(sent) > _GATHERED:
+                _wait(*sent.popleft())
+        for copy, number in sent:
+            _wait(copy, number)
         return found
 
     def broadcast(
@@ -259,34 +262,27 @@ class Hosts:
             own: In their owner; empty elsewhere.
             structs: With the shardings that they have there.
         """
-        number = self.reserve(1)
+        number, copy = self.reserve(1), self._to_all(tuple(structs), acknowledged=False)
         if own:
-            self._offer_all(number, own)
+            copy.send(own, {}, number)
             return list(own)
-        return self._pull(number, structs)
+        return [array.addressable_shards[0].data for array in copy.receive({}, number)]
 
-    def _offer_all(self, number: int, arrays: Sequence[jax.Array]) -> None:
-        device = jax.local_devices()[0]
-        whole = [_data(reshard(array, SingleDeviceSharding(device))) for array in arrays]
-        for receiver in range(self.count):
-            if receiver != self.process:
-                self.transport.offer(number * self.count + receiver, whole)
-
-    def _pull(self, number: int, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        here, sharding = [], SingleDeviceSharding(jax.local_devices()[0])
-        for struct in structs:
-            data = jax.eval_shape(_data, struct)
-            here.append(jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding))
-        assert structs[0].sharding is not None
-        owner = min(device.process_index for device in structs[0].sharding.device_set)
-        own = number * self.count + self.process
-        arrays = self.transport.pull(owner, own, here, "what all hosts asked for")
-        return [
-            jax.random.wrap_key_data(array, impl=struct.dtype._impl)  # it has no public name
-            if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key)
-            else array
-            for array, struct in zip(arrays, structs, strict=True)
-        ]
+    def _to_all(
+        self, structs: tuple[jax.ShapeDtypeStruct, ...], *, acknowledged: bool = True
+    ) -> BoundCopy:
+        """Arrays whole to the first device of every process."""
+        if (structs, acknowledged) not in self._copies:
+            first: dict[int, jax.Device] = {}
+            for device in jax.devices():
+                first.setdefault(device.process_index, device)
+            mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("host",))
+            everywhere = [NamedSharding(mesh, PartitionSpec())] * len(structs)
+            across = CopyAcross(structs, everywhere, "what all hosts asked for")
+            self._copies[structs, acknowledged] = BoundCopy(
+                across, self.process, self.count, self.transport, acknowledged=acknowledged
+            )
+        return self._copies[structs, acknowledged]
 
     def devices(self, plan: Plan) -> list[Any]:
         """Those of the plan: node n's are the first of process n.
@@ -294,7 +290,7 @@ class Hosts:
         Raises:
             ExecutionError: ``run-hosts`` if there is not one process per node, or one has too few
                 devices.
-            PlanError: ``run-hosts-span`` if a stage has devices of several nodes.
+            PlanError: ``run-hosts-span``, see ``check_nodes``.
         """
         nodes, found = plan.cluster.nodes, []
         if len(nodes) != self.count:
@@ -325,10 +321,9 @@ class Hosts:
         return first
 
 
-def _data(array: jax.Array) -> jax.Array:
-    """What travels of an array: of random keys, their data."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key else array
+def _wait(copy: BoundCopy, number: int) -> None:
+    if copy.sends:
+        copy.wait(number)
 
 
 def _own_address(coordinator: str) -> str:

@@ -462,8 +462,7 @@ def _initial(
     of_params = [stage.param_sharding(p) for p in stage.params]
     of_state = [stage.state_sharding(k) for k in stage.optimizer.state]
     params = [
-        jax.device_put(leaves[p], sharding)
-        for p, sharding in zip(stage.params, of_params, strict=True)
+        to_device(leaves[p], sharding) for p, sharding in zip(stage.params, of_params, strict=True)
     ]
     given = []
     if state_leaves is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,10 +46,10 @@ def test_a_stage_that_spans_nodes_is_refused(plan, capsys):
     assert code == 2 and said.endswith("[run-hosts-span]\n")
 
 
-def start(plan: Path, *options: str) -> subprocess.Popen:
+def start(plan: Path, *options: str, **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "capture", "run", plan, *options],
-        env=environment_apart(xla_flags=QUICK_CODE),
+        env=environment_apart(xla_flags=QUICK_CODE, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -79,7 +80,14 @@ def test_hosts_train_as_one_process(plan):
         options = ("--steps", "1", "--json", "--restore", str(plan.with_name(name)))
         out, _ = start(plan, *options, *where).communicate(timeout=TIMEOUT_SECONDS)
         losses.append(json.loads(out)["loss"])
-    assert losses[0] == losses[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = ("--hosts", "none", "--steps", "1", "--json", "--restore", str(plan.with_name("one")))
+    hosts = {"CAPTURE_COORDINATOR": address, "CAPTURE_NUM_HOSTS": "2"}
+    both = [start(plan, *options, CAPTURE_HOST=host, **hosts) for host in ("0", "1")]
+    told = [command.communicate(timeout=TIMEOUT_SECONDS)[0] for command in both]
+    assert told[1] == "" and json.loads(told[0])["loss"] == losses[0] == losses[1]
 
 
 def hosts_of(command: subprocess.Popen) -> list[int]:

@@ -89,5 +89,6 @@ def test_more_plans_and_late_processes(tmp_path):
 
 @pytest.mark.slow
 def test_three_hosts_with_random_delays(tmp_path):
-    run_hosts(tmp_path, ["three"], num_hosts=3, delay=0.02)
-    assert_as_one_process(tmp_path, "three", num_hosts=3)
+    run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02)
+    for name in host_cases.THREE_HOSTS:
+        assert_as_one_process(tmp_path, name, num_hosts=3)

@@ -50,19 +50,20 @@ def test_an_exception_on_one_host_is_told_once_with_its_traceback():
 
 
 def test_a_host_that_freezes_is_named():
-    error = refusal(host_lives.frozen, silent_seconds=1.5)
+    error = refusal(host_lives.frozen, silent_seconds=3.0)
     assert error.codes == ("run-host-lost",)
     assert "host 1: its process gives no sign of life for" in str(error)
 
 
-def test_stages_that_span_nodes_are_refused():
+def test_stages_on_parts_of_several_nodes_are_refused():
     with pytest.raises(PlanError) as refused:
         check_nodes(two_stages(cluster=Cluster((1, 3))))
     assert str(refused.value) == (
-        "stage 0 has devices of nodes 0, 1; over several hosts a stage runs within one node: plan "
-        "with fewer devices per stage. [run-hosts-span]"
+        "stage 0 has 2 devices of nodes 0, 1, which have 4; over several hosts a stage runs within "
+        "a node or on whole nodes: plan with --whole-nodes. [run-hosts-span]"
     )
     check_nodes(PLAN)
+    check_nodes(two_stages(cluster=Cluster((1, 1, 2))))
 
 
 def test_documents_of_hosts_are_one():

@@ -76,16 +76,14 @@ class CopyAcross:
         self.label = label
 
     @cached_property
-    def crossing(self) -> Crossing | None:
-        """What it offers; None if all of it stays in its process. Devices by ``jax.Device.id``."""
+    def crossing(self) -> Crossing:
+        """What it offers. Devices by ``jax.Device.id``."""
         pairs = {
             (fetch.source.process_index, fetch.target.process_index)
             for move in self.moves
             for fetch in move.fetches.fetches
         }
         pairs = {(sender, receiver) for sender, receiver in pairs if sender != receiver}
-        if not pairs:
-            return None
         nbytes: defaultdict[int, int] = defaultdict(int)
         for move in self.moves:
             for device, cuts in move.fetches.cuts.items():
@@ -111,21 +109,30 @@ class BoundCopy:
         across: The copy.
         process, num_processes: This one, of how many.
         transport: Between them.
+        acknowledged: Whether the sender is told what has arrived.
     """
 
-    def __init__(self, across: CopyAcross, process: int, num_processes: int, transport: Transport):
+    def __init__(
+        self,
+        across: CopyAcross,
+        process: int,
+        num_processes: int,
+        transport: Transport,
+        *,
+        acknowledged: bool = True,
+    ):
+        self._acknowledged = acknowledged
         self._across, self._process, self._num_processes = across, process, num_processes
         self._transport, self._moves = transport, across.moves
-        crossing = across.crossing
-        assert crossing is not None, f"{across.label} crosses nothing"
+        pairs = sorted(across.crossing.pairs)
         self._offers = {
             receiver: across.between(process, receiver)
-            for sender, receiver in sorted(crossing.pairs)
+            for sender, receiver in pairs
             if sender == process
         }
         self._pulls = {
             sender: across.between(sender, process)
-            for sender, receiver in sorted(crossing.pairs)
+            for sender, receiver in pairs
             if receiver == process
         }
         self._structs = {
@@ -211,8 +218,9 @@ class BoundCopy:
             by_device: defaultdict[jax.Device, list[jax.Array]] = defaultdict(list)
             for struct, array in zip(self._structs[sender], got, strict=True):
                 by_device[next(iter(struct.sharding.device_set))].append(array)  # type: ignore[union-attr]
-            acknowledged = [_touch(arrays) for arrays in by_device.values()]
-            self._transport.offer(self._number(number, sender, own=False), acknowledged)
+            if self._acknowledged:
+                touched = [_touch(arrays) for arrays in by_device.values()]
+                self._transport.offer(self._number(number, sender, own=False), touched)
         return [self._joined(m, found) for m in range(len(self._moves))]
 
     def wait(self, number: int) -> None:

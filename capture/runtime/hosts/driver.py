@@ -41,7 +41,7 @@ def run_on_this_machine(
     """The document of ``capture run --json``, of all processes together.
 
     Args:
-        plan: Of a cluster whose nodes share no stage.
+        plan: Of stages that are within nodes, or on whole ones.
         workload: By name: every process loads it.
         training: Fields of ``capture.runtime.training.Training``.
         report: Takes the lines of progress of host 0.
@@ -88,21 +88,23 @@ def run_processes(
 
 
 def check_nodes(plan: Plan) -> None:
-    """Refuse stages that span nodes.
+    """Refuse stages on parts of several nodes.
 
     Raises:
         PlanError: ``run-hosts-span``.
     """
-    node_of = plan.cluster.node_of_device
-    found = [sorted({node_of[device] for device in stage.devices}) for stage in plan.stages]
+    node_of, sizes = plan.cluster.node_of_device, plan.cluster.nodes
+    nodes_of = [{node_of[device] for device in stage.devices} for stage in plan.stages]
     PlanError.check(
         Violation(
-            f"stage {number} has devices of nodes {', '.join(map(str, nodes))}; over several hosts "
-            "a stage runs within one node: plan with fewer devices per stage.",
+            f"stage {number} has {stage.num_devices} devices of nodes "
+            f"{', '.join(map(str, sorted(nodes)))}, which have {sum(sizes[n] for n in nodes)}; "
+            "over several hosts a stage runs within a node or on whole nodes: plan with "
+            "--whole-nodes.",
             "run-hosts-span",
         )
-        for number, nodes in enumerate(found)
-        if len(nodes) > 1
+        for number, (stage, nodes) in enumerate(zip(plan.stages, nodes_of, strict=True))
+        if len(nodes) > 1 and stage.num_devices < sum(sizes[n] for n in nodes)
     )
 
 

@@ -70,8 +70,7 @@ class SharedStep:
                 crossing.pairs,
                 {ids[device]: nbytes for device, nbytes in crossing.piece_bytes.items()},
             )
-            for number, copy in copies.items()
-            if (crossing := copy.crossing) is not None
+            for number, crossing in ((n, copy.crossing) for n, copy in copies.items())
         }
         offered = with_offers(step, crossings, window)
         return cls(offered, {new: copies[old] for new, old in offered.crossings.items()})
@@ -92,7 +91,7 @@ class Part:
         self._here = {
             place.name
             for place in self.step.places
-            if devices[place.devices[0]].process_index == hosts.process
+            if any(devices[d].process_index == hosts.process for d in place.devices)
         }
         self._copies = {
             number: BoundCopy(copy, hosts.process, hosts.count, hosts.transport)
@@ -107,7 +106,7 @@ class Part:
         self._first = self._salt
 
     def has(self, place: Place) -> bool:
-        """Whether its devices are this process's."""
+        """Whether it has devices of this process."""
         return place.name in self._here
 
     def begin(self) -> None:
