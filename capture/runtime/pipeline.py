@@ -103,14 +103,14 @@ def pipeshard(
     """
     environment.warn()
     of_stages(plan, "Train with capture.shard(workload, plan, mesh).")
-    if hosts is not None:
-        devices = hosts.devices(plan)
-    devices = first_devices(devices, plan.cluster.num_devices)
+    found = (
+        first_devices(devices, plan.cluster.num_devices) if hosts is None else hosts.devices(plan)
+    )
     traced = trace_for_plan(workload, plan)
     if hosts is not None:
         hosts.compare({"model_hash": traced.graph.model_hash})
     sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
-    return PipelinedStep(workload, plan, traced, devices, sharding, fast_compile, hosts)
+    return PipelinedStep(workload, plan, traced, found, sharding, fast_compile, hosts)
 
 
 class PipelinedStep:

@@ -12,6 +12,7 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
+from capture.runtime.layout import first_devices
 from capture.runtime.multihost import Hosts
 
 
@@ -106,3 +107,15 @@ def test_a_node_needs_its_process_and_devices(monkeypatch):
     )
     devices.append(SimpleNamespace(process_index=1, id=4))
     assert [device.id for device in host.devices(plan)] == [0, 1, 3, 4], "node-major"
+
+
+def test_devices_of_other_processes_are_refused_where_nobody_shares_the_plan():
+    devices = [SimpleNamespace(process_index=host, platform="cpu") for host in (0, 1)]
+    assert first_devices(devices, 1) == devices[:1]  # type: ignore[arg-type]
+    with pytest.raises(ExecutionError) as refused:
+        first_devices(devices, 2)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "the plan uses 2 devices, some of which are of processes [1], and this is process 0; give "
+        "pipeshard the processes that share the plan "
+        "(hosts=capture.runtime.multihost.initialize()), or devices of this one. [run-devices]"
+    )
