@@ -18,8 +18,6 @@ What was compiled is kept in the store, so an interrupted benchmark resumes.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import sys
 import time
@@ -28,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.documents import arguments, finish
+from benchmarks.prediction_error import answer_of
 from capture import environment
 from capture.cli.asked import prepare
-from capture.cli.main import main as capture
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.measured.store import Store
@@ -255,12 +253,7 @@ def predictions(name: str, options: argparse.Namespace) -> dict[str, Any]:
     asked += ["--schedule", row.schedule, "--plans", str(options.plans), "--seed", "1"]
     asked += ["--workers", str(options.workers), "--default-only", "--json", *row.options]
     asked += ["--store", str(options.store)] if options.store else []
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = capture(asked)
-    if code:
-        sys.exit(code)
-    return {"row": name, **json.loads(printed.getvalue())}
+    return {"row": name, **answer_of(asked)}
 
 
 def claims_of_predictions(rows: list[dict[str, Any]]) -> dict[str, Any]:

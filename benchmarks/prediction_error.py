@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -159,12 +160,17 @@ def evaluate(family: str, cluster: str, options: argparse.Namespace) -> dict[str
     arguments += ["--default-only"] * options.default_only + ["--shard-params"] * asked.shard_params
     arguments += ["--store", str(options.store)] if options.store else []
     arguments += ["--ask-size", str(options.ask_size)] if options.ask_size else []
+    return {"family": family, **answer_of(arguments)}
+
+
+def answer_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """The document of a verb that is asked for one."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = capture(arguments)
     if code:
         sys.exit(code)
-    return {"family": family, **json.loads(printed.getvalue())}
+    return json.loads(printed.getvalue())
 
 
 def as_text(document: dict[str, Any]) -> str:

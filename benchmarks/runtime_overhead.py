@@ -9,7 +9,7 @@ Four questions, each answered by medians of one run of this script on the same c
   outputs), with the devices idle, against the bare compiled call and the bare reshard.
 * dispatching thread: processor time of the calling thread for a step of the smallest programs, four
   stages and eight micro-batches, by JAX's private parts (``capture.runtime.fast_paths``) and by its
-  public ones.
+  public ones, beside that inside of the executables alone.
 * run-ahead: a step whose host waits where devices would hold more than is booked (as on CPU by
   default) against one whose host never waits, and one that waits for every instruction; seconds,
   and what malloc gives out against what is booked.
@@ -55,6 +55,11 @@ from capture.runtime.reshard import plan_reshard  # noqa: E402
 from capture.step.pipeline import program_name  # noqa: E402
 from capture.step.program import Copy, Feed, Run  # noqa: E402
 
+#: Steps of it are nothing but dispatch.
+MICRO = (
+    str(Path(__file__).parent / "plain_gpt.py")
+    + ":gpt?num_blocks=8&width=32&num_heads=4&seq_len=8&vocab_size=100"
+)
 GPT = str(Path(__file__).parents[1] / "models" / "gpt.py") + ":gpt?size=tiny"
 WORKLOADS = {"gpt tiny": GPT, "gpt tiny, sequence 256": GPT + "&seq_len=256"}
 #: (data, tensor) parallel degrees of the stages.
@@ -294,22 +299,34 @@ def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
 
 
 def measure_dispatching_thread(num_steps: int) -> list[dict[str, Any]]:
-    """The two ways in turn, so that they meet the same load of the machine."""
-    workload = WorkloadSpec.parse(GPT + "&seq_len=8").load()
+    """The ways in turn, so that they meet the same load of the machine; beside them what the
+    executables take of the private one, below which no interpreter of these programs gets."""
+    workload = WorkloadSpec.parse(MICRO).load()
     log("dispatching thread: compiling")
     plan = replace(make_plan(PLANS["four one-device stages"], 8), num_microbatches=8)
     batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
-    private = pipeshard(workload, plan)
-    ways = {"private": private, "public": pipeshard(workload, plan)}
+    clock, private = CallClock(), pipeshard(workload, plan)
+    ways = {
+        "private": private,
+        "public": pipeshard(workload, plan),
+        "executables": pipeshard(workload, plan),
+    }
+    bound: dict[str, Callable[[], Any]] = {
+        "private": nullcontext,
+        "public": public_parts_only,
+        "executables": clock.bound,
+    }
     states = {way: step.init(jax.random.key(0)) for way, step in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for count in range(num_steps + 2):
         for way, step in ways.items():
-            with public_parts_only() if way == "public" and not count else nullcontext():
+            clock.seconds = 0.0
+            with bound[way]() if not count else nullcontext():
                 states[way], metrics = step(states[way], batch)
             jax.block_until_ready((states[way], metrics.losses))
             if count > 1:  # the first calls are checked
-                times[way].append(metrics.dispatch_seconds)
+                timed = clock.seconds if way == "executables" else metrics.dispatch_seconds
+                times[way].append(timed)
     seconds = {way: median(found) for way, found in times.items()}
     return [
         {
@@ -320,8 +337,39 @@ def measure_dispatching_thread(num_steps: int) -> list[dict[str, Any]]:
             **{f"{way}_seconds": found for way, found in seconds.items()},
             **{f"{way}_seconds_least": min(found) for way, found in times.items()},
             "ratio": seconds["private"] / seconds["public"],
+            "ratio_to_executables": seconds["private"] / seconds["executables"],
         }
     ]
+
+
+class CallClock:
+    """Processor time of the calling thread inside of executables that were bound with it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        found = fast_paths._fast_call
+
+        def timed(compiled: Any) -> fast_paths.FlatCall | None:
+            fast = found(compiled)
+            if fast is None:
+                return None
+
+            def call(flat: list[jax.Array]) -> list[jax.Array]:
+                start = time.thread_time()
+                results = fast(flat)
+                self.seconds += time.thread_time() - start
+                return results
+
+            return call
+
+        fast_paths._fast_call = timed
+        try:
+            yield
+        finally:
+            fast_paths._fast_call = found
 
 
 @contextmanager

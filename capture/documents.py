@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import msgspec
 
-from capture.errors import CaptureError
+from capture.errors import CaptureError, Violation
 
 T = TypeVar("T")
 
@@ -79,6 +79,52 @@ def fields_of(value: Any, *names: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class _File:
+    """What makes files of a kind, in words, and fields that they alone have, all in one of the
+    groups."""
+
+    made: str
+    marks: tuple[frozenset[str], ...]
+
+
+#: By the name of their format; all kinds of plans are plans.
+_FILES = {
+    "plan": _File(
+        "capture plan and capture osdp write",
+        (
+            frozenset({"kind", "schema_version"}),
+            frozenset({"stages", "schedule"}),
+            frozenset({"operators", "step_seconds"}),
+        ),
+    ),
+    "profile": _File(
+        "capture profile writes", (frozenset({"graph", "param_bytes_by_tensor_parallel"}),)
+    ),
+    "layer profile": _File("capture profile --system harmony writes", (frozenset({"fwd", "bwd"}),)),
+    "target file": _File(
+        "is written by hand, as those in capture/machine/targets",
+        (frozenset({"platform", "compute"}),),
+    ),
+    "server file": _File(
+        "is written by hand, as those in capture/machine/servers",
+        (frozenset({"swap_bytes_per_second"}),),
+    ),
+    "model description": _File(
+        "is written by hand (capture/model/operators.py)",
+        (frozenset({"operators", "schema_version"}),),
+    ),
+}
+
+
+def _recognised(data: Any) -> str:
+    """Of which format a document is, by its fields; empty where they are of none."""
+    keys = frozenset(data) if isinstance(data, Mapping) else frozenset()
+    return next(
+        (name for name, file in _FILES.items() if any(marks <= keys for marks in file.marks)), ""
+    )
+
+
+@dataclass(frozen=True)
 class Format:
     """One kind of document, and how one that is not of it is refused.
 
@@ -104,15 +150,17 @@ class Format:
     not_json: Literal["corrupt", "file"] = "corrupt"
     strict: bool = False
 
-    def load(self, path: Path | str) -> Any:
-        """What a file holds.
+    def load(self, path: Path | str, made: Callable[[Any], T]) -> T:
+        """What is made of a file's document.
 
         Raises:
-            CaptureError: ``<code>-file`` if it cannot be read, ``<code>-corrupt`` if it is no JSON.
+            CaptureError: ``<code>-file`` if it cannot be read, ``<code>-corrupt`` if it is no JSON,
+                ``<code>-kind`` if it is a file of another kind, and what ``made`` raises, with the
+                path.
         """
         named = f"{self.name} {str(path)!r}"
         try:
-            return json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text())
         except FileNotFoundError:
             raise self.error.of(f"{named} does not exist.", f"{self.code}-file") from None
         except OSError as error:
@@ -122,6 +170,21 @@ class Format:
         except ValueError as error:
             raise self.error.of(
                 f"{named} is not JSON: {error}. {self._advice}", f"{self.code}-{self.not_json}"
+            ) from None
+        asked, found = "plan" if self.kind else self.name, _recognised(data)
+        if asked in _FILES and found not in ("", asked):
+            raise self.error.of(
+                f"{str(path)!r} is a {found}; give a {asked}, which {_FILES[asked].made}.",
+                f"{self.code}-kind",
+            )
+        try:
+            return made(data)
+        except self.error as error:
+            raise type(error)(
+                violation
+                if repr(str(path)) in violation.message
+                else Violation(f"{str(path)!r}: {violation.message}", violation.code)
+                for violation in error.violations
             ) from None
 
     def check(self, data: Any) -> dict[str, Any]:

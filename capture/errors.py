@@ -7,7 +7,8 @@
     ├── PlanError                a plan that breaks a rule, or does not belong to the model
     ├── ProfileError             a profile or a store that is corrupt, or of another schema or model
     ├── TargetError              an unknown target, or one that this installation cannot compile for
-    └── ExecutionError           running a plan on the devices of this process
+    ├── ExecutionError           running a plan on the devices of this process
+    └── OptionError              the command line itself
 
 A memory limit that nothing fits is a result (``SearchResult.status == "infeasible"``), not an
 error.
@@ -104,6 +105,10 @@ class TargetError(CaptureError):
 
 class ExecutionError(CaptureError):
     """Running a plan on the devices of this process."""
+
+
+class OptionError(CaptureError):
+    """The command line itself: an unknown verb or option, a value that an option does not take."""
 
 
 def plain(text: str) -> str:

@@ -1,8 +1,10 @@
-"""Sizes and counts as people write them."""
+"""Sizes, times and counts as people write them."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 
 from capture.errors import PlanError
@@ -50,6 +52,18 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question with the known name that is spelled most alike, to end a sentence; empty if none
+    is.
+
+    Example:
+        >>> nearest("gradens", ["seed", "gradient"]), nearest("x", ["seed"])
+        (' Did you mean gradient?', '')
+    """
+    near = difflib.get_close_matches(name, tuple(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
 def format_bytes(nbytes: float) -> str:
     """Three significant digits with a decimal unit.
 
@@ -66,6 +80,33 @@ def format_bytes(nbytes: float) -> str:
                 else f"{nbytes / scale:.0f} {unit}"
             )
     return f"{nbytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits.
+
+    Example:
+        >>> format_seconds(1.2345), format_seconds(0.0456), format_seconds(7e-6)
+        ('1.23 s', '45.6 ms', '7 µs')
+    """
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    unit, scale = next((one for one in units if abs(seconds) >= one[1]), units[-1])
+    number = seconds / scale
+    return f"{number:.3g} {unit}" if abs(number) < 999.5 else f"{number:.0f} {unit}"
+
+
+def format_quantity(name: str, value: float) -> str:
+    """A number in the unit that the name of its field ends in.
+
+    Example:
+        >>> format_quantity("swap_bytes_per_second", 2e10), format_quantity("num_devices", 4)
+        ('20 GB/s', '4')
+    """
+    if name.endswith("_bytes_per_second"):
+        return f"{format_bytes(value)}/s"
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if name.endswith("_seconds") else f"{value:g}"
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

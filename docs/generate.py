@@ -85,10 +85,12 @@ def commands() -> str:
         ),
     ]
     for name, (_, sub) in verbs.items():
-        own = [row for row in rows[name] if row not in shared]
         common = [_flag(row[0]) for row in rows[name] if row in shared]
         lines += [f"## capture {name}", "", *_prose(sub.description or ""), ""]
-        lines += [*_table(("argument", "means"), own)] if own else []
+        for title, actions in _groups(sub):
+            if own := [row for row in map(_option, actions) if row not in shared]:
+                lines += [f"{title}:", ""] if title else []
+                lines += _table(("argument", "means"), own)
         lines += [f"And of [several verbs](#options-of-several-verbs): {', '.join(common)}.", ""]
         for action, about, inner in _subcommands(sub):
             more = [_option(a) for a in _actions(inner) if _option(a) not in shared]
@@ -113,7 +115,19 @@ def _subcommands(
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     hidden = (argparse._HelpAction, argparse._SubParsersAction)
-    return [action for action in parser._actions if not isinstance(action, hidden)]
+    return [
+        action
+        for action in parser._actions
+        if not isinstance(action, hidden) and action.help != argparse.SUPPRESS
+    ]
+
+
+def _groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:
+    """(title, arguments) as ``--help`` has them; without a title what is in none of ours."""
+    known = _actions(parser)
+    for group in parser._action_groups:
+        title = "" if group.title in ("positional arguments", "options") else group.title or ""
+        yield title, [action for action in group._group_actions if action in known]
 
 
 def _option(action: argparse.Action) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import flax.linen as nn
 import jax
-from wide_resnet import BatchNorm
+from wide_resnet import BatchNorm, head, stem
 from zoo import Workload, check_options, config_of, image_workload, layer_boundary
 
 
@@ -98,17 +98,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         config = self.config
-        stem = nn.Conv(
-            config.channels,
-            (7, 7),
-            (2, 2),
-            use_bias=False,
-            kernel_init=nn.initializers.he_normal(),
-            dtype=config.dtype,
-            name="conv_stem",
-        )
-        x = nn.relu(BatchNorm(config.dtype, name="norm_stem")(stem(images.astype(config.dtype))))
-        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        x = stem(images, config.channels, config.dtype)
         for group, num_blocks in enumerate(config.groups):
             for i in range(num_blocks):
                 block = Block(
@@ -118,13 +108,7 @@ class ResNet(nn.Module):
                     name=f"block_{group}_{i}",
                 )
                 x = block(layer_boundary(x))
-        head = nn.Dense(
-            config.num_classes,
-            kernel_init=nn.initializers.normal(0.01),
-            dtype=config.dtype,
-            name="head",
-        )
-        return layer_boundary(head(layer_boundary(x).mean((1, 2))))
+        return layer_boundary(head(layer_boundary(x), config.num_classes, config.dtype))
 
 
 def resnet(*, size: str = "tiny", dtype: str = "float32") -> Workload:

@@ -140,6 +140,30 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
+def stem(images: jax.Array, channels: int, dtype: str) -> jax.Array:
+    """Before the blocks of every residual network, inside of its module: [B, H, W, 3] -> [B, H/4,
+    W/4, C]."""
+    conv = nn.Conv(
+        channels,
+        (7, 7),
+        (2, 2),
+        use_bias=False,
+        kernel_init=nn.initializers.he_normal(),
+        dtype=dtype,
+        name="conv_stem",
+    )
+    x = nn.relu(BatchNorm(dtype, name="norm_stem")(conv(images.astype(dtype))))
+    return nn.max_pool(x, (3, 3), (2, 2), "SAME")
+
+
+def head(x: jax.Array, num_classes: int, dtype: str) -> jax.Array:
+    """Behind them: [B, H, W, C] -> [B, num_classes]."""
+    dense = nn.Dense(
+        num_classes, kernel_init=nn.initializers.normal(0.01), dtype=dtype, name="head"
+    )
+    return dense(x.mean((1, 2)))
+
+
 class WideResNet(nn.Module):
     """Images, [B, H, W, 3], to logits, [B, num_classes]."""
 
@@ -148,17 +172,7 @@ class WideResNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         config = self.config
-        stem = nn.Conv(
-            config.channels,
-            (7, 7),
-            (2, 2),
-            use_bias=False,
-            kernel_init=nn.initializers.he_normal(),
-            dtype=config.dtype,
-            name="conv_stem",
-        )
-        x = nn.relu(BatchNorm(config.dtype, name="norm_stem")(stem(images.astype(config.dtype))))
-        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        x = stem(images, config.channels, config.dtype)
         for group, num_blocks in enumerate(config.blocks):
             for i in range(num_blocks):
                 block = Block(
@@ -168,13 +182,7 @@ class WideResNet(nn.Module):
                     name=f"block_{group}_{i}",
                 )
                 x = block(layer_boundary(x) if group or i else x)
-        x = x.mean((1, 2))
-        return nn.Dense(
-            config.num_classes,
-            kernel_init=nn.initializers.normal(0.01),
-            dtype=config.dtype,
-            name="head",
-        )(x)
+        return head(x, config.num_classes, config.dtype)
 
 
 def wide_resnet(

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from capture.errors import ProfileError
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageBounds
+from capture.plan.choices import num_full_layers
 from capture.profiler.windows import window_configs
 from profiling_runs.batch import Progress
 from profiling_runs.measurements import Measurements, unmeasured
@@ -40,10 +42,19 @@ def bounds(
         question: What is asked.
         measurements: Of its workload; the store keeps the bounds.
         progress: Told how far it is.
+
+    Raises:
+        ProfileError: ``profile-remat`` for mixtures, whose bounds are not known.
     """
     from capture.profiler.bounds import BoundsBackend
 
     size, choices = question.microbatch_size, question.stage_choices
+    if mixed := [choice.remat for choice in choices if num_full_layers(choice.remat)]:
+        raise ProfileError.of(
+            f"remat={mixed[0]!r}: bounds are proven of stages all of whose layers recompute the "
+            "same; name another, or leave out --algorithm bounds-first.",
+            "profile-remat",
+        )
     num_layers = measurements.backend.traced(size).graph.num_layers
     configs = [
         config

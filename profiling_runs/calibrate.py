@@ -9,7 +9,7 @@ from typing import Any
 
 from capture.errors import PlanError
 from capture.measured.profile import Calibration, Profile, StageConfig, StageError
-from capture.plan.choices import by_degree
+from capture.plan.choices import by_degree, with_mixtures
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.stages import Plan
@@ -22,6 +22,9 @@ from profiling_runs.measurements import Measurements, unmeasured
 from profiling_runs.question import ProfileQuestion
 
 CALIBRATION_SEED = 20_240_000
+#: Where stages may mix ``full`` with ``cheap``, plans are drawn with fewer layers of ``full`` than
+#: this: most stages are short.
+MOST_MIXED = 3
 
 
 def calibration_of(question: ProfileQuestion, measurements: Measurements) -> list[Plan]:
@@ -36,7 +39,7 @@ def calibration_of(question: ProfileQuestion, measurements: Measurements) -> lis
         draws = random_plans(
             cluster,
             result.graph.num_layers,
-            by_degree(question.stage_choices),
+            by_degree(with_mixtures(question.stage_choices, MOST_MIXED)),
             CALIBRATION_SEED,
             question.space,
         )

@@ -65,7 +65,7 @@ def profile(
                 "profile-backend",
             )
         executed = executed_profile(question, store, where, progress, watch)
-        return replace(executed, warnings=_split_warnings(question.task, size))
+        return replace(executed, warnings=split_warnings(question.task, size))
     if measurements is None:
         measurements = open_measurements(
             question, store=store, where=where, progress=progress, watch=watch
@@ -79,7 +79,7 @@ def profile(
             for config in wanted[WINDOWS]
             if config in measurements.costs
         },
-        warnings=_split_warnings(measurements.backend.workload, size)
+        warnings=split_warnings(measurements.backend.workload, size)
         + missing_statistics(wanted[WINDOWS], measurements.costs),
     )
     if question.calibration_plans and all(
@@ -109,7 +109,10 @@ def wanted_configs(
     traced, and that needs no device."""
     graph = measurements.backend.traced(question.microbatch_size).graph
     windows = window_configs(
-        graph.num_layers, question.stage_choices, question.microbatch_sizes, question.num_neighbours
+        graph.num_layers,
+        question.profiled_choices,
+        question.microbatch_sizes,
+        question.num_neighbours,
     )
     wanted = {WINDOWS: windows}
     if question.paper is not None:
@@ -156,7 +159,7 @@ def missing_statistics(
     return tuple(f"{ways(alike)}: {text}. Layers count from 0." for text, alike in found.items())
 
 
-def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:
+def split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:
     from capture.tracing.batch.split import check_split, split_warning
 
     warning = split_warning(check_split(task, microbatch_size))

@@ -102,7 +102,7 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         asked, profile = self.question, self.profile
         factors = profile.calibration and list(
-            profile.calibration.widest(profile.choices, profile.graph.num_layers)
+            profile.calibration.widest(asked.profile.stage_choices, profile.graph.num_layers)
         )
         document = {
             "workload": str(asked.profile.workload),
@@ -160,14 +160,16 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
     # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is
     # given.
     generator = np.random.default_rng([question.seed, 1])
-    about = (cluster, result.graph.num_layers, by_degree(result.choices))
+    known = set(result.choices)
+    choices = sorted(c for c in asked.stage_choices if known.issuperset(c.measured))
+    about = (cluster, result.graph.num_layers, by_degree(choices))
     kind = SCHEDULES[question.schedules[0]]
     draws = (
         random_plans(*about, generator, asked.space)
         if kind.is_plain
         else random_table_plans(*about, kind, generator, asked.space)
     )
-    known = {measurements.key(config) for config in measurements.costs}
+    known_keys = {measurements.key(config) for config in measurements.costs}
     papers = {
         schedule: PaperPredictor(
             paper_profile(replace(asked, paper=(schedule, question.num_microbatches)), measurements)
@@ -221,7 +223,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
                     predicted.peak_bytes_per_device[d],
                     predicted.interval_bytes_per_device[d],
                 )
-                default.append(Outcome(key, s, peak, *interval, truth[d], seen <= known))
+                default.append(Outcome(key, s, peak, *interval, truth[d], seen <= known_keys))
                 by = by_paper[s]
                 paper.append(Outcome(key, s, by, np.nan, np.nan, truth[d], seen <= known_to_paper))
     return Evaluation(question, result, tuple(default), tuple(paper), len(measurements.failures))

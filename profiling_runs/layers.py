@@ -6,10 +6,11 @@ Source: Li et al. 2022 (Harmony), 4.2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from capture.documents import read
 from capture.errors import ProfileError, plain
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 #: Kinds of jobs.
 TRIALS, SIZES, UPDATES = "largest sizes", "layers", "updates on the host"
+ADDS = "sums of gradients"
 #: Bytes that an update on the host reads and writes in a second, where nothing is executed.
 UPDATE_BYTES_PER_SECOND = 20e9
 UPDATE_SOURCE = (
@@ -96,6 +98,7 @@ class _Measured:
     watch: Watch
     _needs: dict[str, LayerNeeds] = field(default_factory=dict)
     _failures: dict[str, str] = field(default_factory=dict)
+    _done: Counter[str] = field(default_factory=Counter)
     _runner: Runner | None = None
 
     def close(self) -> None:
@@ -155,7 +158,13 @@ class _Measured:
         values = backend.store.get(missing)
         jobs = [Job(k, what, "layer", kind) for k, what in missing.items() if k not in values]
         spec = self.question.spec
-        batch = Batch(jobs, backend.store, backend.provenance, spec, self.progress, self.watch)
+        before = self._done[kind]
+        self._done[kind] += len(jobs)
+
+        def told(kind: str, done: int, total: int) -> None:
+            self.progress(kind, before + done, before + total)
+
+        batch = Batch(jobs, backend.store, backend.provenance, spec, told, self.watch)
         for outcome in batch.run(lambda: _Kept(self._open(len(jobs)))):
             if outcome.value is None:
                 self._failures[outcome.job.key] = plain(outcome.error)
@@ -245,6 +254,7 @@ class _Measured:
             tuple(others),
             tuple(state),
             self._update_seconds(own, state),
+            add_seconds=self._add_seconds(own, others),
             note=NOTE,
             source=self._source,
             workload=question.spec,
@@ -302,17 +312,34 @@ class _Measured:
         if not self.question.executes:
             rate = self.question.update_bytes_per_second or UPDATE_BYTES_PER_SECOND
             return tuple((3 * w + 2 * k) / rate for w, k in zip(own, state, strict=True))
-        updates = [what for what in self._all("update", 1) if own[what.layer]]
-        self._require(UPDATES, updates)
-        found = {what.layer: self._of(what) for what in updates}
-        for layer, needs in found.items():
+        return self._executed("update", UPDATES, own)
+
+    def _add_seconds(self, own: Sequence[int], others: Sequence[int]) -> tuple[float, ...]:
+        """Measured; or a gradient and the sum read, the sum written."""
+        read = [sum(both) for both in zip(own, others, strict=True)]
+        if self.question.executes:
+            return self._executed("add", ADDS, read)
+        rates = Target.load(self.question.target).rates
+        assert rates is not None, "checked"
+        return tuple(3 * nbytes / rates.reached_bytes_per_second for nbytes in read)
+
+    def _executed(
+        self, direction: Literal["update", "add"], phase: str, params: Sequence[int]
+    ) -> tuple[float, ...]:
+        """Seconds of every layer that has parameters."""
+        asked = [what for what in self._all(direction, 1) if params[what.layer]]
+        self._require(phase, asked)
+        seconds = [0.0] * len(params)
+        for what in asked:
+            needs = self._of(what)
             if needs is None or needs.seconds is None:
-                said = self._failures[self._backend.key(LayerPass(layer, "update", 1))]
+                said = self._failures[self._backend.key(what)]
                 raise ProfileError.of(
-                    f"the update of layer {layer} cannot be measured: {said}.", "layers-failed"
+                    f"the {direction} of layer {what.layer} cannot be measured: {said}.",
+                    "layers-failed",
                 )
-        seconds = {layer: needs.seconds or 0.0 for layer, needs in found.items() if needs}
-        return tuple(seconds.get(layer, 0.0) for layer in range(len(own)))
+            seconds[what.layer] = needs.seconds
+        return tuple(seconds)
 
     @property
     def _source(self) -> str:

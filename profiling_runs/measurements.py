@@ -4,6 +4,7 @@ jobs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from capture.plan.stages import TensorParallelRule
 from capture.step.attribution import StageBuffers
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Job, Outcome, Part, Setting
-from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.pools.pool import Kept, Runner
+from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS, Where, setting_of
 from profiling_runs.question import ProfileQuestion
 
 #: A kind of jobs.
@@ -51,6 +53,7 @@ class Measurements:
     costs: dict[StageConfig, StageCost] = field(default_factory=dict)
     failures: dict[StageConfig, str] = field(default_factory=dict)
     _keys: dict[StageConfig, str] = field(default_factory=dict)
+    _kept: Kept | None = None
 
     def key(self, config: StageConfig) -> str:
         """Content hash of the measurement of a config."""
@@ -179,7 +182,21 @@ class Measurements:
         batch = Batch(
             jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch
         )
-        return batch.run(lambda: self.where.open(self.setting, self.backend, len(jobs)))
+        return batch.run(lambda: self._kept or self._open(len(jobs)))
+
+    def _open(self, num_jobs: int) -> Runner:
+        return self.where.open(self.setting, self.backend, num_jobs)
+
+    @contextmanager
+    def keeping_workers(self) -> Iterator[None]:
+        """Whatever is measured meanwhile is measured by the same workers, which trace the model
+        once."""
+        self._kept = Kept(lambda: self._open(self.where.num_workers or DEFAULT_LOCAL_WORKERS))
+        try:
+            yield
+        finally:
+            self._kept.end()
+            self._kept = None
 
 
 def open_measurements(

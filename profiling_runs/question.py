@@ -10,7 +10,14 @@ from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.choices import REMAT_TEXT, Remat, StageChoice, is_remat
+from capture.plan.choices import (
+    REMAT_TEXT,
+    Remat,
+    StageChoice,
+    is_remat,
+    measured_choices,
+    num_full_layers,
+)
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, TensorParallelRule
@@ -49,7 +56,7 @@ class ProfileQuestion:
         sequence_parallel: Also stages that split activations along the sequence, beside those that
             do not, where they have tensor parallelism.
         splits_backward: Also split backward passes, for the schedules that have them.
-        choices: What windows are measured under, instead of all data- and tensor-parallel degree
+        choices: What stages may have, instead of all data- and tensor-parallel degree
             pairs that fit the cluster.
         space: Submeshes of stages, and so of the windows.
         num_neighbours: Most neighbours of M_a: how long the windows are.
@@ -180,6 +187,12 @@ class ProfileQuestion:
                 f"backend={self.backend!r}.",
                 code,
             )
+        if self.paper is not None and any(map(num_full_layers, self.remat)):
+            yield Violation(
+                f"remat={self.remat!r}: in the paper's runs all layers recompute the same; name "
+                "one policy.",
+                "profile-remat",
+            )
         if self.paper is not None and len(self.remat) > 1:
             yield Violation(
                 "--remat auto: the paper's runs recompute the same in every stage; name one "
@@ -230,7 +243,7 @@ class ProfileQuestion:
 
     @cached_property
     def stage_choices(self) -> tuple[StageChoice, ...]:
-        """Those that are profiled."""
+        """Those of stages."""
         if self.choices is not None:
             return self.choices
         return tuple(
@@ -243,6 +256,11 @@ class ProfileQuestion:
                 sequence_parallel=self.sequence_parallel,
             )
         )
+
+    @property
+    def profiled_choices(self) -> tuple[StageChoice, ...]:
+        """What windows are measured under: mixtures follow from their parts."""
+        return measured_choices(self.stage_choices)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

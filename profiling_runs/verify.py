@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from capture.errors import PlanError, ProfileError
+from capture.errors import ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph, agreed_value_dims
+from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
@@ -92,7 +93,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
             made for.
         ProfileError: ``verify-stage`` naming the stages that do not compile.
     """
-    of_stages(plan, "Compile it with capture.profiler.sharded_run.compile_plan.")
+    of_stages(plan)
     check_model(plan, measurements)
     configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     keys = {measurements.key(config) for config in configs}
@@ -131,16 +132,8 @@ def check_model(plan: Plan, measurements: Measurements) -> None:
     Raises:
         PlanError: ``plan-other-model``.
     """
-    graph = measurements.backend.traced(plan.microbatch_size).graph
-    if graph.num_layers != plan.num_layers or (
-        plan.model_hash and plan.model_hash != graph.model_hash
-    ):
-        raise PlanError.of(
-            f"the plan was made for model_hash={plan.model_hash} with "
-            f"num_layers={plan.num_layers}; the workload has "
-            f"{graph.model_hash} with {graph.num_layers}. Plan it again with capture plan.",
-            "plan-other-model",
-        )
+    backend = measurements.backend
+    traced_for(plan, backend.workload, lambda: backend.traced(plan.microbatch_size).graph)
 
 
 def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> Profile:
@@ -238,6 +231,18 @@ class PlanCompiler:
             self._measurements = self._open()
             check_profile(self._profile, self._measurements)
         return self._measurements
+
+    def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
+        """As a call; but of a stage that does not compile it is known from then on that no memory
+        suffices, and why (``recommender.capture.bounds_first.Attempted``)."""
+        try:
+            return self(plan, known)
+        except ProfileError:
+            failures = self.open().failures
+            configs = {StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages}
+            if refused := {config: failures[config] for config in configs & failures.keys()}:
+                return None, known.without_stages(refused)
+            raise
 
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         sizes = self._profile.microbatch_sizes

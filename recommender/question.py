@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
+from capture.plan.choices import REMAT_TEXT, Remat, is_remat
 from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
 from capture.plan.stages import batch_violations
@@ -57,10 +58,13 @@ class PlanQuestion:
         space: Submeshes of stages.
         merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts
             anywhere.
+        remat: What every stage recomputes; None: each whatever the profile knows, mixtures of
+            ``"full"`` and ``"cheap"`` where it knows both.
 
     Raises:
-        PlanError: ``plan-batch``, ``plan-schedule``, ``plan-algorithm`` for options that Alpa's
-            algorithm does not know, and the codes of ``search_of``; all at once.
+        PlanError: ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-algorithm`` for options
+            that the mode or Alpa's algorithm does not know, and the codes of ``search_of``; all at
+            once.
     """
 
     cluster: Cluster
@@ -73,6 +77,7 @@ class PlanQuestion:
     algorithm: str | None = None
     space: StageSpace = StageSpace()
     merge_layers: int | None = None
+    remat: Remat | None = None
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
@@ -84,6 +89,10 @@ class PlanQuestion:
             search_of(self.objective, self.mode, self.algorithm)
         except PlanError as error:
             found += error.violations
+        if self.remat is not None and not is_remat(self.remat):
+            found.append(
+                Violation(f"remat={self.remat!r} is unknown; give {REMAT_TEXT}.", "plan-remat")
+            )
         kind = SCHEDULES.get(self.schedule)
         if kind is not None and not kind.is_plain:
             found += [
@@ -108,9 +117,17 @@ class PlanQuestion:
                 for name, given in (
                     ("merge_layers", self.merge_layers is not None),
                     ("any_divisor", self.space.any_divisor),
+                    ("remat", self.remat is not None),
                 )
                 if given
             ]
+        if self.mode == "paper" and self.remat is not None:
+            found.append(
+                Violation(
+                    f"mode='paper' recomputes as its profile does; leave out {self.remat!r}.",
+                    "plan-algorithm",
+                )
+            )
         return found
 
     @property

@@ -57,6 +57,46 @@ def tiny_gpt(num_blocks: int = 4, tied: bool = False, dead: bool = False) -> Wor
     return Workload(loss_fn, init, batch, optimizer)
 
 
+def tiny_lora(noisy: bool = False) -> Workload:
+    """A base that stays, and adapters of its products, trained with momentum; if noisy, with
+    dropout, and all their gradients cut to one norm."""
+    num_blocks = 2
+
+    def init(key):
+        keys = iter(jax.random.split(key, 3 * num_blocks + 2))
+
+        def draw(*shape):
+            return 0.4 * jax.random.normal(next(keys), shape)
+
+        base = {
+            "table": draw(VOCABULARY, WIDTH),
+            "blocks": [draw(WIDTH, WIDTH) for _ in range(num_blocks)],
+            "head": draw(WIDTH, VOCABULARY),
+        }
+        own = [{"a": draw(WIDTH, 2), "b": draw(2, WIDTH)} for _ in range(num_blocks)]
+        return {"base": base, "own": own}
+
+    def loss_fn(params, batch, key=None):
+        base = params["base"]
+        x = base["table"][batch["tokens"]]
+        if key is not None:
+            x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
+        for i, (w, own) in enumerate(zip(base["blocks"], params["own"], strict=True)):
+            x = x if i == 0 else checkpoint_name(x, "layer_boundary")
+            x = x + jax.nn.gelu(x @ w + x @ own["a"] @ own["b"])
+        logits = x @ base["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    momentum = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    own = optax.chain(optax.clip_by_global_norm(0.05), momentum) if noisy else momentum
+    optimizer = optax.multi_transform(
+        {"own": own, "base": optax.set_to_zero()}, {"own": "own", "base": "base"}
+    )
+    quiet = lambda params, batch: loss_fn(params, batch)  # noqa: E731
+    noisily = lambda params, batch, key: loss_fn(params, batch, key)  # noqa: E731
+    return Workload(noisily if noisy else quiet, init, tiny_gpt(0).batch, optimizer)
+
+
 MEMBERS = tuple(
     Member(seed, {"learning_rate": rate, "momentum": decay})
     for seed, (rate, decay) in enumerate([(0.3, 0.9), (0.1, 0.8), (0.03, 0.95), (0.01, 0.0)])

@@ -49,8 +49,8 @@ def rows_of(model: str, minibatch_size: int) -> list[dict[str, Any]]:
                 "step_seconds": found.seconds,
                 "volumes_bytes": volumes,
                 "swap_bytes": sum(n for name, n in volumes.items() if name != "p2p"),
-                "device_bytes": found.peak_bytes,
-                "reason": "",
+                "peak_bytes": found.peak_bytes,
+                "why": "",
             }
         )
     assert best is not None

@@ -3,14 +3,15 @@
     python -m benchmarks.harmony_paper.figure_15 -o RESULT.json
 
 Fifteen configurations, drawn with a fixed seed from all that the search explores, of a small GPT
-on one device of this machine, minibatch 8. Layers are executed one by one, the memory of the host
-is timed, and steps are estimated by the paper's rules and as instructions; then every configuration
-trains.
+on one device of this machine, minibatch 8, for devices of a third to two thirds of its memory;
+what trains has room for more, as the rules of the paper leave some out. Layers are executed one by
+one, the memory of the host is timed, and steps are estimated by the paper's rules and as
+instructions; then every configuration trains.
 
 Seconds are those of the processor, on one thread. There copies and updates of the host hide behind
 nothing, so an estimate is the sum of all its passes, copies and updates: what a step consists of,
-and not how it overlaps. Other work that shares the caches still adds to them: to be recorded on a
-quiet machine, for layers and steps are timed minutes apart.
+and not how it overlaps. Other work that shares the caches still adds to them, and clocks change: so
+layers are timed before the steps and after them, and the steps of all configurations in turn.
 
 Paper: BERT-Large, minibatch 600, four GPUs, Harmony PP: within 5 % on average.
 """
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 # One thread computes, so that the processor's seconds are those of the work.
@@ -45,6 +46,7 @@ import jax.numpy as jnp  # noqa: E402
 from capture.compiler.executable import HOST_MEMORY  # noqa: E402
 from capture.machine.server import Server  # noqa: E402
 from capture.measured.layer_profile import LayerProfile  # noqa: E402
+from capture.measured.store import Store  # noqa: E402
 from capture.model.workload import WorkloadSpec  # noqa: E402
 from capture.plan.packs import PacksPlan  # noqa: E402
 from capture.plan.task_graph import Configuration  # noqa: E402
@@ -57,9 +59,9 @@ from recommender.harmony import PacksQuestion  # noqa: E402
 
 ZOO = Path(__file__).parents[2] / "models"
 WORKLOAD = "mingpt.py:mingpt?size=6x256&seq_len=128&vocab_size=256"
-MINIBATCH, NUM_POINTS, SEED, NUM_STEPS = 8, 15, 15, 3
+MINIBATCH, NUM_POINTS, SEED, NUM_STEPS, NUM_ROUNDS = 8, 15, 15, 3, 7
 #: Of what all layers need with one example, so that there are several packs.
-SHARE_OF_MODEL = 0.5
+SHARES_OF_MODEL = 0.35, 0.5, 0.7
 
 
 def swap_bytes_per_second() -> float:
@@ -85,51 +87,70 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return median(found[1:])
 
 
+def layers_of(spec: WorkloadSpec) -> LayerProfile:
+    """Executed one by one, now."""
+    asked = LayersQuestion(spec, backend="run", most=MINIBATCH, stride=2)
+    return profile_layers(asked, where=Where(0), store=Store())
+
+
 def points(profile: LayerProfile, server: Server) -> list[Configuration]:
-    """Different ones of all that Algorithm 1 explores."""
-    problem = PacksQuestion(profile, server, MINIBATCH).problem("pp")
-    every = list(dict.fromkeys(choice.configuration for choice in problem.choices()))
+    """Different ones of all that Algorithm 1 explores, with devices of several sizes."""
+    whole = sum(profile.at("backward", 1).memory_bytes)
+    problems = [
+        PacksQuestion(profile, server.with_(usable_bytes=int(share * whole)), MINIBATCH).problem(
+            "pp"
+        )
+        for share in SHARES_OF_MODEL
+    ]
+    choices = (choice for problem in problems for choice in problem.choices())
+    every = list(dict.fromkeys(choice.configuration for choice in choices))
     return random.Random(SEED).sample(every, min(NUM_POINTS, len(every)))
 
 
-def actual_seconds(plan: PacksPlan, workload: Any) -> float:
-    """Of the processor, for a step."""
-    step = streamed(workload, plan)
-    batch = workload.batch(jax.random.key(1), MINIBATCH)
-    held = [step.init(jax.random.key(0))]
+class Training:
+    """Steps of one configuration, timed one by one."""
 
-    def train() -> None:
-        held[0], metrics = step(held[0], batch)
-        jax.block_until_ready((held[0], metrics.losses))
+    def __init__(self, configuration: Configuration, num_layers: int, server: Server, model: Any):
+        self.configuration = configuration
+        self.plan = PacksPlan(server, num_layers, MINIBATCH, "pp", configuration)
+        self.seconds: list[float] = []
+        self._step = streamed(model, self.plan)
+        self._batch = model.batch(jax.random.key(1), MINIBATCH)
+        self._state = self._step.init(jax.random.key(0))
+        self.run()
+        self.seconds.clear()
 
-    train()
-    return seconds_of(train)
+    def run(self) -> None:
+        start = time.process_time()
+        self._state, metrics = self._step(self._state, self._batch)
+        jax.block_until_ready((self._state, metrics.losses))
+        self.seconds.append(time.process_time() - start)
 
-
-def row_of(
-    configuration: Configuration, profile: LayerProfile, server: Server, workload: Any
-) -> dict[str, Any]:
-    plan = PacksPlan(server, profile.num_layers, MINIBATCH, "pp", configuration)
-    graph = plan.tasks()
-    timeline = packs_timeline(graph, profile, server)
-    rules = estimate(graph, profile, server)
-    seconds = {
-        "as instructions": sum(work.seconds for work in timeline.simulation.work),
-        "by the paper's rules": sum(rules.items.seconds),
-    }
-    one, other = configuration.forward, configuration.backward
-    actual = actual_seconds(plan, workload)
-    return {
-        "configuration": [
-            one.microbatch_size,
-            len(one.packs),
-            other.microbatch_size,
-            len(other.packs),
-        ],
-        "actual_seconds": actual,
-        "estimated_seconds": seconds,
-        "relative_errors": {name: s / actual - 1 for name, s in seconds.items()},
-    }
+    def row(self, profiles: list[LayerProfile]) -> dict[str, Any]:
+        """Beside estimates by layers as they were timed each time."""
+        graph, server = self.plan.tasks(), self.plan.machine
+        timelines = [packs_timeline(graph, profile, server) for profile in profiles]
+        rules = [estimate(graph, profile, server) for profile in profiles]
+        seconds = {
+            "as instructions": mean(
+                sum(work.seconds for work in timeline.simulation.work) for timeline in timelines
+            ),
+            "by the paper's rules": mean(sum(rule.items.seconds) for rule in rules),
+        }
+        one, other = self.configuration.forward, self.configuration.backward
+        actual = median(self.seconds)
+        return {
+            "configuration": [
+                one.microbatch_size,
+                len(one.packs),
+                other.microbatch_size,
+                len(other.packs),
+            ],
+            "actual_seconds": actual,
+            "of_rounds": self.seconds,
+            "estimated_seconds": seconds,
+            "relative_errors": {name: s / actual - 1 for name, s in seconds.items()},
+        }
 
 
 def panel_of(rows: list[dict[str, Any]]) -> Panel:
@@ -159,12 +180,11 @@ def main() -> int:
     before = os.getloadavg()
     LayerBackend.clock = staticmethod(time.process_time)
     spec = WorkloadSpec.parse(f"{ZOO}/{WORKLOAD}")
-    asked = LayersQuestion(spec, backend="run", most=MINIBATCH, stride=2)
-    profile = profile_layers(asked, where=Where(0))
+    profile = layers_of(spec)
     rate = swap_bytes_per_second()
     server = Server.load("gtx1080ti-x4").with_(
         num_devices=1,
-        usable_bytes=int(SHARE_OF_MODEL * sum(profile.at("backward", 1).memory_bytes)),
+        usable_bytes=2 * sum(profile.at("backward", 1).memory_bytes),
     )
     swap = replace(server.swap_bytes_per_second, value=rate, source="timed here")
     server = replace(
@@ -172,10 +192,17 @@ def main() -> int:
         swap_bytes_per_second=swap,
         delete_seconds=replace(server.delete_seconds, value=0.0, source="part of the passes"),
     )
-    workload, rows = spec.load(), []
-    for configuration in points(profile, server):
-        rows.append(row_of(configuration, profile, server, workload))
-        print(rows[-1], file=sys.stderr, flush=True)
+    workload = spec.load()
+    trainings = [
+        Training(configuration, profile.num_layers, server, workload)
+        for configuration in points(profile, server)
+    ]
+    for number in range(NUM_ROUNDS):
+        print(f"round {number + 1} of {NUM_ROUNDS}", file=sys.stderr, flush=True)
+        for training in trainings:
+            training.run()
+    profiles = [profile, layers_of(spec)]
+    rows = [training.row(profiles) for training in trainings]
     claims = {
         name: {
             "mean_error": sum(abs(row["relative_errors"][name]) for row in rows) / len(rows),

@@ -78,7 +78,7 @@ def main() -> int:
     full = [(f"{row['server']}, {row['billions']}", row) for row in rows if "host_bytes" in row]
     more = {
         "claims": claims,
-        "ZeRO-Infinity": {name: row["ZeRO-Infinity"]["reason"] or "runs" for name, row in full},
+        "ZeRO-Infinity": {name: row["ZeRO-Infinity"]["why"] or "runs" for name, row in full},
         "harmony_host_bytes": {name: row["host_bytes"] for name, row in full},
         "derived": "80 billion: the shipped profile of 40 billion with 200 more of its blocks",
     }

@@ -201,7 +201,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts
         ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])
     """
-    plan = of_stages(plan, "Alpa shards by itself.")
+    plan = of_stages(plan)
     PlanError.check(violations(plan))
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     per_node = plan.cluster.nodes[0]

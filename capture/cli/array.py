@@ -15,13 +15,13 @@ from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
-from capture.cli.output import emit, say, table
+from capture.cli.output import Totals, compared, emit, say, table
+from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
-from capture.quantities import counted, format_bytes, parse_bytes
+from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
 from recommender.mutwo import ArrayQuestion, plan_array
-from recommender.mutwo.recommendation import member_of
 from recommender.mutwo.search import ALGORITHMS
 
 SYSTEM = "mutwo"
@@ -42,20 +42,20 @@ def _varied(text: str) -> tuple[str, tuple[float, ...]]:
 OPTIONS = (
     Option(
         "models",
-        "mutwo: how many models, or a file (.json): a list with the seed and the hyperparameters "
-        "of each",
+        "mutwo: how many models, which differ in their seeds unless --vary says in what, or a "
+        "file (.json): a list with the seed and the hyperparameters of each",
         metavar="N|FILE",
     ),
     Option("shared_batches", "mutwo: all models read the same batch", False),
 )
-OWN = {option.name for option in OPTIONS} | {"vary"}
+OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
 SHARED |= {"algorithm"}
 SEARCHES = tuple(ALGORITHMS)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: shared.Arguments) -> None:
     """What is given several times."""
     parser.add_argument(
         "--vary",
@@ -64,6 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=V,V",
         help="mutwo: values of a hyperparameter, or of seed; again: every combination",
+    )
+    parser.add_argument(
+        "--shared",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="mutwo: parameters that all models have alike and the optimizer leaves alone, by "
+        "path, such as 'base/*'; again: more of them",
     )
 
 
@@ -101,13 +109,15 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
     if errors:
         raise PlanError([Violation(each, "array-vary") for each in errors])
     combinations = [
-        member_of(dict(zip([name for name, _ in varied], values, strict=True)))
+        Member.of(dict(zip([name for name, _ in varied], values, strict=True)))
         for values in product(*(values for _, values in varied))
     ]
     if models is None and not varied:
         raise PlanError.of(
             "an array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
         )
+    if models is not None and models.isdigit() and int(models) and not varied:
+        return [Member(seed) for seed in range(int(models))]
     if models is not None and (not models.isdigit() or int(models) != len(combinations)):
         sizes = " x ".join(str(len(values)) for _, values in varied) or "nothing"
         raise PlanError.of(
@@ -122,7 +132,7 @@ def _models_of_file(path: Path) -> list[Member]:
     try:
         rows = json.loads(path.read_text())
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return [member_of(row) for row in rows]
+            return [Member.of(row) for row in rows]
     except (OSError, TypeError, ValueError) as error:
         raise PlanError.of(f"--models {path} cannot be read: {error}.", "array-models") from None
     raise PlanError.of(
@@ -148,15 +158,16 @@ def plan(options: argparse.Namespace) -> int:
         options.shared_batches,
         options.num_layers or 0,
         algorithm=options.algorithm or SEARCHES[0],
+        shared=tuple(options.shared),
     )
     say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
-    answer = plan_array(question)
+    answer = plan_array(question, progress(options))
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [
             one.way.name,
             " ".join(str(len(group)) for group in one.way.partition),
-            f"{one.weighed.seconds:.4g} s" if one.fits else "-",
+            format_seconds(one.weighed.seconds) if one.fits else "-",
             format_bytes(one.weighed.peak_bytes),
             "yes" if one.fits else "no",
         ]
@@ -166,13 +177,13 @@ def plan(options: argparse.Namespace) -> int:
         [
             one.name,
             " ".join(map(str, one.sizes)) + (" in rounds" if one.in_rounds else ""),
-            f"{one.step_seconds:.4g} s" if one.fits else "-",
+            format_seconds(one.step_seconds) if one.fits else "-",
             format_bytes(one.peak_bytes),
             "yes" if one.fits else "no",
         ]
         for one in answer.proof.baselines
     ]
-    lines.append(table(["", "models of each", "an update", "device", "fits"], rows))
+    lines.append(table(["way", "models of each", "an update", "device", "fits"], rows))
     if answer.plan is not None:
         lines += plan_lines(answer.plan)
         lines += [str(answer.headroom)] if answer.headroom else []
@@ -191,14 +202,12 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """Train the array here.
 
     Raises:
-        PlanError: ``array-run`` for options that arrays do not have.
+        PlanError: ``array-run`` for an option that arrays do not have.
     """
-    given = [name for name in ("save", "restore") if getattr(options, name) is not None]
-    if given or options.seed:
-        names = " and ".join(f"--{name}" for name in [*given, *(["seed"] if options.seed else [])])
+    if options.seed:
         raise PlanError.of(
-            f"{names}: models of an array have seeds of their own in the plan, and their state is "
-            "not stored by this version; leave it out.",
+            f"--seed {options.seed}: models of an array have seeds of their own in the plan; leave "
+            "it out.",
             "array-run",
         )
     spec = asked.workload_of(plan, options.workload)
@@ -212,6 +221,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         spec.load(),
         options.steps,
         check=options.check,
+        save=options.save,
+        restore=options.restore,
         report=lambda text: say(options, text),
     )
     emit(options, document, run_text(plan, document))
@@ -221,24 +232,18 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
 def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
     """Memory, and the losses of each model."""
     rows = [
-        [
-            memory,
-            *(
-                "-" if document[key] is None else format_bytes(document[key])
-                for key in (planned, measured)
-            ),
-        ]
-        for memory, planned, measured in (
-            ("device", "planned_peak_bytes", "measured_peak_bytes"),
-            ("host", "planned_host_peak_bytes", "host_peak_bytes"),
+        [memory, *("-" if nbytes is None else format_bytes(nbytes) for nbytes in peaks)]
+        for memory, *peaks in (
+            ("device", document["planned_peak_bytes"], document["measured_peak_bytes"]),
+            ("host", document["host"]["predicted_peak_bytes"], document["host_peak_bytes"]),
         )
     ]
-    lines = [table(["memory", "planned peak", "measured peak"], rows)]
+    lines = [table(["memory", "predicted peak", "measured peak"], rows)]
     lines.append(f"measured by {document['meter']}")
     if not document["is_target"]:
         lines.append(
-            f"planned for target {document['target']}, measured on {document['platform']}: not to "
-            "be compared"
+            f"predicted for target {document['target']}, measured on {document['platform']}: not "
+            "to be compared"
         )
     moved = document["moved_bytes"]
     lines.append(
@@ -250,7 +255,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
         [str(model), _set(plan, model), " ".join(f"{loss:.6f}" for loss in of)]
         for model, of in enumerate(losses)
     ]
-    lines.append(table(["model", "", "losses"], rows))
+    lines.append(table(["model", "with", "losses"], rows))
     if "reference_losses" in document:
         lines.append(
             "largest relative error beside each model alone: losses "
@@ -262,6 +267,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """What is fused, what is moved, and who needs the memory."""
+    asked.refuse_unread(options, "array")
     rows = [
         [a, decision.bundle, decision.choice, decision.ahead if decision.choice == "swap" else "-"]
         for a, own in enumerate(plan.decisions)
@@ -287,41 +293,40 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "plans of arrays have no page and no trace in this version; leave out -o and --trace.",
             "array-page",
         )
+    asked.refuse_unread(options, "array", "memory")
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json()}
+    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
     emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
     return 0
 
 
 def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:
     """What two plans decide and need, where they differ."""
-    pairs = zip(_facts(first).items(), _facts(second).values(), strict=True)
-    rows = [
-        {"what": what, "first": one, "second": other}
-        for (what, one), other in pairs
-        if one != other
-    ]
-    lines = [[row["what"], row["first"], row["second"]] for row in rows]
-    said = table(["", "first", "second"], lines) if rows else "no difference"
-    emit(options, {"differences": rows}, said)
+    asked.refuse_unread(options, "array")
+    emit(
+        options,
+        *compared("array", [_decided(first), _decided(second)], [_needs(first), _needs(second)]),
+    )
     return 0
 
 
-def _facts(plan: ArrayPlan) -> dict[str, str]:
-    found = plan.prediction
+def _decided(plan: ArrayPlan) -> dict[str, str]:
     return {
         "models": "; ".join(_set(plan, model) for model in range(len(plan.models))),
+        "shared": ", ".join(plan.shared) or "-",
         "batch": f"{plan.batch_size}{' shared' if plan.shared_batches else ''}",
         "sub-arrays": " ".join(str(list(group)) for group in plan.partition),
         "order": plan.order,
         "swapped": _named(plan, "swap"),
         "recomputed": _named(plan, "recompute"),
         "limit": "-" if plan.memory_limit_bytes is None else format_bytes(plan.memory_limit_bytes),
-        "device": format_bytes(found.peak_bytes) if found else "-",
-        "host": format_bytes(found.host_peak_bytes) if found else "-",
-        "a step": f"{found.step_seconds:.4g} s" if found else "-",
     }
+
+
+def _needs(plan: ArrayPlan) -> Totals:
+    names = ("peak_bytes", "host_peak_bytes", "step_seconds")
+    return {name: getattr(plan.prediction, name, None) for name in names}
 
 
 def _named(plan: ArrayPlan, choice: str) -> str:
@@ -347,14 +352,15 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         for a, group in enumerate(plan.partition)
     ]
     lines = [
-        f"{len(plan.models)} models of {plan.batch_size} examples each, {plan.order}",
+        f"{counted(len(plan.models), 'model')} of {counted(plan.batch_size, 'example')} each, "
+        f"{plan.order}" + (f"; they share {', '.join(plan.shared)}" if plan.shared else ""),
         table(["sub-array", "models", "bundles swapped", "recomputed"], rows),
     ]
     if (found := plan.prediction) is not None:
         ordered = sorted(found.parts_bytes.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
         lines += [
-            f"{found.step_seconds:.4g} s for an update of every model, simulated for "
+            f"{format_seconds(found.step_seconds)} for an update of every model, simulated for "
             f"{plan.cluster.target}",
             f"device: {format_bytes(found.peak_bytes)} at its peak ({parts})",
             f"feature maps: {format_bytes(found.retained_bytes)} retained, "

@@ -4,7 +4,7 @@ made with."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
 from capture.plan.kinds import AnyPlan
+from capture.plan.packs import PacksPlan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
@@ -206,11 +207,57 @@ def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
     if named is not None:
         return WorkloadSpec.parse(named)
     if plan.workload is None:
+        made_from = (
+            f"the layer profile of {plan.model!r}"
+            if isinstance(plan, PacksPlan) and plan.model
+            else "Python objects"
+        )
         raise PlanError.of(
-            "the plan was made from Python objects and names no workload; give --workload.",
+            f"the plan was made from {made_from} and names no workload; give --workload.",
             "plan-workload",
         )
     return plan.workload
+
+
+def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
+    """Refuse options that a verb does not read of a plan of a kind.
+
+    Raises:
+        PlanError: ``plan-kind``.
+    """
+    known = {"plan", "first", "second", "json", "quiet", "main", "parser", *read}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if name not in known and value != options.parser.get_default(name)
+    ]
+    if given:
+        raise PlanError.of(
+            f"{', '.join(given)}: {options.parser.prog} does not read "
+            f"{'it' if len(given) == 1 else 'them'} with a plan of kind {kind!r}; leave "
+            f"{'it' if len(given) == 1 else 'them'} out.",
+            "plan-kind",
+        )
+
+
+def check_workload_is_read(
+    options: argparse.Namespace, plans: Sequence[Plan], profiles: Sequence[Profile | None]
+) -> None:
+    """Refuse a workload where plans have their predictions, or profiles, and nothing is traced.
+
+    Raises:
+        PlanError: ``plan-workload``.
+    """
+    known = (
+        plan.prediction is not None or profile is not None
+        for plan, profile in zip(plans, profiles, strict=True)
+    )
+    if options.workload is not None and all(known):
+        raise PlanError.of(
+            f"--workload {options.workload}: nothing is traced where plans have a prediction or a "
+            "profile is given, so it would not be read; leave it out.",
+            "plan-workload",
+        )
 
 
 def with_prediction(
@@ -260,6 +307,16 @@ def check_profiles_nothing(values: Values) -> None:
             "profiling, or --profile.",
             "profile-measured",
         )
+
+
+def say_layers(
+    options: argparse.Namespace, question: ProfileQuestion, measurements: Measurements
+) -> None:
+    """Into how many layers a model is cut where nobody chose, before they are measured."""
+    traced = measurements.backend.traced(question.microbatch_size)
+    if question.num_layers is None and traced.auto_layers:
+        count = counted(traced.graph.num_layers, "layer")
+        say(options, f"cutting the model into {count} of nearly equal work")
 
 
 def layers_note(question: ProfileQuestion, profile: Profile) -> list[str]:

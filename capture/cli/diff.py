@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.errors import CaptureError, ProfileError, Violation
+from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
 from capture.plan.array import ArrayPlan
-from capture.plan.kinds import load_plan, of_stages
+from capture.plan.kinds import kind_of, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
@@ -64,11 +64,19 @@ def main(options: argparse.Namespace) -> int:
     of_arrays = [plan for plan in plans if isinstance(plan, ArrayPlan)]
     if len(of_arrays) == 2:
         return array.diff(options, *of_arrays)
+    kinds = [kind_of(plan) for plan in plans]
+    if kinds[0] != kinds[1]:
+        raise PlanError.of(
+            f"{str(options.first)!r} is a plan of kind {kinds[0]!r}, and {str(options.second)!r} "
+            f"of kind {kinds[1]!r}; compare plans of one kind.",
+            "plan-kind",
+        )
     from capture.report.difference import compare
 
-    limit = asked.read_limit(vars(options))
-    stages = [of_stages(plan, "Compare plans of one kind.") for plan in plans]
-    first, second = _facts(options, stages, _profiles(options.profile), limit)
+    limit, profiles = asked.read_limit(vars(options)), _profiles(options.profile)
+    stages = [of_stages(plan) for plan in plans]
+    asked.check_workload_is_read(options, stages, profiles)
+    first, second = _facts(options, stages, profiles, limit)
     document = compare(first, second)
     emit(options, document, as_text(first, second))
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.kinds import load_stages
+from capture.plan.kinds import load_plan, of_stages
 from capture.quantities import counted, format_bytes
 
 NAME = "export"
@@ -39,9 +39,7 @@ def main(options: argparse.Namespace) -> int:
     from capture.alpa.memory import alpa_memory
     from capture.alpa.options import to_alpa
 
-    plan = load_stages(
-        options.plan, "Alpa shards by itself; train with capture.shard(workload, plan, mesh)."
-    )
+    plan = of_stages(load_plan(options.plan))
     exported = to_alpa(plan)
     memory = None if options.profile is None else alpa_memory(plan, Profile.load(options.profile))
     document: dict[str, Any] = {"alpa": exported.to_json()}

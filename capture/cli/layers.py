@@ -160,8 +160,8 @@ def as_text(profile: LayerProfile) -> list[str]:
             lines.append(f"{which}: one example is too much for a device; profiled all the same")
             continue
         lines.append(
-            f"{which}: {largest} examples at most, found in {counted(len(trials), 'trial')} "
-            f"({', '.join(map(str, trials))}); profiled at {sizes}"
+            f"{which}: {counted(largest, 'example')} at most, found in "
+            f"{counted(len(trials), 'trial')} ({', '.join(map(str, trials))}); profiled at {sizes}"
         )
         if which in facts["held_out_errors"]:
             found = facts["held_out_errors"][which]

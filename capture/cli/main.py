@@ -7,13 +7,12 @@ machines fail and the same command resumes.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from capture import __version__, environment
 from capture.cli import (
@@ -37,12 +36,14 @@ from capture.cli.library_log import LibraryLog
 from capture.cli.progress import clear_line
 from capture.errors import (
     CaptureError,
+    OptionError,
     Violation,
     raised_at,
     users_file,
     users_traceback,
     violations_of,
 )
+from capture.quantities import nearest
 
 VERBS = (
     demo,
@@ -62,9 +63,25 @@ VERBS = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """Options whose errors are those of all others: a sentence, and a code."""
+
+    def error(self, message: str) -> NoReturn:
+        """
+        Raises:
+            OptionError: ``option-value``, or the code that a reader of values ends its sentence in.
+        """
+        said = re.fullmatch(r"(.*) \[([a-z-]+)\]", message, re.DOTALL)
+        text, code = (said[1], said[2]) if said else (message, "option-value")
+        meant = ""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text):
+            meant = nearest(choice[1], re.findall(r"[\w.+-]+", choice[2]))
+        raise OptionError.of(f"{text.rstrip('.')}; see {self.prog} --help.{meant}", code)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All verbs; each module has ``NAME``, ``HELP``, ``add_arguments`` and ``main``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="capture",
         description=(
             "Plans of least peak memory for training JAX models on many devices: predicted, "
@@ -93,20 +110,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command; what its verb does not know is refused with the nearest name."""
+    """The options of a command.
+
+    Raises:
+        OptionError: ``option-unknown`` for what its verb does not know, with the nearest name, and
+            those of ``Parser.error``.
+    """
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         known = re.findall(r"--[a-z-]+", options.parser.format_help())
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        raise OptionError.of(
+            f"{options.parser.prog} has no {' '.join(unknown)}; see {options.parser.prog} --help."
+            f"{nearest(unknown[0].partition('=')[0], known)}",
+            "option-unknown",
+        )
     return options
 
 
 def console() -> int:
     """The command: runs a verb in a process of its own, whose compiled libraries speak to a
     file."""
-    options = parse()
+    try:
+        options = parse()
+    except OptionError as error:
+        return _refused("--json" in sys.argv, error)
     log, code = LibraryLog.begin(), 2
     warnings.showwarning = _show_warning
     try:
@@ -123,7 +150,16 @@ def console() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb in this process: as ``console``, but that standard error is left as it is."""
-    return run_verb(parse(arguments))
+    try:
+        options = parse(arguments)
+    except OptionError as error:
+        return _refused("--json" in (sys.argv if arguments is None else arguments), error)
+    return run_verb(options)
+
+
+def _refused(asks_json: bool, error: OptionError) -> int:
+    _report(asks_json, error.violations)
+    return 2
 
 
 def run_verb(options: argparse.Namespace) -> int:
@@ -132,7 +168,7 @@ def run_verb(options: argparse.Namespace) -> int:
     try:
         return options.main(options)
     except CaptureError as error:
-        _report(options, error.violations)
+        _report(options.json, error.violations)
         return 3 if shared.ENDED_EARLY & set(error.codes) else 2
     except KeyboardInterrupt:
         clear_line()
@@ -144,7 +180,7 @@ def run_verb(options: argparse.Namespace) -> int:
         violations: tuple[Violation, ...] = violations_of(error)
         if isinstance(error, OSError) and error.filename is not None and not raised_at(error):
             violations = (Violation(f"{error.filename!r}: {error.strerror}.", "file"),)
-        _report(options, violations)
+        _report(options.json, violations)
         # Of the user's model, most likely.
         if [violation.code for violation in violations] == ["exception"]:
             print(users_traceback(error), end="", file=sys.stderr)
@@ -168,12 +204,12 @@ def _show_warning(
     )
 
 
-def _report(options: argparse.Namespace, violations: Sequence[Violation]) -> None:
+def _report(asks_json: bool, violations: Sequence[Violation]) -> None:
     """Every broken rule on standard error; with ``--json`` a document on standard output as
     well."""
     clear_line()
     print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)
-    if options.json:
+    if asks_json:
         errors = [
             {"code": violation.code, "message": violation.message} for violation in violations
         ]

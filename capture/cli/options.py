@@ -79,6 +79,10 @@ def remat_or(*others: str) -> Callable[[str], str]:
     return read
 
 
+#: What options are added to: all of a verb, or a group of them.
+Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
 @dataclass(frozen=True)
 class Option:
     """An option of a command line, and a key of a job file.
@@ -105,7 +109,7 @@ class Option:
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def add_to(self, parser: Arguments) -> None:
         names = [name for name in (self.short, self.flag) if name]
         if self.default is False:
             parser.add_argument(*names, action="store_true", help=self.help)
@@ -137,7 +141,7 @@ class Option:
         return read
 
 
-def add(parser: argparse.ArgumentParser, *options: Option) -> None:
+def add(parser: Arguments, *options: Option) -> None:
     for option in options:
         option.add_to(parser)
 
@@ -187,14 +191,15 @@ SCHEDULE = Option(
 )
 REMAT = Option(
     "remat",
-    f"what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; or X%%, to keep the fewest "
-    "bytes for so much more time (default: cheap; none in the paper's mode)",
+    f"what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; full:K, full for the first K "
+    "layers of a stage and cheap for the others; or X%%, to keep the fewest bytes for so much more "
+    "time (default: cheap; none in the paper's mode)",
     read=remat_or(),
     metavar="MODE",
 )
 REMAT_OF_A_SEARCH = replace(
     REMAT,
-    help=f"{REMAT.help}; {AUTO}: a name, chosen per stage",
+    help=f"{REMAT.help}; {AUTO}: a name or full:K, chosen per stage",
     read=remat_or(AUTO),
 )
 SHARD_OPTIMIZER = Option(

@@ -15,7 +15,7 @@ from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan
-from capture.plan.kinds import load_plan
+from capture.plan.kinds import kind_of, load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
@@ -136,9 +136,9 @@ def main(options: argparse.Namespace) -> int:
     pose = ShardingQuestion if plan is None else partial(ShardingQuestion.of_plan, plan)
     question = pose(spec.load(), **further)
     result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
-    facts = {"status": result.status, "verified": result.compiled}
+    facts = {**result.to_json(), "verified": result.compiled}
     if result.plan is None:
-        emit(options, {**facts, "why": result.why.summary}, str(result))
+        emit(options, facts, str(result))
         return 1
     found = replace(result.plan, workload=spec)
     found.save(options.output)
@@ -164,8 +164,8 @@ def _plan(options: argparse.Namespace) -> Plan | ShardingPlan | None:
         plan = load_plan(named)
         if isinstance(plan, PacksPlan | ArrayPlan):
             raise PlanError.of(
-                f"{named} streams packs of layers or trains an array of models, and names no "
-                "devices that share operators; give the workload and --cluster instead.",
+                f"{named!r} is a plan of kind {kind_of(plan)!r}, and names no devices that share "
+                "operators; give the workload and --cluster instead.",
                 "plan-kind",
             )
         return plan

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from capture.cli import asked, layers
 from capture.cli.options import STORE, Option
-from capture.cli.output import emit, table
+from capture.cli.output import Totals, compared, emit, table
 from capture.cli.progress import progress
 from capture.errors import PlanError
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
+from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, STREAMED, Swaps
-from capture.quantities import format_bytes, parse_bytes
+from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
 from profiling_runs.layers import with_model_hash
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.baselines import Baseline, all_baselines
@@ -47,7 +48,7 @@ OPTIONS = (
         "and --target",
         metavar="NAME",
     ),
-    Option("host_memory", "harmony: memory of the host, such as 1TB", metavar="SIZE"),
+    Option("host_memory", "harmony, mutwo: memory of the host, such as 1TB", metavar="SIZE"),
     Option(
         "packing",
         f"harmony: packings, with commas between them, of {', '.join(PACKING_NAMES)} (default: "
@@ -86,7 +87,7 @@ OPTIONS = (
 #: And those that it shares; of a workload, also those of a layer profile.
 _SHARED = {"workload", "global_batch", "memory", "algorithm", "mode", "output", "cluster"}
 _SHARED |= {"target"}
-_OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
+OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
 
 
 #: No other system has these.
@@ -96,7 +97,7 @@ OWN = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
 def known_options(options: argparse.Namespace) -> set[str]:
     """Those that a plan of packs has a meaning for."""
     known = {option.name for option in OPTIONS} | _SHARED
-    return known | (_OF_A_WORKLOAD if options.layers is None else set())
+    return known | (OF_A_WORKLOAD if options.layers is None else set())
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -146,7 +147,8 @@ def plan(options: argparse.Namespace) -> int:
         streamed = question.profile.as_streamed(question.swaps.stream)
         updates = streamed.update_seconds(0, streamed.num_layers)
         lines.append(
-            f"updates take {updates:.4g} s of one host process, shared by {server.devices}"
+            f"updates take {format_seconds(updates)} of one host process, shared by "
+            f"{counted(server.devices, 'device')}"
         )
         lines += [f"a device: {answer.headroom}"] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
@@ -174,7 +176,7 @@ def baseline_table(found: Sequence[Baseline]) -> str:
     rows = [
         [
             row.name,
-            "-" if row.seconds is None else f"{row.seconds:.4g} s",
+            "-" if row.seconds is None else format_seconds(row.seconds),
             "-" if row.seconds is None else format_bytes(row.swap_bytes),
             format_bytes(row.device_bytes) if row.device_bytes else "-",
             format_bytes(row.host_bytes) if row.host_bytes else "-",
@@ -187,6 +189,7 @@ def baseline_table(found: Sequence[Baseline]) -> str:
 
 def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     """The tasks of a plan, in the order of issue, and what is predicted."""
+    asked.refuse_unread(options, "packs")
     graph = plan.tasks()
     rows = [
         [
@@ -206,7 +209,20 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     header = ["task", "kind", "layers", "on", "examples", "input by", "gradient by", "output by"]
     document = {
         "plan": plan.to_json(),
-        "tasks": [dict(zip(header, row, strict=True)) for row in rows],
+        "tasks": [
+            {
+                "task_id": task.id,
+                "kind": task.kind,
+                "layers": [task.first, task.stop - 1],
+                "rank": task.rank,
+                "on_host": task.kind == "update" and plan.switches.offload,
+                "microbatch_sizes": list(task.sizes),
+                "input_by": task.source and task.source.medium,
+                "gradient_by": task.gradient and task.gradient.medium,
+                "output_by": task.sink and task.sink.medium,
+            }
+            for task in graph.tasks
+        ],
     }
     emit(options, document, "\n".join([table(header, rows), *prediction_lines(plan)]))
     return 0
@@ -221,6 +237,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     """
     if options.output is not None:
         raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
+    asked.refuse_unread(options, "packs", "workload", "memory")
     spec = asked.workload_of(plan, options.workload)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
@@ -229,16 +246,30 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     ledger = compile_packs(plan, spec.load())
     peaks, host = ledger.peaks[: plan.machine.devices], ledger.peak_of("host")
     limit = asked.read_limit(vars(options)) or int(plan.machine.usable_bytes.value)
-    fits = max(peak.peak_bytes for peak in peaks) <= limit
+    found = [peak.peak_bytes for peak in peaks]
+    room = Headroom.of(found, [(peak, peak) for peak in found], 1, limit, None)
+    assert room is not None, "there is a limit"
+    fits = room.verdict == "fits"
     step = plan.prediction.step if plan.prediction else None
     guesses = step.device_peak_bytes if step else None
     document = {
         "status": "ok" if fits else "infeasible",
-        "peak_bytes_per_device": [peak.peak_bytes for peak in peaks],
+        "kind": "packs",
+        "peak_bytes_per_device": found,
         "predicted_peak_bytes_per_device": guesses and list(guesses),
-        "parts_bytes": [dict(peak.parts) for peak in peaks],
+        "prediction_error_fraction_per_device": guesses
+        and [guess / peak - 1 for guess, peak in zip(guesses, found, strict=True)],
+        "devices": [
+            {
+                "device_id": device,
+                "peak_bytes": peak.peak_bytes,
+                "instant": peak.instant,
+                "parts_bytes": dict(peak.parts),
+            }
+            for device, peak in enumerate(peaks)
+        ],
         "host_peak_bytes": host.peak_bytes,
-        "limit_bytes": limit,
+        "headroom": room.to_json(),
     }
     rows = [
         [
@@ -252,8 +283,8 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     ]
     lines = [
         table(["device", "predicted", "compiled", "prediction off by", "at"], rows),
-        f"{'fits' if fits else 'does not fit'} the limit of {format_bytes(limit)}; the host holds "
-        f"{format_bytes(host.peak_bytes)}",
+        str(room),
+        f"the host holds {format_bytes(host.peak_bytes)}",
     ]
     emit(options, document, "\n".join(lines))
     return 0 if fits else 1
@@ -270,6 +301,8 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
         raise PlanError.of(
             "plans of packs have no page; leave out -o, or write --trace FILE.", "packs-page"
         )
+    read = ("memory", "trace", *(["profile"] if options.trace else []))
+    asked.refuse_unread(options, "packs", *read)
     room, written = plan.headroom(asked.read_limit(vars(options))), {}
     if options.trace is not None:
         profile = _profile_of(options, plan)
@@ -305,20 +338,17 @@ def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:
 
 def diff(options: argparse.Namespace, first: PacksPlan, second: PacksPlan) -> int:
     """What two plans decide and need, where they differ."""
-    rows = [
-        {"what": what, "first": one, "second": other}
-        for (what, one), other in zip(_facts(first).items(), _facts(second).values(), strict=True)
-        if one != other
-    ]
-    lines = [[row["what"], row["first"], row["second"]] for row in rows]
-    said = table(["", "first", "second"], lines) if rows else "no difference"
-    emit(options, {"differences": rows}, said)
+    asked.refuse_unread(options, "packs")
+    emit(
+        options,
+        *compared("packs", [_decided(first), _decided(second)], [_needs(first), _needs(second)]),
+    )
     return 0
 
 
-def _facts(plan: PacksPlan) -> dict[str, str]:
+def _decided(plan: PacksPlan) -> dict[str, str]:
     forward, backward = plan.configuration.forward, plan.configuration.backward
-    facts = {
+    return {
         "model": plan.model,
         "machine": plan.machine.name,
         "minibatch": str(plan.minibatch_size),
@@ -330,15 +360,17 @@ def _facts(plan: PacksPlan) -> dict[str, str]:
         "streamed as": plan.swaps.stream or "they are",
         "swapped": "in shares" if plan.swaps.sharded else "whole",
     }
+
+
+def _needs(plan: PacksPlan) -> Totals:
     prediction = plan.prediction
     step = prediction.step if prediction else None
     paper = prediction.paper if prediction else None
     return {
-        **facts,
-        "seconds by the paper's rules": f"{paper.step_seconds:.4g}" if paper else "-",
-        "seconds as instructions": f"{step.step_seconds:.4g}" if step else "-",
-        "device": format_bytes(plan.known_peak_bytes) if prediction else "-",
-        "host": format_bytes(step.host_peak_bytes) if step else "-",
+        "peak_bytes": plan.known_peak_bytes if prediction else None,
+        "host_peak_bytes": step.host_peak_bytes if step else None,
+        "step_seconds": step.step_seconds if step else None,
+        "paper_step_seconds": paper.step_seconds if paper else None,
     }
 
 
@@ -356,7 +388,7 @@ def pack_table(plan: PacksPlan) -> str:
             ("backward", plan.configuration.backward),
         )
     ]
-    return table(["", "examples", "packs", "layers of each"], rows)
+    return table(["pass", "examples", "packs", "layers of each"], rows)
 
 
 def prediction_lines(plan: PacksPlan) -> list[str]:
@@ -367,7 +399,7 @@ def prediction_lines(plan: PacksPlan) -> list[str]:
     return [
         *([f"parameters that layers read as {dtype} alone are streamed so"] if dtype else []),
         *(["every device swaps its share of weights and gradients"] if plan.swaps.sharded else []),
-        f"by the paper's rules: {paper.step_seconds:.4g} s a step, "
+        f"by the paper's rules: {format_seconds(paper.step_seconds)} a step, "
         f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
         f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
         f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
@@ -386,12 +418,12 @@ def _step_lines(plan: PacksPlan) -> list[str]:
         way: sum(n for name, n in step.volumes_bytes.items() if name.endswith(f" {way}")) / rate
         for way in ("in", "out")
     }
+    least, most = (format_seconds(of(idle) * step.step_seconds) for of in (min, max))
     return [
-        f"as instructions: {step.step_seconds:.4g} s a step, "
+        f"as instructions: {format_seconds(step.step_seconds)} a step, "
         f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
-        f"not hidden: devices compute nothing for {min(idle) * step.step_seconds:.4g} to "
-        f"{max(idle) * step.step_seconds:.4g} s of it, beside {ways['in']:.4g} s of copies in and "
-        f"{ways['out']:.4g} s out",
+        f"not hidden: devices compute nothing for {least} to {most} of it, beside "
+        f"{format_seconds(ways['in'])} of copies in and {format_seconds(ways['out'])} out",
         f"device: {format_bytes(max(step.device_peak_bytes))} at its peak ({fullest})",
         f"host: {format_bytes(step.host_peak_bytes)} at its peak ({host})",
         f"moved in a step: {moved}",

@@ -1,4 +1,8 @@
-"""Recommend the plan of least peak memory; profiles first, unless --profile is given."""
+"""Recommend a plan: of pipeline stages the one of least peak memory (--system capture), of packs of
+layers that are streamed (harmony), or of an array of models on one device (mutwo).
+
+What is not known is measured first, unless --profile, or for packs --layers, gives it.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,31 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from capture.cli import array, asked, bounds_first, layers, packs
 from capture.cli import options as shared
+from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.options import Option
-from capture.cli.output import emit, peak_line, say, stage_table, table
+from capture.cli.output import attempts_table, emit, peak_line, say, stage_table, table
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
+from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import counted, format_bytes
+from capture.quantities import format_bytes, format_seconds
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
 from recommender.answer import StageAnswer
-from recommender.capture.changes import FittingChange, Measuring, cheapest_change
+from recommender.capture.changes import Measuring, cheapest_change
 from recommender.capture.extent import Attempt, best_of, front_of, largest_batch, smallest_cluster
-from recommender.capture.least_state import beyond_memory, least_state
+from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
-from recommender.capture.result import SearchResult
 from recommender.capture.verified import MOST_PLANS, Knowledge
 from recommender.question import (
     AUTOSTAGE,
@@ -44,29 +48,61 @@ from recommender.question import (
 #: Of every system.
 _OF_ALL = {"system", "json", "quiet", "main", "parser"}
 
+#: Of the options of a profile, those that other systems or no pipelines have, too.
+_OF_SEVERAL = {
+    option.name
+    for option in (*shared.CLUSTER[:2], shared.GLOBAL_BATCH, shared.NUM_LAYERS, *shared.BACKEND)
+}
+
 NAME = "plan"
-HELP = "recommend the plan of least peak memory"
+HELP = "recommend a plan: pipeline stages, packs of layers, or an array of models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
     shared.add(
-        parser,
+        parser.add_argument_group("The question, of every system"),
         replace(
             layers.SYSTEM_OPTION,
-            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device",
+            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device. OSDP, per "
+            "operator: capture osdp",
             choices=(*(layers.SYSTEM_OPTION.choices or ()), array.SYSTEM),
         ),
-        *packs.OPTIONS,
-        *layers.OPTIONS,
-        *array.OPTIONS,
-        *shared.QUESTION,
-        *shared.STORE,
+        *shared.CLUSTER[:2],
+        shared.GLOBAL_BATCH,
+        shared.NUM_LAYERS,
         Option(
             "memory",
             "limit per device, such as 40GB (default: what the target can use); exit code 1 if "
             "nothing fits",
             metavar="SIZE",
+        ),
+        Option(
+            "algorithm",
+            "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
+            + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
+            "with (default: the first of its objective); harmony: "
+            f"{', '.join(packs.SEARCHES)}; mutwo: {', '.join(array.SEARCHES)}",
+            choices=tuple(dict.fromkeys((*SEARCH_NAMES, *packs.SEARCHES, *array.SEARCHES))),
+        ),
+        Option(
+            "mode",
+            "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "
+            "default), dp, or both: the faster",
+            "default",
+            choices=(*MODES, *packs.MODES),
+        ),
+        shared.output("plan.json"),
+    )
+    of_pipelines = parser.add_argument_group("Pipelines (--system capture)")
+    shared.add(
+        of_pipelines,
+        *(option for option in shared.QUESTION if option.name not in _OF_SEVERAL),
+        Option(
+            "objective",
+            "least peak; least step time that fits; that and the front of both. Times need an "
+            "accelerator target (default: memory, or that of --algorithm)",
+            choices=OBJECTIVES,
         ),
         Option(
             "verify",
@@ -77,31 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         shared.NO_COMPILE,
         Option(
-            "objective",
-            "least peak; least step time that fits; that and the front of both. Times need an "
-            "accelerator target (default: memory, or that of --algorithm)",
-            choices=OBJECTIVES,
-        ),
-        Option(
             "try_schedules",
             "choose the best of all schedules that the profile, and --algorithm, --mode and "
             "--merge-layers where they are given, know",
             False,
-        ),
-        Option(
-            "mode",
-            "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "
-            "default), dp, or both: the faster",
-            "default",
-            choices=(*MODES, *packs.MODES),
-        ),
-        Option(
-            "algorithm",
-            "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
-            + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
-            "with (default: the first of its objective); harmony: "
-            f"{', '.join(packs.SEARCHES)}; mutwo: {', '.join(array.SEARCHES)}",
-            choices=(*SEARCH_NAMES, *packs.SEARCHES, *array.SEARCHES),
         ),
         Option(
             "merge_layers",
@@ -110,17 +125,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="L",
         ),
         *bounds_first.OPTIONS,
-        shared.output("plan.json"),
     )
-    parser.add_argument(
+    of_pipelines.add_argument(
         "--profile",
         type=Path,
         action="append",
         metavar="FILE",
         help="use this profile instead of measuring; again: put several together",
     )
-    array.add_arguments(parser)
-    extent = parser.add_mutually_exclusive_group()
+    extent = of_pipelines.add_mutually_exclusive_group()
     extent.add_argument(
         "--smallest-cluster",
         action="store_true",
@@ -137,6 +150,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M,M,...",
         help="numbers of micro-batches to choose the best of",
     )
+    of_packs = parser.add_argument_group("Packs (--system harmony)")
+    shared.add(of_packs, *packs.OPTIONS, *layers.OPTIONS)
+    of_arrays = parser.add_argument_group("Arrays (--system mutwo)")
+    shared.add(of_arrays, *array.OPTIONS)
+    array.add_arguments(of_arrays)
+    measuring = parser.add_argument_group("Measuring (pipelines, and packs of a workload)")
+    shared.add(measuring, *shared.BACKEND, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -156,8 +176,10 @@ def main(options: argparse.Namespace) -> int:
         asked.check_profiles_nothing(vars(options))
         profile = read_profile(options.profile, of_profile, options.remat)
     else:
-        if of_profile.backend == "compile" and question.mode == "default":
+        if not of_profile.executes:
             measurements = asked.open_measurements(options, of_profile)
+            asked.say_layers(options, of_profile, measurements)
+        if measurements is not None and question.mode == "default":
             refused = _refused(options, question, of_profile, measurements)
             if refused is not None:
                 return refused
@@ -212,16 +234,16 @@ def main(options: argparse.Namespace) -> int:
     ]
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
-        _tell(options, lines)  # what follows may measure, for as long as the answer took
+        tell(options, lines)  # what follows may measure, for as long as the answer took
         most = max([attempt.question.num_microbatches for attempt in attempts], default=None)
         tried = replace(
             chosen,
             num_microbatches=most or question.num_microbatches,
             schedule=question.schedule,
         )
-        measuring = None if measurements is None else _measuring(of_profile, measurements)
-        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measuring)
-        lines = [_name_change(document, change, "fits")]
+        measure = None if measurements is None else _measuring(of_profile, measurements)
+        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
+        lines = [name_change(document, change, "fits")]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
 
@@ -237,11 +259,15 @@ def _refuse_options(options: argparse.Namespace) -> None:
         known = packs.known_options(options) | _OF_ALL
     elif options.system == array.SYSTEM:
         known = array.OWN | array.SHARED | _OF_ALL
+    of_layers = options.system == layers.SYSTEM and options.layers is not None
+
+    def why(name: str) -> str:
+        if of_layers and name in packs.OF_A_WORKLOAD:
+            return f"is of a workload that is profiled, and --layers {options.layers} is a profile"
+        return f"is not of --system {options.system}"
+
     PlanError.check(
-        Violation(
-            f"--{name.replace('_', '-')} is not of --system {options.system}; leave it out.",
-            "plan-system",
-        )
+        Violation(f"--{name.replace('_', '-')} {why(name)}; leave it out.", "plan-system")
         for name, value in vars(options).items()
         if name not in known and value != options.parser.get_default(name)
     )
@@ -261,54 +287,15 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         options.algorithm,
         of_profile.space,
         options.merge_layers,
-    )
-
-
-def _tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
-    """The answer as far as it is known; with ``--json``, whose document comes at the end, as
-    progress."""
-    if options.json:
-        say(options, "\n".join(lines))
-    else:
-        print("\n".join(lines), flush=True)
-    say(options, "looking for the cheapest change that fits; interrupt where the answer is enough")
-
-
-def _least_state(
-    of_profile: ProfileQuestion, measurements: Measurements, size: int, limit: int | None = None
-) -> SearchResult:
-    """The least that any plan needs for its state, at the cost of tracing at a micro-batch size
-    (``recommender.capture.least_state``)."""
-    backend = measurements.backend
-    sharding = backend.sharding(size)
-    return least_state(
-        backend.traced(size).graph,
-        {
-            split: sharding.param_bytes(split)
-            for split in {choice.param_split for choice in of_profile.stage_choices}
-        },
-        backend.state_bytes(size),
-        of_profile.stage_choices,
-        of_profile.cluster,
-        space=of_profile.space,
-        memory_limit_bytes=limit,
+        options.remat if num_full_layers(options.remat or "") else None,
     )
 
 
 def _measuring(of_profile: ProfileQuestion, measurements: Measurements) -> Measuring:
-    """How changes are measured."""
-
-    def measured(**changes: Any) -> Profile:
-        # Of a plan that is not made, no interval is shown: nothing is compiled to calibrate it.
-        changed = replace(of_profile, **changes, calibration_plans=0)
-        return make_profile(changed, measurements=measurements)
-
-    def state_bytes(cluster: Cluster, **changes: Any) -> int | None:
-        changed = replace(of_profile, cluster=cluster, **changes)
-        result = _least_state(changed, measurements, of_profile.microbatch_size)
-        return result.peak_bytes if result.stages else None
-
-    return Measuring(of_profile.remat, of_profile.shard_optimizer, measured, state_bytes)
+    """How changes are measured: by profiles."""
+    return measuring(
+        of_profile, measurements, lambda changed: make_profile(changed, measurements=measurements)
+    )
 
 
 def _refused(
@@ -323,7 +310,7 @@ def _refused(
     if any(SCHEDULES[name].stages_per_group > 1 for name in names):
         return None  # a device with several stages may hold less than any stage in one piece
     limit = question.limit_bytes
-    found = _least_state(of_profile, measurements, of_profile.microbatch_size, limit)
+    found = least_state_of(of_profile, measurements, of_profile.microbatch_size, limit)
     if found.stages and limit is not None:
         needs = (
             "parameters, gradients and optimizer state alone need at least "
@@ -337,21 +324,11 @@ def _refused(
     document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
     if found.stages and limit is not None:
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
-        measuring = _measuring(of_profile, measurements)
-        change = cheapest_change(question, num_layers, None, measuring)
-        lines.append(_name_change(document, change, "can fit"))
+        measure = _measuring(of_profile, measurements)
+        change = cheapest_change(question, num_layers, None, measure)
+        lines.append(name_change(document, change, "can fit"))
     emit(options, document, "\n".join(lines))
     return 1
-
-
-def _name_change(document: dict[str, Any], change: FittingChange | None, fits: str) -> str:
-    """Add it to the document; a line for people."""
-    document["why"] = {**document["why"], "cheapest_change": change and change.to_json()}
-    return (
-        f"cheapest change: {change.summary}"
-        if change
-        else f"no single change of those that were tried {fits}"
-    )
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:
@@ -425,31 +402,12 @@ def _chosen(
     return (question, attempts, None) if best is None else (best.question, attempts, best.result)
 
 
-def attempts_table(attempts: Sequence[Attempt]) -> str:
-    """What was tried, one line each."""
-    rows = [
-        [
-            f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
-            f"{counted(attempt.question.num_microbatches, 'micro-batch', 'micro-batches')}, "
-            f"{attempt.question.schedule}",
-            attempt.result.status,
-            format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
-            attempt.rests_on if attempt.result.plan else "-",
-            "-"
-            if attempt.result.proof.step_seconds is None
-            else f"{attempt.result.proof.step_seconds:.4g} s",
-        ]
-        for attempt in attempts
-    ]
-    return table(["tried", "status", "peak", "is", "step"], rows)
-
-
 def front_table(front: Front) -> list[str]:
     """The front of peak memory against step time, smallest peak first."""
     rows = [
         [
             format_bytes(point.peak_bytes),
-            f"{point.step_seconds:.4g} s",
+            format_seconds(point.step_seconds),
             f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-",
             ", ".join(
                 f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"

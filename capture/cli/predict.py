@@ -12,7 +12,7 @@ from capture.cli import options as shared
 from capture.cli.output import emit, peak_line, say, stage_table
 from capture.errors import PlanError, WorkloadError
 from capture.measured.profile import Profile
-from capture.plan.kinds import load_stages
+from capture.plan.kinds import load_plan, of_stages
 from profiling_runs.verify import PlanCompiler
 
 NAME = "predict"
@@ -46,11 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     from capture.predictor import AdditivePredictor
 
-    plan = load_stages(
-        options.plan,
-        "A profile says nothing of it: its estimate is in the plan, and capture verify compiles "
-        "it.",
-    )
+    plan = of_stages(load_plan(options.plan))
     profile = Profile.load(options.profile)
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
     plan = plan.with_(prediction=prediction)

@@ -30,6 +30,7 @@ from capture.quantities import counted
 from profiling_runs.collect import profile
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.listing import list_jobs
+from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 
 NAME = "profile"
@@ -176,13 +177,13 @@ def _one(
     if isinstance(question, LayersQuestion):
         result = layers.make_layers(options, question, both, watch)
     else:
-        result = profile(
-            question,
-            store=asked.open_store(options),
-            where=asked.where_of(options),
-            progress=both,
-            watch=watch,
-        )
+        told: dict[str, Any] = {"progress": both, "watch": watch}
+        made = {"store": asked.open_store(options), "where": asked.where_of(options), **told}
+        measurements = None
+        if not question.executes:
+            measurements = open_measurements(question, **made)
+            asked.say_layers(options, question, measurements)
+        result = profile(question, measurements=measurements, **made)
     job.output.parent.mkdir(parents=True, exist_ok=True)
     result.save(job.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)

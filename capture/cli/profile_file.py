@@ -11,7 +11,7 @@ from capture.errors import ProfileError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import REMAT_POLICIES, Remat
+from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice, measured_choices
 from profiling_runs.question import ProfileQuestion
 
 
@@ -56,7 +56,8 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
     found = {one for one, _ in kinds}
     known = tuple(policy for policy in REMAT_POLICIES if policy in found)
     known += tuple(sorted(found.difference(known)))
-    policies = question.remat
+    asked = measured_choices(StageChoice(remat=policy) for policy in question.remat)
+    policies = tuple(choice.remat for choice in asked)
     if remat is None and known and not set(policies) <= set(known):
         policies = known[:1]
     elif remat == shared.AUTO and len(known) > 1:
@@ -75,7 +76,7 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
     if not {(policy, question.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(
-            f"profile {files!r} has no stage with remat={_named(policies)}, "
+            f"profile {files!r} has no stage with remat={_named(question.remat)}, "
             f"shard_optimizer={question.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",

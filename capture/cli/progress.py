@@ -34,8 +34,9 @@ class Tally:
 
     def note(self, kind: str, done: int, total: int) -> None:
         """A kind has come so far. When all that was known is done, what follows is counted from the
-        start again."""
-        if self.done == self.total:
+        start again, unless there is more of the same kind."""
+        _, known = self.kinds.get(kind, (0, total))
+        if self.done == self.total and total <= known:
             self.kinds.clear()
         if not self.kinds:
             self._began = self.clock()
@@ -74,11 +75,15 @@ _WORDS = {
     "other sizes": ("compiling", "compiled", "stage", "stages"),
     "paper runs": ("compiling", "compiled", "stage", "stages"),
     "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
+    "bounds from tracing": ("tracing", "traced", "stage", "stages"),
     "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
     "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
     "largest sizes": ("measuring", "measured", "layer", "layers"),
     "layers": ("measuring", "measured", "layer", "layers"),
+    "segments": ("compiling", "compiled", "segment", "segments"),
+    "more programs": ("compiling", "compiled", "more program", "more programs"),
     "updates on the host": ("measuring", "measured", "update", "updates"),
+    "sums of gradients": ("measuring", "measured", "sum", "sums"),
     "profiling runs": ("making", "made", "profiling run", "profiling runs"),
     "devices of the workers": (
         "asking",
@@ -96,6 +101,8 @@ _DETAILS = {
     "paper runs": "those of the paper's profiling runs",
     "largest sizes": "alone, to find the largest micro-batch size that fits",
     "layers": "alone, at the sizes between",
+    "segments": "the passes of every layer, for each number of models that may be fused",
+    "more programs": "what makes feature maps again, and other numbers of models",
     "buffers of the stages": "what their memory consists of",
 }
 
@@ -166,7 +173,7 @@ def _progress_lines(pause_seconds: float = 15.0) -> Progress:
         now = tally.clock()
         if tally.done == tally.total:
             print(_did(kind, tally), file=sys.stderr, flush=True)
-            said = float("-inf")
+            said = now
         elif tally.done and now - said >= pause_seconds:
             # When the first is done all kinds are known.
             print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)

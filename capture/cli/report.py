@@ -65,6 +65,7 @@ def main(options: argparse.Namespace) -> int:
 
     limit = asked.read_limit(vars(options))
     profile = None if options.profile is None else Profile.load(options.profile)
+    asked.check_workload_is_read(options, [plan], [profile])
     facts = report_facts(*asked.with_prediction(options, plan, profile), limit)
     written = {}
     if options.output is not None:

@@ -21,8 +21,7 @@ from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
-from capture.quantities import format_bytes
-from capture.report.units import format_seconds
+from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
 
@@ -89,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
-    plan = of_stages(plan, "Run it in one process, without --hosts.")
+    plan = of_stages(plan)
     spec = asked.workload_of(plan, options.workload)
     training = {
         "num_steps": options.steps,

@@ -5,33 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from capture import environment
 from capture.cli import asked
 from capture.cli.output import emit, say, table
 from capture.documents import write
-from capture.errors import PlanError
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    """Options that have no meaning for such a plan.
-
-    Raises:
-        PlanError: ``plan-kind``.
-    """
-    if named := [name for name, value in given.items() if value]:
-        raise PlanError.of(
-            f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} for plans of kind "
-            "'stages', and the plan is of kind 'sharding'; leave out what has no meaning for it.",
-            "plan-kind",
-        )
-
-
 def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Compile the whole train step for the target."""
+    asked.refuse_unread(options, "sharding", "workload", "memory", "output")
     spec = asked.workload_of(plan, options.workload)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
@@ -62,7 +47,7 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Train on the devices of this machine."""
     from capture.cli.run import as_text
 
-    _refuse({"--save": options.save, "--restore": options.restore})
+    asked.refuse_unread(options, "sharding", "workload", "steps", "seed", "check")
     spec = asked.workload_of(plan, options.workload)
     if plan.cluster is not None:
         environment.prepare(num_devices=plan.cluster.num_devices)
@@ -84,6 +69,7 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Operators, those that hold most first."""
     from capture.report.sharding import HEADER, document, paragraph, rows
 
+    asked.refuse_unread(options, "sharding")
     room = plan.headroom()
     lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, room)]
     emit(options, document(plan, room), "\n".join(lines))
@@ -94,7 +80,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """A table, or the page."""
     from capture.report.sharding import HEADER, document, page, paragraph, rows, title
 
-    _refuse({"--profile": options.profile, "--trace": options.trace})
+    asked.refuse_unread(options, "sharding", "memory", "output")
     room, written = plan.headroom(asked.read_limit(vars(options))), {}
     if options.output is not None:
         options.output.write_text(page(plan, room), encoding="utf-8")
@@ -110,7 +96,7 @@ def diff(options: argparse.Namespace, plans: Sequence[ShardingPlan]) -> int:
     """What two of them decide differently, and their totals."""
     from capture.report.sharding import compare, differences, totals
 
-    _refuse({"--profile": options.profile})
+    asked.refuse_unread(options, "sharding", "memory")
     first, second = plans
     rows = [
         [found.name, *("-" if side is None else str(side) for side in (found.first, found.second))]

@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
         return sharding.verify(options, plan)
     if isinstance(plan, PacksPlan):
         return packs.verify(options, plan)
-    plan = of_stages(plan, "Plans of arrays are replayed when they are made.")
+    plan = of_stages(plan)
     limit = asked.read_limit(vars(options))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify

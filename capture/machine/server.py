@@ -18,6 +18,7 @@ from capture import documents
 from capture.errors import ClusterError, Violation
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Sourced
+from capture.quantities import format_quantity, nearest
 
 SERVER = documents.Format(
     "server file",
@@ -131,7 +132,7 @@ class Server:
         """Numbers that nobody measured, specified or gave, and where they are from."""
         found = {name: getattr(self, name) for name in vars(self)}
         return {
-            name: f"{number.value:g}: {number.source.removeprefix(ASSUMED)}"
+            name: f"{format_quantity(name, number.value)}: {number.source.removeprefix(ASSUMED)}"
             for name, number in found.items()
             if isinstance(number, Sourced) and number.source.startswith(ASSUMED)
         }
@@ -193,15 +194,19 @@ def server_names() -> tuple[str, ...]:
 def _load(name: str) -> Server:
     is_file = name.endswith(".json")
     if not is_file and name not in server_names():
+        near = nearest(name, server_names())
         raise ClusterError.of(
             f"machine={name!r} is unknown; choose one of {', '.join(server_names())}, give the "
-            "path of a server file (.json), or --cluster 1xG and --target.",
+            f"path of a server file (.json), or --cluster 1xG and --target.{near}",
             "server-unknown",
         )
-    data = SERVER.load(name if is_file else SERVERS_FOLDER / f"{name}.json")
-    if missing := _without_rate(data):
-        raise ClusterError(missing)
-    return replace(SERVER.read(data, Server), name=name)
+    path = name if is_file else SERVERS_FOLDER / f"{name}.json"
+    return replace(SERVER.load(path, _read), name=name)
+
+
+def _read(data: Any) -> Server:
+    ClusterError.check(_without_rate(data))
+    return SERVER.read(data, Server)
 
 
 def _without_rate(data: Any) -> list[Violation]:

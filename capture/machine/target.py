@@ -342,7 +342,11 @@ def _load(name: str) -> Target:
             f"{_did_you_mean(name)}",
             "target-unknown",
         )
-    data = TARGET.load(name if is_file else TARGETS_FOLDER / f"{name}.json")
+    path = name if is_file else TARGETS_FOLDER / f"{name}.json"
+    return TARGET.load(path, lambda data: _read(data, name))
+
+
+def _read(data: Any, name: str) -> Target:
     if isinstance(data, Mapping) and "devices_per_node" in data:
         raise TargetError.of(
             f"target file {name!r} is the device information of an earlier version (num_nodes, "

@@ -15,6 +15,8 @@ A file is JSON, in the form in which the profiles of Harmony's authors are kept:
 
 and, where ``capture profile`` wrote it:
 
+    add_seconds               of every layer, to add its gradients to those of other micro-batches
+                              on the device
     workload                  location, function, arguments
     model_hashes              of the traced loss, by micro-batch size
     coupled                   why both directions need micro-batches of one size; empty if they do
@@ -103,6 +105,7 @@ class LayerProfile:
     b_bytes: tuple[int, ...]
     k_bytes: tuple[int, ...]
     update_cpu_time: tuple[float, ...]
+    add_seconds: tuple[float, ...] = ()
     units: Mapping[str, str] = field(default_factory=lambda: dict(_UNITS), hash=False)
     note: str = ""
     source: str = ""
@@ -127,7 +130,7 @@ class LayerProfile:
             ProfileError: ``layers-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        profile = cls.from_json(LAYERS.load(path))
+        profile = LAYERS.load(path, cls.from_json)
         if profile.workload is None:
             return profile
         workload = profile.workload.resolved_from(Path(path).parent)
@@ -152,8 +155,8 @@ class LayerProfile:
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
         known = (
-            *("workload", "model_hashes", "coupled", "shared", "summary_bytes", "made"),
-            *("casts", "streamed"),
+            *("add_seconds", "workload", "model_hashes", "coupled", "shared", "summary_bytes"),
+            *("made", "casts", "streamed"),
         )
         return {key: value for key, value in document.items() if value or key not in known}
 
@@ -217,6 +220,10 @@ class LayerProfile:
     def update_seconds(self, first: int, stop: int) -> float:
         """Of their updates on the host."""
         return self._update_sums[stop] - self._update_sums[first]
+
+    def adding_seconds(self, first: int, stop: int) -> float:
+        """To add gradients of layers to those of the micro-batches before, on the device."""
+        return self._add_sums[stop] - self._add_sums[first] if self.add_seconds else 0.0
 
     def cast_seconds(self, first: int, stop: int) -> float:
         """To make their casts on the host, at the rate of their updates."""
@@ -315,6 +322,10 @@ class LayerProfile:
         return list(accumulate(self.update_cpu_time, initial=0.0))
 
     @cached_property
+    def _add_sums(self) -> list[float]:
+        return list(accumulate(self.add_seconds, initial=0.0))
+
+    @cached_property
     def _arrays(self) -> Mapping[Pass, tuple[np.ndarray, np.ndarray]]:
         casts = self.as_sent
         whole, come = (np.array(each.w_bytes) + np.array(each.b_bytes) for each in (self, casts))
@@ -348,7 +359,8 @@ class LayerProfile:
             yield Violation(f"num_layers={num_layers}; a model has one at least.", "layers-count")
         if dict(self.units) != _UNITS:
             yield Violation(f"units={dict(self.units)}; give {_UNITS}.", "layers-units")
-        for name in ("x_bytes_per_sample", "w_bytes", "b_bytes", "k_bytes", "update_cpu_time"):
+        rows = ("x_bytes_per_sample", "w_bytes", "b_bytes", "k_bytes", "update_cpu_time")
+        for name in (*rows, *["add_seconds"] * bool(self.add_seconds)):
             yield from row_violations(name, getattr(self, name), num_layers)
         for name in ("fwd", "bwd"):
             yield from pass_violations(name, getattr(self, name), num_layers)

@@ -25,9 +25,13 @@ from capture.measured.size_errors import UNCALIBRATED_FRACTION, SizeError, extra
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import GRAPH, LayerGraph, Tensor
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice
+from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice, num_full_layers
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan, TensorParallelRule
+
+#: What a stage that the compiler refuses is said to need: above all memories, and far enough below
+#: what int64 holds to be added up.
+REFUSED_BYTES = 1 << 58
 
 PROFILE = documents.Format("profile", ProfileError, "profile", "make it again with capture profile")
 
@@ -133,7 +137,7 @@ class Calibration:
         kinds = [
             self.errors,
             [e for e in self.errors if _kind(e.config, num_layers) == _kind(config, num_layers)],
-            [e for e in self.errors if e.config.choice == config.choice],
+            [e for e in self.errors if _alike(e.config.choice) == _alike(config.choice)],
         ]
         low = high = 0.0
         for kind in kinds:
@@ -161,7 +165,12 @@ class Calibration:
 
 
 def _kind(config: StageConfig, num_layers: int) -> tuple[Any, ...]:
-    return config.choice.remat, config.first == 0, config.stop == num_layers
+    return _alike(config.choice).remat, config.first == 0, config.stop == num_layers
+
+
+def _alike(choice: StageChoice) -> StageChoice:
+    """The same for all mixtures, however many layers recompute."""
+    return replace(choice, remat="full:1") if num_full_layers(choice.remat) else choice
 
 
 @dataclass(frozen=True)
@@ -225,6 +234,17 @@ class Profile:
     def graph_at(self, microbatch_size: int) -> LayerGraph:
         """The graph with every batch dimension scaled to another micro-batch size."""
         return rescaled(self.graph, microbatch_size, self.model_hashes.get(microbatch_size, ""))
+
+    def without_stages(self, refused: Mapping[StageConfig, str]) -> Profile:
+        """The profile in which no memory suffices for some stages, which a compiler refuses: why,
+        by stage."""
+        cost = StageCost(0, REFUSED_BYTES, REFUSED_BYTES, 0, 0, (), (), ())
+        said = [f"{config}: {why}" for config, why in refused.items()]
+        return replace(
+            self,
+            verified={**self.verified, **dict.fromkeys(refused, cost)},
+            failures=tuple(dict.fromkeys((*self.failures, *said))),
+        )
 
     def plan(
         self,
@@ -303,7 +323,7 @@ class Profile:
                 JSON, and the codes of ``from_json``.
         """
         path = Path(path)
-        profile = cls.from_json(PROFILE.load(path))
+        profile = PROFILE.load(path, cls.from_json)
         target = resolved_target(profile.target, path.parent)
         return (
             profile

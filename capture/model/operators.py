@@ -222,4 +222,4 @@ class OperatorModel:
             WorkloadError: ``operators-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return cls.from_json(OPERATORS.load(path))
+        return OPERATORS.load(path, cls.from_json)

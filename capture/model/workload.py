@@ -55,6 +55,30 @@ class Workload:
     optimizer: Any
 
 
+@dataclass(frozen=True)
+class LoadedWorkload(Workload):
+    """A workload that knows how it was named; it has whatever else the function returned.
+
+    Attributes:
+        name: For sentences.
+        returned: By the function.
+    """
+
+    name: str = ""
+    returned: Any = None
+
+    def __getattr__(self, attribute: str) -> Any:
+        # Of what is not yet made (copies, pickles) nothing is known.
+        if attribute == "returned":
+            raise AttributeError(attribute)
+        return getattr(self.returned, attribute)
+
+
+def name_of(workload: WorkloadProtocol) -> str:
+    """How a workload was named; one that was made in Python has no name."""
+    return workload.name if isinstance(workload, LoadedWorkload) else "this model"
+
+
 def takes_key(workload: WorkloadProtocol) -> bool:
     """Whether the loss has a third positional parameter: the random key of a micro-batch."""
     parameters = inspect.signature(workload.loss_fn).parameters.values()
@@ -211,7 +235,10 @@ class WorkloadSpec:
                 f"{dict(self.arguments)}: {error}.",
                 "workload-arguments",
             ) from None
-        return check_workload(function(**self.arguments), str(self))
+        made = check_workload(function(**self.arguments), str(self))
+        parts = made.loss_fn, made.init, made.batch, made.optimizer
+        named: Any = LoadedWorkload(*parts, str(self), made)
+        return named
 
 
 def _read_value(text: str) -> Any:

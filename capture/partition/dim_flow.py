@@ -123,7 +123,7 @@ def reshaped_dim(shape: Sequence[int], result: Sequence[int], dim: int, degree: 
         >>> reshaped_dim((8, 16, 6), (8, 16, 3, 2), 2, degree=2) is None  # 3 heads over 2 devices
         True
     """
-    for old, new in _groups(shape, result):
+    for old, new in reshape_groups(shape, result):
         if dim not in old:
             continue
         first_old = next((d for d in old if shape[d] > 1), dim)
@@ -133,7 +133,9 @@ def reshaped_dim(shape: Sequence[int], result: Sequence[int], dim: int, degree: 
     return None
 
 
-def _groups(shape: Sequence[int], result: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def reshape_groups(
+    shape: Sequence[int], result: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
     """The smallest runs of dimensions of equal size on both sides of a reshape."""
     if not math.prod(shape):
         return

@@ -11,6 +11,8 @@ A plan is JSON:
     batch_size                examples of one model in a step
     models                    of each its seed and its hyperparameters, by the names with which
                               optax.inject_hyperparams knows them
+    shared                    patterns of the paths of parameters that all models have alike, as
+                              "base/*": there once, read by all, updated by none
     shared_batches            whether all models read the same batch
     partition                 sub-arrays: the models (from 0) that are one program
     order                     "multiplexed": the backward pass of each sub-array beside the forward
@@ -35,7 +37,7 @@ Source: Purandare et al. 2023 (mu-TWO), 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +62,8 @@ ARRAY_PLAN = documents.Format(
 
 Order = Literal["multiplexed", "in turn"]
 ORDERS: tuple[Order, ...] = ("multiplexed", "in turn")
+#: Patterns of the paths of parameters, or a predicate on these.
+Shared = Sequence[str] | Callable[[str], bool]
 #: Of equal lifetime, smaller feature maps travel together.
 BUNDLE_BYTES = 2**20
 
@@ -75,6 +79,11 @@ class Member:
 
     seed: int = 0
     hyperparameters: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Member:
+        """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0}``."""
+        return cls(int(row.get("seed", 0)), {k: float(v) for k, v in row.items() if k != "seed"})
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,7 @@ class ArrayPlan:
     partition: tuple[tuple[int, ...], ...]
     order: Order = "in turn"
     decisions: tuple[tuple[Decision, ...], ...] = ()
+    shared: tuple[str, ...] = ()
     shared_batches: bool = False
     bundle_bytes: int = BUNDLE_BYTES
     memory_limit_bytes: int | None = None
@@ -201,7 +211,7 @@ class ArrayPlan:
             PlanError: ``array-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return resolved(cls.from_json(ARRAY_PLAN.load(path)), path)
+        return resolved(ARRAY_PLAN.load(path, cls.from_json), path)
 
     def _violations(self) -> Iterator[Violation]:
         count = len(self.models)
@@ -266,6 +276,7 @@ class _Document:
     num_layers: int
     batch_size: int
     models: tuple[Member, ...]
+    shared: tuple[str, ...] = ()
     shared_batches: bool = False
     partition: tuple[tuple[int, ...], ...]
     order: Order

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 Remat = str
-"""A name of ``REMAT_POLICIES``, or how much more time both passes may take, such as ``"2%"``."""
+"""A name of ``REMAT_POLICIES``; a mixture such as ``"full:3"``: the first three layers of the stage
+as with ``"full"``, the others as with ``"cheap"``; or how much more time both passes may take, such
+as ``"2%"``."""
 #: From what keeps most to what keeps least.
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "cheap", "dots", "full")
 
@@ -29,17 +31,40 @@ def remat_time_fraction(remat: Remat) -> float | None:
     return float(remat[:-1]) / 100 or None
 
 
+def num_full_layers(remat: Remat) -> int:
+    """Of a mixture, how many layers are as with ``"full"``; 0 for anything else.
+
+    Example:
+        >>> num_full_layers("full:3"), num_full_layers("full")
+        (3, 0)
+    """
+    found = re.fullmatch(r"full:([1-9][0-9]*)", remat)
+    return 0 if found is None else int(found[1])
+
+
+def remat_of_layers(remat: Remat, num_layers: int) -> Remat:
+    """What a stage of so many layers recomputes: a mixture of no more layers is ``"full"``.
+
+    Example:
+        >>> remat_of_layers("full:3", 4), remat_of_layers("full:3", 3), remat_of_layers("dots", 1)
+        ('full:3', 'full', 'dots')
+    """
+    return "full" if num_full_layers(remat) >= num_layers else remat
+
+
 def is_remat(remat: Remat) -> bool:
-    """Whether it is a name or a percentage above 0 and below 100, without needless zeros."""
-    return remat in REMAT_POLICIES or remat_time_fraction(remat) is not None
+    """Whether it is a name, a mixture of 1 or more layers, or a percentage above 0 and below 100,
+    without needless zeros."""
+    return is_cut(remat) or remat in REMAT_POLICIES
 
 
 def is_cut(remat: Remat) -> bool:
     """Whether what is kept is a minimum cut, and not what ``jax.checkpoint`` leaves."""
-    return remat == "cheap" or remat_time_fraction(remat) is not None
+    named = remat == "cheap" or num_full_layers(remat) > 0
+    return named or remat_time_fraction(remat) is not None
 
 
-REMAT_TEXT = f"{', '.join(REMAT_POLICIES)}, or a percentage of time such as 2%"
+REMAT_TEXT = f"{', '.join(REMAT_POLICIES)}, full:K for K layers, or a percentage such as 2%"
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +77,8 @@ class StageChoice:
         remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"cheap"``
             the fewest bytes from which the others follow without another product, ``"dots"`` keeps
             the results of matrix products with parameters, ``"full"`` keeps the inputs of the
-            layers, ``"2%"`` the fewest bytes for so much more time, products among what is
+            layers, ``"full:3"`` does so for the first three layers of the stage and for the others
+            as ``"cheap"``, ``"2%"`` the fewest bytes for so much more time, products among what is
             recomputed.
         shard_optimizer: Whether the replicas split the optimizer state (ZeRO stage 1).
         shard_params: Whether they split parameters and accumulated gradients as well (ZeRO stage
@@ -93,6 +119,14 @@ class StageChoice:
         return self.data_parallel * self.tensor_parallel
 
     @property
+    def measured(self) -> tuple[StageChoice, ...]:
+        """What is measured to know stages of this choice: itself; of a mixture, the choice of its
+        first layers and that of the others."""
+        if not num_full_layers(self.remat):
+            return (self,)
+        return replace(self, remat="full"), replace(self, remat="cheap")
+
+    @property
     def param_split(self) -> ParamSplit:
         """How many ways parameters are split by tensor parallelism, and beyond that over
         replicas."""
@@ -116,6 +150,39 @@ def by_degree(choices: Iterable[StageChoice]) -> dict[int, tuple[StageChoice, ..
     for choice in choices:
         found[choice.num_devices] = (*found.get(choice.num_devices, ()), choice)
     return found
+
+
+def measured_choices(choices: Iterable[StageChoice]) -> tuple[StageChoice, ...]:
+    """What is measured to know stages of all these, each once.
+
+    Example:
+        >>> [c.remat for c in measured_choices([StageChoice(), StageChoice(remat="full:2")])]
+        ['none', 'full', 'cheap']
+    """
+    return tuple(dict.fromkeys(one for choice in choices for one in choice.measured))
+
+
+def with_mixtures(choices: Sequence[StageChoice], num_layers: int) -> list[StageChoice]:
+    """The choices, and mixtures of those that are there with both ``"full"`` and ``"cheap"``, for
+    stages of a model of so many layers: 1, 2, 3, 4, 6, 8, 12, ... layers as with ``"full"``, so
+    that there is at most a third more than are needed.
+
+    Example:
+        >>> known = [StageChoice(remat=remat) for remat in ("cheap", "full")]
+        >>> [choice.remat for choice in with_mixtures(known, 7)]
+        ['cheap', 'full', 'full:1', 'full:2', 'full:3', 'full:4', 'full:6']
+    """
+    counts = sorted({n << bit for bit in range(num_layers.bit_length()) for n in (1, 3)})
+    return [
+        *choices,
+        *(
+            replace(choice, remat=f"full:{count}")
+            for choice in choices
+            if choice.remat == "full" and replace(choice, remat="cheap") in choices
+            for count in counts
+            if count < num_layers
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

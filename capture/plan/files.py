@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from capture.errors import PlanError
+from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
+from capture.model.workload import name_of
 
 #: A plan of some kind: a dataclass with ``cluster``, ``workload`` and ``to_json``.
 AnyPlan = TypeVar("AnyPlan")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,51 @@ def resolved(plan: AnyPlan, path: Path | str) -> AnyPlan:
     if known["workload"] is not None:
         moved["workload"] = known["workload"].resolved_from(folder)
     return replace(plan, **moved) if moved else plan  # type: ignore[type-var]  # a dataclass
+
+
+def traced_for(
+    plan: Any, workload: Any, trace: Callable[[], T], graph_of: Callable[[T], Any] = lambda t: t
+) -> T:
+    """What ``trace`` makes of a workload, if that is the model that a plan was made for.
+
+    Args:
+        plan: With ``workload``, ``num_layers`` (0 for any) and ``model_hash`` (empty for any).
+        workload: The task that is traced.
+        trace: Traces it, into as many layers as the plan's.
+        graph_of: The graph of what it makes.
+
+    Raises:
+        PlanError: ``plan-other-model``.
+    """
+    try:
+        traced = trace()
+    except TracingError as error:
+        if error.codes != ("trace-num-layers",):
+            raise
+        raise other_model(plan, workload, "has too few products for so many layers") from None
+    graph = graph_of(traced)
+    if plan.num_layers not in (0, graph.num_layers):
+        raise other_model(plan, workload, f"has num_layers={graph.num_layers}")
+    if plan.model_hash not in ("", graph.model_hash):
+        has = f"has model_hash={graph.model_hash}"
+        raise other_model(plan, workload, has)
+    return traced
+
+
+def other_model(plan: Any, workload: Any, has: str) -> CaptureError:
+    """The error of a workload that is not the plan's.
+
+    Args:
+        plan: Of any kind.
+        workload: The task that is given instead.
+        has: What it has that the plan's has not.
+    """
+    num_layers, known = getattr(plan, "num_layers", 0), plan.model_hash
+    about = [f"num_layers={num_layers}"] if num_layers else []
+    about += [f"model_hash={known}"] if known else []
+    return PlanError.of(
+        f"the plan was made for {plan.workload or 'a model'} with {' and '.join(about)}, and "
+        f"{name_of(workload)} {has}: another model, or its shapes or the version of JAX changed. "
+        "Give the plan's own workload, or plan this one.",
+        "plan-other-model",
+    )

@@ -23,6 +23,15 @@ KINDS: Mapping[str, type[AnyPlan]] = {
     "array": ArrayPlan,
 }
 
+#: What takes plans of each kind but stages, in a sentence.
+READ_BY: Mapping[str, str] = {
+    "sharding": "capture verify, run, explain, report and diff take it, and in Python "
+    "capture.shard.",
+    "packs": "capture verify, run, explain, report and diff take it, and in Python "
+    "capture.streamed.",
+    "array": "capture run, explain, report and diff take it, and in Python capture.train_array.",
+}
+
 
 def load_plan(path: Path | str) -> AnyPlan:
     """A plan of whichever kind, as ``save`` wrote it.
@@ -31,36 +40,36 @@ def load_plan(path: Path | str) -> AnyPlan:
         PlanError: ``plan-file`` if it cannot be read, ``plan-corrupt`` if it is no JSON,
             ``plan-kind`` for an unknown kind, and those of ``from_json`` of the kind.
     """
-    data = PLAN.load(path)
+    return resolved(PLAN.load(path, _read), path)
+
+
+def _read(data: Any) -> AnyPlan:
     kind = _kind_of(data)
     if kind not in KINDS:
         raise PlanError.of(
-            f"plan {str(path)!r} has kind={kind!r}; this version of capture reads "
-            f"{' and '.join(KINDS)}. Make the plan again with this version.",
+            f"the plan has kind={kind!r}; this version of capture reads {' and '.join(KINDS)}. "
+            "Make the plan again with this version.",
             "plan-kind",
         )
-    return resolved(KINDS[kind].from_json(data), path)
+    return KINDS[kind].from_json(data)
 
 
-def load_stages(path: Path | str, instead: str) -> Plan:
-    """A plan of stages, where nothing else has a meaning.
+def kind_of(plan: AnyPlan) -> str:
+    """The name of a plan's kind."""
+    return next(kind for kind, of in KINDS.items() if isinstance(plan, of))
 
-    Args:
-        path: A plan file of any kind.
-        instead: What to do with one of another kind, in a sentence.
+
+def of_stages(plan: Any) -> Plan:
+    """The plan, if it is one of stages, where nothing else has a meaning.
 
     Raises:
-        PlanError: ``plan-kind``, and those of ``load_plan``.
+        PlanError: ``plan-kind``.
     """
-    return of_stages(load_plan(path), instead)
-
-
-def of_stages(plan: Any, instead: str) -> Plan:
-    """The plan, if it is one of stages; see ``load_stages``."""
-    other = {kind for kind, of in KINDS.items() if isinstance(plan, of)} - {"stages"}
-    for kind in other:
+    if isinstance(plan, ShardingPlan | PacksPlan | ArrayPlan):
+        kind = kind_of(plan)
         raise PlanError.of(
-            f"the plan is of kind {kind!r}, and this is for plans of kind 'stages'. {instead}",
+            f"the plan is of kind {kind!r}, and this is for plans of kind 'stages'. "
+            f"{READ_BY[kind]}",
             "plan-kind",
         )
     return plan

@@ -239,7 +239,7 @@ class PacksPlan:
             PlanError: ``packs-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return resolved(cls.from_json(PACKS_PLAN.load(path)), path)
+        return resolved(PACKS_PLAN.load(path, cls.from_json), path)
 
     def _violations(self) -> Iterator[Violation]:
         yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)

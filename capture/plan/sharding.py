@@ -309,7 +309,7 @@ class ShardingPlan:
             PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return resolved(cls.from_json(SHARDING_PLAN.load(path)), path)
+        return resolved(SHARDING_PLAN.load(path, cls.from_json), path)
 
 
 @dataclass(frozen=True)

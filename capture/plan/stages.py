@@ -155,7 +155,7 @@ class Plan:
             PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON,
                 and the codes of ``from_json``.
         """
-        return resolved(cls.from_json(PLAN.load(path)), path)
+        return resolved(PLAN.load(path, cls.from_json), path)
 
 
 @dataclass(frozen=True, kw_only=True)

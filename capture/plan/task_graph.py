@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Literal
 
 from capture.errors import PlanError, Violation
+from capture.quantities import nearest
 
 Span = tuple[int, int]
 """Layers [first, stop)."""
@@ -62,7 +63,10 @@ class Switches:
         names = tuple(names)
         known = [field.name for field in fields(cls)]
         PlanError.check(
-            Violation(f"switch {name!r} is unknown; choose of {', '.join(known)}.", "packs-switch")
+            Violation(
+                f"switch {name!r} is unknown; choose of {', '.join(known)}.{nearest(name, known)}",
+                "packs-switch",
+            )
             for name in names
             if name not in known
         )

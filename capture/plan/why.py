@@ -97,10 +97,15 @@ class Proven:
         within_fraction: No plan of the space needs less than its peak by more; 0 if none needs
             less.
         trail: Every bracket, the last one last.
+        ended: Why the search ended: ``proven``; ``within`` what was asked; ``memory``: nothing
+            fits; ``fits``: a plan does, and any was asked for; ``compiles``, ``seconds``: so many
+            were allowed; ``interrupted``; ``below``: no plan needs less than another answer;
+            ``search``: it names a compiled plan again.
     """
 
     within_fraction: float
     trail: tuple[Bracket, ...]
+    ended: str = "proven"
 
 
 @dataclass(frozen=True)

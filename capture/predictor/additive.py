@@ -293,7 +293,7 @@ class AdditivePredictor(ComponentTables):
                 ``profile-target`` if it is for another target than the profile, and the codes of
                 ``table``.
         """
-        of_stages(plan, "Its estimate is in the plan.")
+        of_stages(plan)
         self._check_model(plan)
         schedule, memories = plan.schedule_table, of_interfaces(self.interfaces(plan))
         peaks = [
@@ -401,7 +401,8 @@ class AdditivePredictor(ComponentTables):
         )
         # A degree that was not profiled: a + b / k was seen to miss 8 % at 8 ways and 17 % at 16
         # where a temporary hits a floor.
-        width = 0 if config.choice in self.profile.choices else 0.17
+        known = set(self._known(config.choice)) <= set(self.profile.choices)
+        width = 0 if known else 0.17
         return max(0.0, low - width), high + width
 
     def _layer_parts(

@@ -179,6 +179,7 @@ class Items:
         weights = () if waits_late else (self._weights(task),)
         # What earlier micro-batches left, where they were tasks of their own.
         summed = (self._gradients_in(task),) if task.start else ()
+        adding = self._profile.adding_seconds(task.first, task.stop)
         for i, size in enumerate(task.sizes):
             if size not in of_size:
                 forward = self._profile.at("forward", size).time(task.first, task.stop)
@@ -202,7 +203,8 @@ class Items:
                 gradient = (self._gradient(task, i, inputs[task.stop], gate),)
             what = What(task.id, "BWD", i, size, task.first, task.stop)
             waits = gradient if i else (*gradient, *summed)
-            self._computed(done, self._item(lanes[_COMPUTE], backward, waits, what))
+            added = adding if i or summed else 0.0
+            self._computed(done, self._item(lanes[_COMPUTE], backward + added, waits, what))
             self._output(task, i, inputs[task.first])
         self._finish(task, done)
 

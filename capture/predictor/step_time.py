@@ -15,6 +15,7 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
+from capture.quantities import format_seconds
 from capture.step.pipeline import build_step, plan_timeline
 from capture.step.timeline import LinkTimes, StepTimeline
 from capture.step.times import TableTimes
@@ -130,8 +131,8 @@ def describe_time(summary: Mapping[str, Any]) -> str:
     """One line for people."""
     waits = " ".join(f"{fraction:.0%}" for fraction in summary["bubble_fraction_per_stage"])
     return (
-        f"step {summary['step_seconds']:.3g} s (simulated), {summary['examples_per_second']:.3g} "
-        "examples/s, "
+        f"step {format_seconds(summary['step_seconds'])} (simulated), "
+        f"{summary['examples_per_second']:.3g} examples/s, "
         f"{summary['model_flops_per_second_per_device'] / 1e12:.1f} TFLOPS per device; stages "
         f"wait {waits} of it"
     )

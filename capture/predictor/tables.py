@@ -1,10 +1,11 @@
 """Tables of what the compiler alone knows of stages: M_i plus the sum of M_a of every component,
-for every choice and micro-batch size."""
+for every choice and micro-batch size; those of mixtures from the tables of their parts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from capture.errors import ProfileError, plain
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import StageChoice
+from capture.plan.choices import StageChoice, num_full_layers
+from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.statistics import extend_windows
@@ -110,12 +112,44 @@ class ComponentTables:
                 "profile-missing",
             ) from None
         if self.profile.is_lower_bound:
-            # What a layer adds to the largest product before it says nothing of the next one.
-            measured = _measured(table, windows)
-            for row, component in enumerate(self.components):
-                if component in _TEMPORARIES:
-                    table[row], drift[row] = _largest_part(measured[row]), 0
+            self._bound_parts(table, drift, windows, choice, microbatch_size)
         return table, drift
+
+    def _bound_parts(
+        self,
+        table: np.ndarray,
+        drift: np.ndarray,
+        windows: Mapping[tuple[int, int], np.ndarray],
+        choice: StageChoice,
+        microbatch_size: int,
+    ) -> None:
+        """Take sums over windows down to what no stage can be below, where these are lower bounds:
+        what a layer adds to the largest product before it says nothing of the next one."""
+        graph, measured = self.graph(microbatch_size), _measured(table, windows)
+        split = choice.value_split
+        crossing = np.array(
+            [
+                sum(graph.value_bytes(v, split) for v in graph.crossing(cut))
+                for cut in range(graph.num_layers + 1)
+            ]
+        )
+        for row, component in enumerate(self.components):
+            known = measured[row]
+            if component in ("forward", "backward"):
+                # What a part takes and gives may never be in memory in a stage that goes on there.
+                begins = known - crossing * (component == "forward")
+                ends = known - crossing[:-1, None]
+                inner = begins - crossing[:-1, None]
+                least = np.fmax(np.fmax.accumulate(begins, axis=1), _largest_part(inner))
+                if component == "forward":
+                    least = np.fmax(least, np.fmax.accumulate(ends[::-1])[::-1])
+            elif component in ("update", "summarize"):
+                least = _largest_part(known)
+            else:
+                continue
+            table[row], drift[row] = np.where(np.isnan(known), least, known), 0
+        longest = max(stop - first for first, stop in windows)
+        table[self.components.index("kept")] -= _kept_twice(graph, longest, choice)
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
@@ -134,9 +168,19 @@ class ComponentTables:
                 )
             elif sizes:
                 self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
+            elif len(choice.measured) > 1:
+                self._tables[key] = self._mixed_table(choice, microbatch_size)
             else:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]
+
+    def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
+        table, num_full = cheap.copy(), num_full_layers(choice.remat)
+        for row, component in enumerate(self.components[: self.num_passes]):
+            mixed = mixture.running if component in _TEMPORARIES else mixture.kept
+            table[row] = mixed(full[row], cheap[row], num_full)
+        return table
 
     def _drifted(
         self, total: np.ndarray, drift: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]
@@ -213,12 +257,21 @@ class ComponentTables:
 
     def has_long_windows(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Whether all windows were measured at a size that are at the largest one."""
-        sizes = [size for known, size in self._windows if known == choice]
-        own = self._windows.get((choice, microbatch_size), {})
-        return bool(sizes) and own.keys() >= self._windows[choice, max(sizes)].keys()
+        if self.is_extrapolated(choice, microbatch_size):
+            return False
+        for part in self._known(choice):
+            largest = max(size for known, size in self._windows if known == part)
+            own = self._windows[part, microbatch_size]
+            if not own.keys() >= self._windows[part, largest].keys():
+                return False
+        return True
 
     def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
-        return (choice, microbatch_size) not in self._windows
+        return any((part, microbatch_size) not in self._windows for part in self._known(choice))
+
+    def _known(self, choice: StageChoice) -> tuple[StageChoice, ...]:
+        """The choices whose windows tell of one."""
+        return (choice,) if choice in self.profile.choices else choice.measured
 
 
 def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
@@ -232,6 +285,32 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
 def _largest_part(of_stage: np.ndarray) -> np.ndarray:
     """Per stage [first, stop), the most of any stage within it that is known; NaN of no stage."""
     return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
+
+
+def _kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
+    """Most bytes that the sum over windows counts again of stages [first, stop), (L, L + 1): of a
+    value or batch leaf that two layers have to do with, too far apart for a window, and none
+    between."""
+    found = np.zeros((graph.num_layers, graph.num_layers + 1))
+    touched: list[tuple[int, set[int]]] = [
+        (
+            graph.value_bytes(v, choice.value_split),
+            {layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs},
+        )
+        for v in range(len(graph.values))
+    ]
+    touched += [
+        (
+            leaf.shard_bytes(choice.data_parallel),
+            {layer.layer_id for layer in graph.layers if b in layer.batch},
+        )
+        for b, leaf in enumerate(graph.batch)
+    ]
+    for nbytes, layers in touched:
+        for layer, later in pairwise(sorted(layers)):
+            if later - layer >= longest:
+                found[: layer + 1, later + 1 :] += nbytes
+    return found
 
 
 def _kind(choice: StageChoice) -> StageChoice:

@@ -9,8 +9,9 @@ import numpy as np
 from capture.errors import ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice
+from capture.plan.choices import StageChoice, num_full_layers
 from capture.plan.stages import Plan
+from capture.predictor import mixture
 from capture.predictor.fit import fit_line
 from capture.predictor.statistics import extend_windows
 from capture.step.times import StageTimes, TimeModel
@@ -78,16 +79,19 @@ class TimePredictor:
         key = (choice, microbatch_size)
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
-            if not sizes:
+            if microbatch_size in sizes:
+                table = self._extended(choice, microbatch_size)
+            elif sizes:
+                table = fit_line(
+                    sizes, [self._extended(choice, size) for size in sizes], microbatch_size
+                )
+            elif len(choice.measured) > 1:
+                full, cheap = (self._seconds(c, microbatch_size) for c in choice.measured)
+                table = mixture.seconds(full, cheap, num_full_layers(choice.remat))
+            else:
                 raise ProfileError.of(
                     f"{choice} was not profiled, so its time is unknown; profile it.",
                     "profile-choice",
-                )
-            if microbatch_size in sizes:
-                table = self._extended(choice, microbatch_size)
-            else:
-                table = fit_line(
-                    sizes, [self._extended(choice, size) for size in sizes], microbatch_size
                 )
             for config, cost in self.profile.verified.items():
                 seconds = self.model.stage_times(cost)
@@ -98,6 +102,11 @@ class TimePredictor:
                     table[:, config.first, config.stop] = row
             self._tables[key] = StageTable(*np.maximum(np.nan_to_num(table), 0))
         return self._tables[key]
+
+    def _seconds(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        """``table`` as one array."""
+        table = self.table(choice, microbatch_size)
+        return np.stack([getattr(table, field.name) for field in fields(table)])
 
     def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         table, drift = extend_windows(

@@ -12,10 +12,10 @@ from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds
 from capture.model.graph import content_hash
 from capture.profiler.compile import CompileBackend
-from capture.runtime.bounds import BoundedProgram, Bounder, least_shard_bytes
+from capture.runtime.bounds import BoundedProgram, Bounder
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 6
+BOUNDS_VERSION = 7
 
 
 class BoundsBackend:
@@ -53,17 +53,20 @@ class BoundsBackend:
         devices = devices_of(Target.load("cpu"), config.choice.num_devices)
         programs = self._backend.programs(config, devices=devices, compiler=self._bounder)
         most, summarize = programs.cost, programs.summarize
+        num_stored = len(programs.residuals.stored)
         least = replace(
             most,
-            residual_bytes=sum(map(least_shard_bytes, programs.forward.outputs[1])),
-            forward_bytes=_least(programs.forward),
-            backward_bytes=_least(programs.backward),
-            update_bytes=_least(programs.update),
-            summarize_bytes=_least(summarize) if summarize else 0,
+            residual_bytes=sum(_traced(programs.forward).least_outputs[-num_stored:])
+            if num_stored
+            else 0,
+            forward_bytes=_traced(programs.forward).least_bytes,
+            backward_bytes=_traced(programs.backward).least_bytes,
+            update_bytes=_traced(programs.update).least_bytes,
+            summarize_bytes=_traced(summarize).least_bytes if summarize else 0,
         )
         return StageBounds(least, most)
 
 
-def _least(program: object) -> int:
+def _traced(program: object) -> BoundedProgram:
     assert isinstance(program, BoundedProgram), "it was traced"
-    return program.least_bytes
+    return program

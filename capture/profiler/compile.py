@@ -33,7 +33,7 @@ from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice, is_cut, remat_time_fraction
+from capture.plan.choices import StageChoice, is_cut, remat_of_layers, remat_time_fraction
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
@@ -206,7 +206,7 @@ class CompileBackend:
         specs = self.sharding(config.microbatch_size).specs(config.choice.tensor_parallel)
         owned, borrowed = owned_and_borrowed(graph, config.first, config.stop)
         sent = set(graph.crossing(config.stop))
-        choice = config.choice
+        choice, remat = config.choice, remat_of_layers(config.choice.remat, config.num_layers)
         # What passes between layers, see StagePrograms.
         pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)
         return content_hash(
@@ -216,13 +216,13 @@ class CompileBackend:
                 [
                     choice.data_parallel,
                     choice.tensor_parallel,
-                    choice.remat,
+                    remat,
                     choice.shard_optimizer,
                     *_params_split(choice),
                     *pinned,
                     *self._sequence_split(config),
-                    *([CUT_VERSION] if is_cut(choice.remat) else []),
-                    *([BUDGET_VERSION] if remat_time_fraction(choice.remat) else []),
+                    *([CUT_VERSION] if is_cut(remat) else []),
+                    *([BUDGET_VERSION] if remat_time_fraction(remat) else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [

@@ -8,8 +8,9 @@ from typing import Literal
 
 from capture.measured.work import ProgramWork
 
-#: ``update``: of its parameters, on the host.
-Direction = Literal["forward", "backward", "update"]
+#: ``update``: of its parameters, on the host; ``add``: of gradients to the sum of other
+#: micro-batches, on the device.
+Direction = Literal["forward", "backward", "update", "add"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class LayerPass:
     Attributes:
         layer: Of the model.
         direction: Of the pass.
-        microbatch_size: Examples; any for an update, which has none.
+        microbatch_size: Examples; any for updates and sums, which have none.
     """
 
     layer: int
@@ -33,8 +34,7 @@ class LayerNeeds:
 
     Attributes:
         nbytes: At the peak, the input aside: weights, the gradient that arrives, temporaries and
-            results, as the compiler of the device reports them. None of an update, which is on the
-            host.
+            results, as the compiler of the device reports them. None of updates and sums.
         seconds: Median of the executions after one that is not counted; None where nothing was
             executed, or none came to its end.
         work: What the program computes, where it was compiled for a target with rates.

@@ -170,6 +170,9 @@ class LayerBackend:
 
     def _key(self, what: LayerPass) -> str:
         facts: list[Any] = [self.provenance, what.direction]
+        if what.direction == "add":
+            structs = self._gradients(what.layer)
+            return content_hash([*facts, [[list(s.shape), str(s.dtype)] for s in structs]])
         if what.direction == "update":
             stage, params = self._updates[what.layer], self.graph().params
             structs = [struct_of(params[p]) for p in stage.params]
@@ -187,6 +190,8 @@ class LayerBackend:
         """
         if what.direction == "update":
             return self._measured_update(what.layer)
+        if what.direction == "add":
+            return self._measured_add(what.layer)
         program, size = self._program(what), what.microbatch_size
         compiler: Callable[..., Any] = Compiler()
         device = jax.devices()[0]
@@ -228,7 +233,7 @@ class LayerBackend:
 
     def _program(self, what: LayerPass) -> LayerProgram:
         layers = self.layers(what.microbatch_size)
-        assert what.direction != "update", "an update is no pass"
+        assert what.direction in ("forward", "backward"), "updates and sums are no passes"
         return layers.program(what.direction, what.layer)
 
     def _measured_update(self, layer: int) -> LayerNeeds:
@@ -250,6 +255,22 @@ class LayerBackend:
                 return held
 
             return LayerNeeds(seconds=self._median_seconds(call))
+
+    def _gradients(self, layer: int) -> list[jax.ShapeDtypeStruct]:
+        """Of all parameters that a layer reads."""
+        graph = self.graph()
+        return [struct_of(graph.params[p]) for p in graph.layers[layer].params]
+
+    def _measured_add(self, layer: int) -> LayerNeeds:
+        more, held = ([_filled(struct) for struct in self._gradients(layer)] for _ in range(2))
+        add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
+
+        def call() -> Any:
+            nonlocal held
+            held = add(held, more)
+            return held
+
+        return LayerNeeds(seconds=self._median_seconds(call))
 
     def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
         try:

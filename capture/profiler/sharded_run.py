@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from capture import environment
 from capture.compiler.executable import Executable
-from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, takes_key
+from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
 from capture.runtime.meter import AllocatorMeter, buffers
@@ -65,8 +65,7 @@ def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan
     """Compile the whole train step for the plan's target; nothing is allocated, nothing runs.
 
     Raises:
-        PlanError: ``plan-cluster`` for a plan of an earlier version, ``plan-other-model`` or
-            ``osdp-plan-params`` for another model's.
+        PlanError: ``plan-cluster`` for a plan of an earlier version, ``plan-other-model``.
         TargetError: ``target-refused``, and as ``devices_of``.
     """
     cluster = plan.known_cluster
@@ -137,11 +136,7 @@ def _compiled(
     compiler = StepCompiler(target, where)
     sharded = shard(workload, plan, compiler.mesh)
     if plan.model_hash not in ("", sharded.model_hash):
-        raise PlanError.of(
-            f"the plan was made for model_hash={plan.model_hash}; the workload has "
-            f"{sharded.model_hash}. Plan it again with capture osdp.",
-            "plan-other-model",
-        )
+        raise other_model(plan, workload, f"has model_hash={sharded.model_hash}")
     return CompiledPlan(sharded, target, *compiler.measure(sharded))
 
 
@@ -190,7 +185,7 @@ def _train(
         losses.append(float(np.float64(loss)))
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - start)
-        report(f"step {i}: loss {losses[-1]:.6f}")
+        report(f"step {i + 1}: loss {losses[-1]:.6f}")
         if i == 0 and (allocated := allocator.peak_bytes_per_device) is not None:
             peaks, meter = allocated, allocator.meter
     return {

@@ -9,9 +9,8 @@ from typing import Any
 from capture.documents import write
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes
+from capture.quantities import format_bytes, format_seconds
 from capture.report.data import ReportFacts
-from capture.report.units import format_seconds
 from capture.report.words import signed_bytes
 
 #: Of a stage: its name in the document, and for people.

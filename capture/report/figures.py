@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from capture.plan.stage import Stage
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import Figure
 from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
-from capture.report.units import bytes_unit, format_seconds, seconds_unit
+from capture.report.units import bytes_unit, seconds_unit
 from capture.report.words import CLOCKS, signed_bytes
 
 #: Points per stage of the memory over time: three per bucket at most.

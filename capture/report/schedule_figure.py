@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from capture.quantities import format_seconds
 from capture.report.data import ScheduleFacts
 from capture.report.palette import KINDS, OTHER
-from capture.report.units import Unit, format_seconds, seconds_unit
+from capture.report.units import Unit, seconds_unit
 from capture.step.simulator import Work
 from capture.step.timeline import compute_stream
 

@@ -11,12 +11,13 @@ from typing import Any
 from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.difference import Difference
 from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import category_color, in_order
-from capture.report.units import bytes_unit, format_seconds, seconds_unit
+from capture.report.units import bytes_unit, seconds_unit
+from capture.report.words import signed_bytes
 
 HEADER = ["operator", "mode", "parameters", "resident", "transient", "at the peak", "time"]
 #: Of an operator, what is drawn, and what its axis is called.
@@ -68,7 +69,26 @@ def rows(plan: ShardingPlan, *, heaviest_first: bool = False) -> list[list[str]]
     found = operators_of(plan)
     if heaviest_first:
         found.sort(key=lambda operator: -_held_bytes(operator[2]))
-    return [[name, str(mode), *_cells(cost)] for name, mode, cost in found]
+    return [[name, str(mode), *_cells(cost)] for name, mode, cost in found] + _totals_of(plan)
+
+
+def _totals_of(plan: ShardingPlan) -> list[list[str]]:
+    """What the operators add up to, and what else makes up the peak; nothing where an operator
+    does not say what it holds then."""
+    if not plan.costs or not all(cost.at_peak for cost in plan.costs):
+        return []
+    held = sum(_parts_of_peak(plan).values())
+    params, resident, seconds = (
+        sum(getattr(cost, name) for cost in plan.costs)
+        for name in ("parameter_bytes", "resident_bytes", "seconds")
+    )
+    together = [format_bytes(params), format_bytes(resident), "-", format_bytes(held)]
+    beside, how = plan.known_peak_bytes - held, "estimated"
+    if plan.compiled_peak_bytes is not None:
+        how = "compiled"
+    rows = [["all operators", "-", *together, format_seconds(seconds)]]
+    rows += [["of none of them", *"----", signed_bytes(beside), "-"]] if beside else []
+    return [*rows, [f"peak per device ({how})", *"----", format_bytes(plan.known_peak_bytes), "-"]]
 
 
 def _held_bytes(cost: OperatorCost | None) -> float:
@@ -91,7 +111,7 @@ def _cells(cost: OperatorCost | None) -> list[str]:
         return ["-"] * (len(HEADER) - 2)
     sizes = (cost.parameter_bytes, cost.resident_bytes, cost.transient_bytes)
     at_peak = format_bytes(sum(cost.at_peak.values())) if cost.at_peak else "-"
-    return [*map(format_bytes, sizes), at_peak, f"{cost.seconds * 1e3:.3g} ms"]
+    return [*map(format_bytes, sizes), at_peak, format_seconds(cost.seconds)]
 
 
 def document(plan: ShardingPlan, room: Headroom | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One readable unit for all numbers of an axis, and times as people write them."""
+"""One readable unit for all numbers of an axis."""
 
 from __future__ import annotations
 
@@ -36,15 +36,3 @@ def seconds_unit(largest: float) -> Unit:
     return next(
         (Unit(name, scale) for name, scale in _SECONDS if largest >= scale), Unit("µs", 1e-6)
     )
-
-
-def format_seconds(seconds: float) -> str:
-    """Three significant digits.
-
-    Example:
-        >>> format_seconds(1.2345), format_seconds(0.0456), format_seconds(7e-6)
-        ('1.23 s', '45.6 ms', '7 µs')
-    """
-    unit = seconds_unit(seconds)
-    number = seconds / unit.scale
-    return f"{number:.3g} {unit.name}" if number < 999.5 else f"{number:.0f} {unit.name}"

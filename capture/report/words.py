@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import Clock, ReportFacts, is_extrapolated
-from capture.report.units import format_seconds
 
 #: What every simulated thing says of its times.
 CLOCKS: dict[Clock, str] = {

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from capture import environment
+from capture.errors import PlanError
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol
+from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.array import ArrayPlan
+from capture.runtime import checkpoint
+from capture.runtime.array_batches import step_key
+from capture.runtime.array_state import ArrayState, Losses
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
-from capture.runtime.multiplexed import ArrayState, ArrayTraining, Losses, train_array
+from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
+from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
 from capture.step.program import Copy
 
@@ -87,6 +93,8 @@ def run_array(
     num_steps: int = 3,
     *,
     check: bool = False,
+    save: Path | None = None,
+    restore: Path | None = None,
     fast_compile: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -96,16 +104,27 @@ def run_array(
         plan, workload: As for ``train_array``.
         num_steps: Updates of every model.
         check: Also train every model alone, and compare the ledger with live arrays.
+        save, restore: Where the state goes at the end, and comes from, with Orbax.
         fast_compile: As for ``train_array``.
         report: Says what is done.
+
+    Raises:
+        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``.
     """
+    if check and restore is not None:
+        raise PlanError.of(
+            "--check compares trainings from their beginning with each model alone, and --restore "
+            "begins later; leave one of them out.",
+            "run-check-restored",
+        )
     report("compiling the segments")
     training = train_array(workload, plan, fast_compile=fast_compile)
     ledgers = training.replay()
     compiled = len(training.programs.executables)
     meter = ArrayMeter(training, check)
-    batches = [_batches(plan, workload, t) for t in range(num_steps)]
-    state, losses, num_after_first = training.init(), [], 0
+    state = training.init() if restore is None else checkpoint.restore(training, restore)
+    batches = [_batches(plan, workload, state.num_steps + t) for t in range(num_steps)]
+    losses, num_after_first = [], 0
     for t in range(num_steps + 1):
         if t < num_steps:
             state, found = meter.advance(state, batches[t])
@@ -117,6 +136,7 @@ def run_array(
             losses.append(found)
             report(f"step {len(losses)}: losses {' '.join(f'{loss:.6f}' for loss in found)}")
         num_after_first = len(training.programs.executables) - compiled
+    saved = None if save is None else str(checkpoint.save(training, state, save))
     body = training.steps.body.step
     moved = {"to_host": 0, "to_device": 0}
     for each in body.instructions:
@@ -125,20 +145,29 @@ def run_array(
             moved["to_host" if host else "to_device"] += each.nbytes
     predicted, target = plan.prediction, Target.load(plan.cluster.target)
     document: dict[str, Any] = {
+        "kind": "array",
         "planned_peak_bytes": predicted and predicted.peak_bytes,
-        "replayed_peak_bytes": peak_of(ledgers, 0)[0],
         "measured_peak_bytes": meter.peak_bytes,
+        "predicted_peak_bytes_per_device": predicted and [predicted.peak_bytes],
+        "replayed_peak_bytes_per_device": [peak_of(ledgers, 0)[0]],
+        "measured_peak_bytes_per_device": [meter.peak_bytes],
         "meter": meter.meter,
         "ledger_checks": meter.num_checks,
-        "planned_host_peak_bytes": predicted and predicted.host_peak_bytes,
         "host_peak_bytes": meter.host_peak_bytes,
+        "host": {
+            "predicted_peak_bytes": predicted and predicted.host_peak_bytes,
+            "measured_peak_bytes": meter.host_peak_bytes,
+        },
         "moved_bytes": moved,
         "losses": losses,
         "num_compiled": compiled,
         "num_compiled_after_first_step": num_after_first,
+        "num_devices": 1,
         "target": plan.cluster.target,
         "platform": training.device.platform,
         "is_target": (target.platform == "cpu") == (training.device.platform == "cpu"),
+        "num_steps": state.num_steps,
+        "checkpoint": saved,
         "versions": environment.versions(),
     }
     if check:
@@ -169,13 +198,16 @@ def _compare(
     floor = rounding_floor(traced.graph)
     expected: list[list[float]] = []
     worst = 0.0
-    for model, member in enumerate(plan.models):
-        params, own = reference.init(workload.init(jax.random.key(member.seed)))
+    begins = training.initial_leaves()
+    for model, (member, leaves) in enumerate(zip(plan.models, begins, strict=True)):
+        begin = joined_params(traced, dict(enumerate(leaves)))
+        params, own = reference.init(begin)
         own = training.optimizer.with_hyperparameters(own, member.hyperparameters)
         alone = []
-        for batch in batches:
+        for update, batch in enumerate(batches):
             given = batch if plan.shared_batches else batch[model]
-            params, own, loss = reference(params, own, given)
+            key = step_key(member, update) if takes_key(workload) else None
+            params, own, loss = reference(params, own, given, key)
             alone.append(loss)
         expected.append(alone)
         worst = max(worst, max_relative_error(training.params(state, model), params, floor))

@@ -61,13 +61,12 @@ class ArrayPrograms:
             self._known[key] = self._facts(sub_array, call)
         return self._known[key]
 
+    def name_of(self, array: FusedArray, call: Call) -> str:
+        """Equal for equal programs; nothing is compiled."""
+        return f"{call.kind} {self._content(array, call, _operations(array, call))}"
+
     def _facts(self, array: FusedArray, call: Call) -> ProgramFacts:
-        if call.kind == "recompute":
-            given = frozenset(call.inputs)
-            ops = array.slice(call.outputs, given)
-        else:
-            ops = array.layers[call.segment]
-        name = f"{call.kind} {self._content(array, call, ops)}"
+        ops, name = _operations(array, call), self.name_of(array, call)
         if name not in self.executables:
             self.executables[name] = self._compiled(array, call, ops)
         executable = self.executables[name]
@@ -117,6 +116,12 @@ class ArrayPrograms:
         donated = [n for n, number in enumerate(call.inputs) if number in call.donated]
         out = [[sharding] * len(own) for own in results]
         return self._compiler(run, args, donate=donated, out_shardings=out)
+
+
+def _operations(array: FusedArray, call: Call) -> LayerOps:
+    if call.kind == "recompute":
+        return array.slice(call.outputs, frozenset(call.inputs))
+    return array.layers[call.segment]
 
 
 def _results(array: FusedArray, bundle: int) -> tuple[int, ...]:

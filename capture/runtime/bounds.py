@@ -60,9 +60,11 @@ class BoundedProgram(Executable):
 
     Attributes:
         least_bytes: The lower bound of the same.
+        least_outputs: Those of its results, one by one.
     """
 
     least_bytes: int = 0
+    least_outputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,15 @@ class Bounder:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         flow = DataFlow(closed, open_remats=True)
         mesh = given[0].sharding.mesh
+        asked = _per_leaf(out_shardings, shapes)
         split = ValueSplit(
             flow,
             [
                 (axis, degree, [split_dim(each.sharding.spec, axis) for each in given])
                 for axis, degree in mesh.shape.items()
             ],
+            [None if sharding is None else sharding.spec for sharding in asked],
         )
-        asked = _per_leaf(out_shardings, shapes)
         results = [
             jax.ShapeDtypeStruct(
                 shape.shape, shape.dtype, sharding=sharding or _chosen(split, mesh, value)
@@ -109,22 +112,28 @@ class Bounder:
                 jax.tree.leaves(shapes), asked, flow.outputs, strict=True
             )
         ]
+        least = [
+            split.least_bytes(value)
+            if sharding is None and is_variable(value)
+            else shard_bytes(result)
+            for result, sharding, value in zip(results, asked, flow.outputs, strict=True)
+        ]
         donated = Counter(_kind(each) for i in donate for each in jax.tree.leaves(args[i]))
         fresh: dict[Any, int] = {}
         least_fresh: dict[Any, int] = {}
-        for result, sharding, value in zip(results, asked, flow.outputs, strict=True):
+        for result, nbytes, value in zip(results, least, flow.outputs, strict=True):
             if donated[_kind(result)]:
                 donated[_kind(result)] -= 1
                 continue
             key = value if is_variable(value) else object()
-            fresh[key] = shard_bytes(result)
-            least_fresh[key] = least_shard_bytes(result) if sharding is None else fresh[key]
+            fresh[key], least_fresh[key] = shard_bytes(result), nbytes
         memory = Memory(flow, split, fresh, least_fresh)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
             memory.all() if self.is_cpu else memory.most(),
             least_bytes=memory.least(),
+            least_outputs=tuple(least),
         )
 
 
@@ -381,17 +390,6 @@ def _kind(struct: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     """Of results that one argument may hold."""
     assert struct.sharding is not None, "every argument and result has one"
     return struct.shape, struct.dtype, struct.sharding.shard_shape(struct.shape)
-
-
-def least_shard_bytes(struct: Any) -> int:
-    """As ``shard_bytes`` of a result whose sharding is the compiler's choice: what the walk lost
-    sight of (examples in a loop, tokens of an expert) may be split all the same."""
-    whole = jax.ShapeDtypeStruct(
-        struct.shape,
-        struct.dtype,
-        sharding=NamedSharding(struct.sharding.mesh, PartitionSpec()),
-    )
-    return -(-shard_bytes(whole) // struct.sharding.mesh.size)
 
 
 def _not_compiled(*args: Any) -> Any:

@@ -5,10 +5,15 @@ stage cuts, degrees, schedule and ``shard_optimizer`` may all differ when it is 
 to a temporary directory and renames it when it is complete: a save that is interrupted leaves the
 checkpoints before it as they were.
 
+That of an array holds all its models, each as it would be alone, and once what they share: any of
+them may go on in an array of another partition, or by itself.
+
     directory/<num_steps>/state        params: by path in the parameters; optimizer: by path in the
                                        optax state
     directory/<num_steps>/metadata     JSON: schema version, number of steps, shapes and dtypes by
-                                       path
+                                       path; of an array num_models
+
+Paths of an array begin with the number of the model (``capture.runtime.checkpoint_models``).
 """
 
 from __future__ import annotations
@@ -26,9 +31,17 @@ import orbax.checkpoint as ocp
 
 from capture import documents
 from capture.errors import ExecutionError, Violation
-from capture.runtime.meter import AnyStep
+from capture.runtime.array_state import ArrayState
+from capture.runtime.checkpoint_models import (
+    PARTS,
+    Sources,
+    State,
+    Trained,
+    stored_leaves,
+    structs_of,
+)
+from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.pipeline import PipelinedStep
-from capture.runtime.state import PipelineState
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
@@ -40,14 +53,14 @@ CHECKPOINT = documents.Format(
 _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def save(step: AnyStep, state: PipelineState, directory: Path | str, *, keep: int = 2) -> Path:
+def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -> Path:
     """Write a checkpoint and wait until it is complete.
 
     Several processes save together: host 0 writes what it gathers.
 
     Args:
-        step: Whose state it is.
-        state: Not consumed.
+        step: Whose state it is; of an array its training.
+        state: Not consumed. The batch by which that of an array is ahead is not stored.
         directory: Where the training's checkpoints are; made if it does not exist.
         keep: Complete checkpoints to leave there, this one included; older ones are removed after
             it is complete. At least 1.
@@ -59,31 +72,49 @@ def save(step: AnyStep, state: PipelineState, directory: Path | str, *, keep: in
         ExecutionError: ``checkpoint-exists`` if the directory holds one of the same or a later
             step.
     """
-    params, optimizer = _by_path(step.params(state)), _by_path(step.optimizer_state(state))
+    params, optimizer = stored_leaves(step, state)
+    metadata = {
+        "schema_version": CHECKPOINT.versions[-1],
+        "num_steps": state.num_steps,
+        "params": _described(params),
+        "optimizer": _described(optimizer),
+    }
+    if isinstance(state, ArrayState):
+        metadata["num_models"] = len(state.plan.models)
+    stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
     directory, hosts = Path(directory), _hosts_of(step)
     if hosts is None:
-        _write(directory, keep, state.num_steps, params, optimizer)
+        _write(directory, keep, metadata, stored)
     else:
-        hosts.first_does(
-            "checkpoint", lambda: _write(directory, keep, state.num_steps, params, optimizer)
-        )
+        hosts.first_does("checkpoint", lambda: _write(directory, keep, metadata, stored))
     return directory / str(state.num_steps)
 
 
-def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) -> PipelineState:
+def restore(
+    step: Trained,
+    directory: Path | str,
+    num_steps: int | None = None,
+    *,
+    models: Sequence[int] | None = None,
+) -> Any:
     """Read a checkpoint into a step of any plan of the same model.
 
     Args:
-        step: To go on with.
+        step: To go on with; of an array its training.
         directory: That ``save`` was given; of several processes, each reads it.
         num_steps: Which checkpoint; by default the latest.
+        models: Of a checkpoint of an array, the models that go on: as many as the array of ``step``
+            has, or one. None for all of them.
+
+    Returns:
+        The state of the step.
 
     Raises:
         ExecutionError: ``checkpoint-missing`` if there is none, ``checkpoint-schema`` for an
-            unknown version, ``checkpoint-other-model`` or ``checkpoint-other-optimizer`` naming
+            unknown version, ``checkpoint-models`` for models that it has not, or more or less
+            than the step has, ``checkpoint-other-model`` or ``checkpoint-other-optimizer`` naming
             every leaf that differs from the model's.
     """
-    params, optimizer = _by_path(step.traced.params_struct), _by_path(step.optimizer.state_struct)
     directory = Path(directory)
     if not directory.is_dir():
         raise ExecutionError.of(
@@ -104,33 +135,40 @@ def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) 
         metadata = manager.restore(
             chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
         )["metadata"]
-        hosts = _hosts_of(step)
-        if hosts is not None:
+        replace(CHECKPOINT, name=f"checkpoint {str(directory / str(chosen))!r}").check(metadata)
+        if (hosts := _hosts_of(step)) is not None:
             hosts.compare({"checkpoint": chosen})
-        _check(metadata, directory / str(chosen), _described(params), _described(optimizer))
-        wanted_leaves = {"params": _stored(params), "optimizer": _stored(optimizer)}
+        sources = Sources(step, metadata, models)
+        _check(sources)
+        # Orbax reads the whole or nothing.
+        leaves = {
+            part: _stored(_structs(metadata[part]) | expected)
+            for part, expected in zip(PARTS, sources.expected, strict=True)
+        }
         read = manager.restore(
-            chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted_leaves))
+            chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(leaves))
         )["state"]
-    return step.restore(
-        _filled(step.traced.params_struct, read["params"]),
-        _filled(step.optimizer.state_struct, read["optimizer"]),
-        metadata["num_steps"],
+    params, optimizer = (
+        [
+            _filled(struct, {path: read[part].get(source) for path, source in own.items()})
+            for own in by_model
+        ]
+        for struct, part, by_model in zip(structs_of(step), PARTS, sources.paths, strict=True)
     )
+    if isinstance(step, ArrayTraining):
+        return step.restore(params, optimizer, metadata["num_steps"])
+    return step.restore(params[0], optimizer[0], metadata["num_steps"])
 
 
 def _write(
-    directory: Path,
-    keep: int,
-    num_steps: int,
-    params: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
+    directory: Path, keep: int, metadata: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> None:
-    """Leaves by path.
+    """What stands in the two parts of a checkpoint.
 
     Raises:
         ExecutionError: ``checkpoint-exists``.
     """
+    num_steps = metadata["num_steps"]
     with _manager(directory, keep) as manager:
         latest = manager.latest_step()
         if latest is not None and latest >= num_steps:
@@ -140,13 +178,6 @@ def _write(
                 "another directory, or restore from this one first.",
                 "checkpoint-exists",
             )
-        metadata = {
-            "schema_version": CHECKPOINT.versions[-1],
-            "num_steps": num_steps,
-            "params": _described(params),
-            "optimizer": _described(optimizer),
-        }
-        stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
         )
@@ -176,15 +207,9 @@ def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
     )
 
 
-def _hosts_of(step: AnyStep) -> Hosts | None:
+def _hosts_of(step: Trained) -> Hosts | None:
     """The processes that share it."""
     return step.hosts if isinstance(step, PipelinedStep) else None
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def _is_key(leaf: Any) -> bool:
@@ -229,20 +254,25 @@ def _filled(struct: Any, read: Mapping[str, np.ndarray]) -> Any:
     return jax.tree_util.tree_map_with_path(filled, struct)
 
 
-def _check(
-    metadata: Any, path: Path, params: Mapping[str, Any], optimizer: Mapping[str, Any]
-) -> None:
-    replace(CHECKPOINT, name=f"checkpoint {str(path)!r}").check(metadata)
+def _structs(described: Mapping[str, Sequence[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of what a checkpoint holds."""
+    key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    return {
+        path: jax.ShapeDtypeStruct(shape, key if dtype in _KEY_IMPLS else dtype)
+        for path, (shape, dtype) in described.items()
+    }
+
+
+def _check(sources: Sources) -> None:
+    names = (
+        ("the model", "checkpoint-other-model"),
+        ("the model's optimizer state", "checkpoint-other-optimizer"),
+    )
+    found = zip(names, sources.expected, sources.saved, strict=True)
     ExecutionError.check(
-        [
-            *_differences("the model", params, metadata["params"], "checkpoint-other-model"),
-            *_differences(
-                "the model's optimizer state",
-                optimizer,
-                metadata["optimizer"],
-                "checkpoint-other-optimizer",
-            ),
-        ]
+        violation
+        for (what, code), expected, saved in found
+        for violation in _differences(what, _described(expected), saved, code)
     )
 
 

@@ -1,7 +1,8 @@
 """Several models as one program: the joint step of a sub-array, its segments and its bundles.
 
 One function makes a whole update of one model: every layer's ``jax.vjp``, and right after a layer's
-gradients the update of what it owns. ``jax.vmap`` over the models makes of it that of all. The vjp
+gradients the update of what it owns; all updates at the end, where one needs a value made from all
+gradients, such as their norm. ``jax.vmap`` over the models makes of it that of all. The vjp
 is inside the vmap: the other way round, every product has a batch dimension by the time that remat
 policies see it. The joint step is traced from shapes alone, flattened as a loss is, and cut where
 layers end.
@@ -13,23 +14,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from capture.errors import Violation, WorkloadError
+from capture.errors import WorkloadError
 from capture.model.graph import item_bytes
 from capture.model.workload import WorkloadProtocol
-from capture.plan.array import BUNDLE_BYTES
-from capture.runtime.leaf_parts import traced_optimizer
-from capture.runtime.optimizer import SlicedOptimizer
-from capture.step.interface import owned_and_borrowed
+from capture.plan.array import BUNDLE_BYTES, Shared
+from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
 from capture.step.sub_array import Bundle, Segment
 from capture.tracing import TracedModel, trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
@@ -37,74 +35,8 @@ from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.slices import struct_of
 
-#: Of ``optax.inject_hyperparams``, in the path of a leaf of its state.
-_INJECTED = "hyperparams"
-
-
-class LayerwiseOptimizer:
-    """The optimizer, cut by the layers that own the parameters.
-
-    Args:
-        workload, traced: The task, and its loss.
-
-    Attributes:
-        hyperparameters: Leaf of the optimizer's state, by the name of the hyperparameter that it
-            is.
-
-    Raises:
-        WorkloadError: ``array-optimizer`` for an optimizer that needs all gradients at once,
-            ``array-key`` for a loss that takes a random key, and those of ``traced_optimizer``.
-    """
-
-    def __init__(self, workload: WorkloadProtocol, traced: TracedModel):
-        graph = traced.graph
-        owned = [list(owned_and_borrowed(graph, n, n + 1)[0]) for n in range(graph.num_layers)]
-        read = {param for own in owned for param in own}
-        # What the loss does not read has a gradient of zero, and is updated all the same.
-        unread = [param for param in range(len(graph.params)) if param not in read]
-        owned[0] += unread
-        update = traced_optimizer(workload.optimizer, traced, unread)
-        self.sliced = SlicedOptimizer(update, owned)
-        WorkloadError.check(_refusals(self.sliced, graph.batch))
-        self.hyperparameters = {
-            name: leaf
-            for leaf, (path, _) in enumerate(
-                jax.tree_util.tree_leaves_with_path(self.sliced.state_struct)
-            )
-            if (name := _injected_name(path))
-        }
-
-    def with_hyperparameters(self, state: Any, values: Mapping[str, float]) -> Any:
-        """An optimizer state with other hyperparameters."""
-
-        def replaced(path: Any, leaf: Any) -> Any:
-            value = values.get(_injected_name(path))
-            return leaf if value is None else np.full_like(leaf, value)
-
-        return jax.tree_util.tree_map_with_path(replaced, state)
-
-
-def _injected_name(path: Sequence[Any]) -> str:
-    """Of the hyperparameter that a leaf of an optimizer's state is; empty if it is none."""
-    injected = len(path) > 1 and getattr(path[-2], "name", None) == _INJECTED
-    key = path[-1]
-    return key.key if injected and isinstance(key, jax.tree_util.DictKey) else ""
-
-
-def _refusals(optimizer: SlicedOptimizer, batch: Sequence[Any]):
-    if any(stage.summary for stage in optimizer.stages):
-        yield Violation(
-            "the optimizer needs a value made from all gradients, such as their norm, before it "
-            "updates any parameter, and an array of models updates each layer right after its "
-            "gradients; leave the clipping out.",
-            "array-optimizer",
-        )
-    if any(tensor.dtype.startswith("key<") for tensor in batch):
-        yield Violation(
-            "loss_fn(params, batch, key) takes a random key, which arrays of models do not draw "
-            "in this version; leave dropout out, or make its mask in batch(key, batch_size).",
-            "array-key",
-        )
+#: The category of parameters that all models have alike.
+SHARED = "shared parameters"
 
 
 class Fuser:
@@ -114,6 +46,7 @@ class Fuser:
         workload: The task of every model.
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
+        shared: Patterns of paths of parameters that all models share, or a predicate on paths.
         shared_batches, bundle_bytes: As of ``FusedArray``.
 
     Attributes:
@@ -121,7 +54,8 @@ class Fuser:
         optimizer: Of one model.
 
     Raises:
-        WorkloadError, TracingError: Those of ``LayerwiseOptimizer`` and ``trace``.
+        PlanError, WorkloadError, TracingError: Those of ``shared_params``, ``LayerwiseOptimizer``
+            and ``trace``.
     """
 
     def __init__(
@@ -130,12 +64,14 @@ class Fuser:
         batch_size: int,
         num_layers: int = 0,
         *,
+        shared: Shared = (),
         shared_batches: bool = False,
         bundle_bytes: int = BUNDLE_BYTES,
     ):
         self.workload = workload
         self.traced = trace(workload, batch_size, unmarked_layers=num_layers or None)
-        self.optimizer = LayerwiseOptimizer(workload, self.traced)
+        own = shared_params(self.traced, shared) if shared else frozenset()
+        self.optimizer = LayerwiseOptimizer(workload, self.traced, own)
         self.shared_batches, self.bundle_bytes = shared_batches, bundle_bytes
         self._fused: dict[int, FusedArray] = {}
 
@@ -169,6 +105,9 @@ class FusedArray:
         renewed: By bundle of state, their new values; empty where nothing replaces them.
         params, state: Values of the parameters, in the order of the layer graph, and by layer those
             of its optimizer's state.
+
+    Raises:
+        WorkloadError: ``array-key`` for a loss that draws with keys of another kind than threefry.
     """
 
     def __init__(
@@ -183,19 +122,35 @@ class FusedArray:
         graph = traced.graph
         self.num_models, self.num_layers = num_models, graph.num_layers
         self.num_leaves = len(graph.batch)
-        self._traced, self._stages = traced, optimizer.sliced.stages
-        self._bundle_bytes = bundle_bytes
+        self._traced, self._stages = traced, optimizer.stages
+        self._bundle_bytes, self._shared = bundle_bytes, optimizer.shared
+        self._late = any(stage.summary for stage in self._stages)
 
         def stacked(struct: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((num_models, *struct.shape), struct.dtype)
 
         structs = optimizer.sliced.state_structs
-        params = [stacked(struct_of(tensor)) for tensor in graph.params]
+        params = [
+            struct_of(tensor) if p in self._shared else stacked(struct_of(tensor))
+            for p, tensor in enumerate(graph.params)
+        ]
         state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
         leaves = [struct_of(tensor) for tensor in graph.batch]
-        batch = leaves if shared_batches else [stacked(leaf) for leaf in leaves]
-        joint = jax.vmap(self._update, in_axes=(0, 0, None if shared_batches else 0))
+        batch_axes = [
+            None if shared_batches and tensor.dtype not in KEYS else 0 for tensor in graph.batch
+        ]
+        batch = [
+            leaf if axis is None else stacked(leaf)
+            for leaf, axis in zip(leaves, batch_axes, strict=True)
+        ]
+        axes = [None if p in self._shared else 0 for p in range(len(params))]
+        joint = jax.vmap(
+            self._update,
+            in_axes=(axes, 0, batch_axes),
+            out_axes=(0, axes, 0),
+        )
         closed = jax.make_jaxpr(joint)(params, state, batch)
+        WorkloadError.check(key_violations(closed.jaxpr))
         self.program = flatten(closed, len(params), None, {}).program
         num_state = sum(map(len, state))
         self.params = self.program.params
@@ -228,19 +183,28 @@ class FusedArray:
         cotangents = {loss_value: jnp.ones_like(loss)}
         gradients: dict[int, Any] = {}
         new_params, new_state = list(params), [list(own) for own in state]
+        waiting: dict[int, tuple[list[Any], Sequence[Any], list[Any]]] = {}
+        summaries: list[list[Any]] = [[] for _ in self._stages[0].siblings]
         for layer in reversed(range(self.num_layers)):
             part = self._traced.slice(layer, layer + 1)
             made = [v for v in part.outputs if graph.values[v].differentiable]
             of_params, of_inputs = pulls[layer]([cotangents.pop(v) for v in made])
             read = [v for v in part.inputs if graph.values[v].differentiable]
             _add(cotangents, read, of_inputs)
-            _add(gradients, part.params, of_params)
+            _add(gradients, self._trained(part.params), of_params)
             stage = self._stages[layer]
             own = [params[p] for p in stage.params]
             arrived = [gradients.pop(p, jnp.zeros_like(params[p])) for p in stage.params]
-            updated, new_state[layer] = stage.update(own, state[layer], arrived, [])
-            for param, array in zip(stage.params, updated, strict=True):
-                new_params[param] = array
+            waiting[layer] = own, state[layer], arrived
+            if self._late:
+                summaries[layer] = stage.summarize(*waiting[layer])
+            # Where one layer's update reads all gradients, every layer waits for the last of them.
+            ready = [layer] if not self._late else [] if layer else list(waiting)
+            for n in ready:
+                others = [made for m, made in enumerate(summaries) if m != n] if self._late else []
+                updated, new_state[n] = self._stages[n].update(*waiting.pop(n), others)
+                for param, array in zip(self._stages[n].params, updated, strict=True):
+                    new_params[param] = array
             if layer:  # a mark stands where the layer ends, on whatever there is
                 loss = checkpoint_name(loss, LAYER_BOUNDARY)
         return loss, new_params, new_state
@@ -256,11 +220,16 @@ class FusedArray:
         def run(own, differentiable):
             read = [v for v in part.inputs if v in smooth]
             given = fixed | dict(zip(read, differentiable, strict=True))
-            made = part(own, [given[v] for v in part.inputs], [batch[b] for b in part.batch])
+            weights = dict(zip(self._trained(part.params), own, strict=True))
+            made = part(
+                [weights[p] if p in weights else params[p] for p in part.params],
+                [given[v] for v in part.inputs],
+                [batch[b] for b in part.batch],
+            )
             pairs = list(zip(part.outputs, made, strict=True))
             return [x for v, x in pairs if v in smooth], [x for v, x in pairs if v not in smooth]
 
-        own = [params[p] for p in part.params]
+        own = [params[p] for p in self._trained(part.params)]
         given = [values[v] for v in part.inputs if v in smooth]
         made, pull, rest = jax.vjp(run, own, given, has_aux=True)
         found = dict(zip([v for v in part.outputs if v in smooth], made, strict=True))
@@ -269,6 +238,9 @@ class FusedArray:
         values |= found
         values[first] = checkpoint_name(found[first], LAYER_BOUNDARY)
         return pull
+
+    def _trained(self, params: Sequence[int]) -> list[int]:
+        return [p for p in params if p not in self._shared]
 
     # ---- bundles ---------------------------------------------------------------------------------
 
@@ -294,7 +266,8 @@ class FusedArray:
         num_params = len(self.params)
         flat_state = [value for own in self.state for value in own]
         old = (*self.params, *flat_state)
-        kinds = ["parameters"] * num_params + ["optimizer state"] * len(flat_state)
+        kinds = [SHARED if p in self._shared else "parameters" for p in range(num_params)]
+        kinds += ["optimizer state"] * len(flat_state)
         groups: defaultdict[tuple[Any, ...], list[tuple[int, int | None]]] = defaultdict(list)
         replaced: set[int] = set()
         for kind, before, after in zip(kinds, old, self.program.aux, strict=True):
@@ -353,7 +326,9 @@ class FusedArray:
         category = "activations" if kind == "maps" else kind
         nbytes = sum(map(self.nbytes, values))
         name = f"{stem}{count}"
-        self.bundles.append(Bundle(name, category, nbytes, writer, readers, updater, tuple(feed)))
+        self.bundles.append(
+            Bundle(name, category, nbytes, writer, readers, updater, tuple(feed), kind == SHARED)
+        )
         self.values.append(tuple(values))
         self.renewed.append(())
 

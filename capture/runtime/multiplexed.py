@@ -13,8 +13,7 @@ completed without another; a loop that stops earlier leaves a state that is ahea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,16 +22,29 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler
-from capture.errors import ExecutionError, PlanError, Violation
+from capture.errors import ExecutionError, PlanError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
+from capture.plan.files import traced_for
 from capture.quantities import format_bytes
+from capture.runtime.array_batches import stacked
+from capture.runtime.array_change import joined, without
 from capture.runtime.array_programs import ArrayPrograms
+from capture.runtime.array_state import (
+    ArrayState,
+    Leaves,
+    Losses,
+    StateRows,
+    begun,
+    check_count,
+    check_models,
+)
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
-from capture.runtime.fused import Fuser, LayerwiseOptimizer
+from capture.runtime.fused import Fuser
+from capture.runtime.layerwise import hyperparameter_violations
 from capture.runtime.layout import check_host_memory, first_devices
-from capture.runtime.state import joined_params, param_leaves
+from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
     HOST,
@@ -43,49 +55,6 @@ from capture.step.multiplexed import (
     peak_of,
 )
 from capture.step.program import Run, Slot
-from capture.tracing import TracedModel
-
-
-@dataclass(frozen=True)
-class ArrayState:
-    """Everything that an update changes. An update takes it over: use the one that it returns.
-
-    Attributes:
-        slots: Parameters, optimizer state and, of a state that is ahead, the feature maps of
-            sub-array 0, by name.
-        num_steps: Complete updates.
-        ahead: Of a state that is ahead, on the host: the batch of the update that was begun, and
-            the losses of sub-array 0 in it.
-    """
-
-    slots: dict[str, list[jax.Array]]
-    num_steps: int = 0
-    ahead: tuple[Sequence[Any], Any] | None = None
-
-
-class Losses(Sequence[float]):
-    """Of an update, one per model; the first that is asked for waits until they are there."""
-
-    def __init__(self, partition: Sequence[Sequence[int]], arrays: Sequence[Any]):
-        self._partition, self._arrays = partition, arrays
-
-    @cached_property
-    def _values(self) -> list[float]:
-        found = {
-            model: float(loss)
-            for group, losses in zip(self._partition, self._arrays, strict=True)
-            for model, loss in zip(group, np.asarray(losses), strict=True)
-        }
-        return [found[model] for model in sorted(found)]
-
-    def __getitem__(self, model):
-        return self._values[model]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._partition))
-
-    def __repr__(self) -> str:
-        return f"Losses({self._values})"
 
 
 def train_array(
@@ -105,10 +74,9 @@ def train_array(
         fast_compile: As for ``pipeshard``.
 
     Raises:
-        PlanError: ``plan-other-model``, ``plan-num-layers``, ``array-hyperparameter`` for one that
-            the optimizer does not inject, ``array-bundle`` for a decision about what the model has
-            not.
-        WorkloadError: ``array-optimizer``, ``array-key``.
+        PlanError: ``plan-other-model``, ``array-hyperparameter`` for one that the optimizer does
+            not inject, ``array-bundle`` for a decision about what the model has not.
+        WorkloadError: ``array-key``, ``array-shared-updated``.
         ExecutionError: ``run-devices``, ``run-host-memory``.
     """
     environment.warn()
@@ -121,12 +89,18 @@ def train_array(
             "the plan swaps; run it on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
-    fuser = Fuser(
+    fuser = traced_for(
+        plan,
         workload,
-        plan.batch_size,
-        plan.num_layers,
-        shared_batches=plan.shared_batches,
-        bundle_bytes=plan.bundle_bytes,
+        lambda: Fuser(
+            workload,
+            plan.batch_size,
+            plan.num_layers,
+            shared=plan.shared,
+            shared_batches=plan.shared_batches,
+            bundle_bytes=plan.bundle_bytes,
+        ),
+        lambda fuser: fuser.traced.graph,
     )
     programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
     return ArrayTraining(fuser, programs, plan, device)
@@ -142,19 +116,29 @@ class ArrayTraining:
         arrays: By sub-array, its models as one program.
     """
 
-    def __init__(self, fuser: Fuser, programs: ArrayPrograms, plan: ArrayPlan, device: Any):
+    def __init__(
+        self,
+        fuser: Fuser,
+        programs: ArrayPrograms,
+        plan: ArrayPlan,
+        device: Any,
+        family: list[ArrayTraining] | None = None,
+    ):
         self.fuser, self.programs, self.plan, self.device = fuser, programs, plan, device
         self.traced, self.optimizer = fuser.traced, fuser.optimizer
-        PlanError.check(_model_violations(self.traced, plan))
         PlanError.check(hyperparameter_violations(self.optimizer, plan.models))
         self.arrays = [fuser.of(len(group)) for group in plan.partition]
         self._bound: dict[int, BoundStep] = {}
+        #: This one, and those of states whose models came and went.
+        self._family = [] if family is None else family
+        self._family.append(self)
 
     def of(self, plan: ArrayPlan) -> ArrayTraining:
         """That of another plan for the same models and batches: what is compiled, is."""
-        same = ("batch_size", "shared_batches", "bundle_bytes", "num_layers")
+        same = ("batch_size", "shared", "shared_batches", "bundle_bytes", "num_layers")
         other = [name for name in same if getattr(plan, name) != getattr(self.plan, name)]
         assert not other, f"plans that share programs differ in {other}"
+        traced_for(plan, self.fuser.workload, lambda: self.traced.graph)
         return ArrayTraining(self.fuser, self.programs, plan, self.device)
 
     @cached_property
@@ -174,87 +158,169 @@ class ArrayTraining:
     # ---- state -----------------------------------------------------------------------------------
 
     def init(self) -> ArrayState:
-        """Fresh parameters and optimizer states, every model's by its own seed."""
-        seeds = [member.seed for member in self.plan.models]
-        return self.init_from([self.fuser.workload.init(jax.random.key(seed)) for seed in seeds])
+        """Fresh parameters and optimizer states, every model's by its own seed; what they share by
+        that of the first."""
+        return self._begun(list(self.initial_leaves()))
+
+    def initial_leaves(self) -> Iterator[list[np.ndarray]]:
+        """Of every model, the parameters with which it begins, in the order of the layer graph."""
+        first: list[np.ndarray] = []
+        for member in self.plan.models:
+            own = param_leaves(self.traced, self.fuser.workload.init(jax.random.key(member.seed)))
+            first = first or own
+            yield [first[p] if p in self.optimizer.shared else x for p, x in enumerate(own)]
 
     def init_from(self, params: Sequence[PyTree]) -> ArrayState:
         """The state of trainings that begin at the given parameters.
 
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so,
-                ``array-count`` unless there is one tree per model.
+                ``array-count`` unless there is one tree per model, ``array-shared-values`` where
+                what they share differs.
         """
-        _check_count("params", params, len(self.plan.models))
-        leaves = [param_leaves(self.traced, tree) for tree in params]
-        begin = jax.jit(self.fuser.workload.optimizer.init)
-        given = [member.hyperparameters for member in self.plan.models]
-        states = [
-            jax.tree.leaves(
-                self.optimizer.with_hyperparameters(begin(self.traced.split_params(tree)), values)
+        check_count("params", params, len(self.plan.models))
+        return self._begun([param_leaves(self.traced, tree) for tree in params])
+
+    def _begun(self, params: Sequence[Sequence[Any]]) -> ArrayState:
+        models = list(zip(self.plan.models, params, strict=True))
+        return self._placed(begun(self.fuser.workload, self.traced, self.optimizer, models))
+
+    def restore(
+        self, params: Sequence[PyTree], optimizer_states: Sequence[PyTree], num_steps: int = 0
+    ) -> ArrayState:
+        """The state with the given parameters and optimizer states, of any array or of models that
+        were trained alone.
+
+        Raises:
+            ExecutionError: ``run-optimizer``, and those of ``init_from``.
+        """
+        check_count("params", params, len(self.plan.models))
+        check_count("optimizer_states", optimizer_states, len(self.plan.models))
+        structs = self.optimizer.sliced.state_structs
+        leaves = [
+            (
+                dict(enumerate(param_leaves(self.traced, own))),
+                dict(enumerate(optimizer_leaves(structs, state))),
             )
-            for tree, values in zip(params, given, strict=True)
+            for own, state in zip(params, optimizer_states, strict=True)
         ]
-        slots: dict[str, list[jax.Array]] = {}
-        for name, a, bundle in self._state_slots:
-            slot = self.steps.body.step.slots[self.steps.body.step.persistent[name]]
-            sharding = self.programs.sharding(slot.place)
-            group, own = self.plan.partition[a], []
-            for is_state, index in self._origins[a, bundle]:
-                of = states if is_state else leaves
-                stacked = np.stack([np.asarray(of[model][index]) for model in group])
-                own.append(jax.device_put(stacked, sharding, may_alias=False))
-            slots[name] = own
-        return ArrayState(slots)
+        return self._placed(leaves, num_steps)
+
+    def _placed(self, leaves: Sequence[Leaves], num_steps: int = 0) -> ArrayState:
+        return ArrayState(self._rows.placed(leaves), self.plan, num_steps)
+
+    @cached_property
+    def _rows(self) -> StateRows:
+        body, sharding = self.steps.body, self.programs.sharding
+        return StateRows(self.plan.partition, self.arrays, self.optimizer, body, sharding)
 
     def params(self, state: ArrayState, model: int) -> PyTree:
         """One model's parameters, as the workload's ``init`` returns them."""
-        found = self._leaves(state, model, of_state=False)
+        ((found, _),) = self._read(state, [model])
         return joined_params(self.traced, found)
 
     def optimizer_state(self, state: ArrayState, model: int) -> PyTree:
         """One model's optimizer state, as optax holds it over ``TracedModel.split_struct``."""
-        found = self._leaves(state, model, of_state=True)
+        ((_, found),) = self._read(state, [model])
         return self.optimizer.sliced.unflatten_state([found[n] for n in sorted(found)])
 
-    def _leaves(self, state: ArrayState, model: int, of_state: bool) -> dict[int, np.ndarray]:
-        if not 0 <= model < len(self.plan.models):
+    def _read(self, state: ArrayState, models: Sequence[int]) -> list[Any]:
+        train = self.of_state(state)
+        check_models(models, len(train.plan.models))
+        return train._rows.read(state.slots, models)
+
+    # ---- models that come and go -----------------------------------------------------------------
+
+    def drop(self, state: ArrayState, models: Collection[int]) -> ArrayState:
+        """Without some models, such as those that do not learn. The others keep their order and
+        their sub-arrays, and are numbered from 0 on again; ``state.plan`` says who they are.
+
+        Args:
+            state: Is taken over; not ahead.
+            models: Their numbers.
+
+        Raises:
+            ExecutionError: ``array-ahead``, ``array-count`` for models that are not there;
+                PlanError: ``array-models`` where none is left.
+        """
+        train, count = self._settled(state), len(state.plan.models)
+        check_models(sorted(models), count)
+        kept = [model for model in range(count) if model not in models]
+        plan = without(train.plan, kept, self.fuser)
+        return train._changed(state, plan, self._read(state, kept))
+
+    def add(
+        self,
+        state: ArrayState,
+        models: Sequence[Member | Mapping[str, Any]],
+        params: Sequence[PyTree] | None = None,
+    ) -> ArrayState:
+        """With more models, which get the next numbers and begin now, each in the sub-array that is
+        smallest then.
+
+        Args:
+            state: Is taken over; not ahead.
+            models: Of each its seed and its hyperparameters.
+            params: With which they begin; None to draw them. What all share stays what it is.
+
+        Raises:
+            ExecutionError: ``array-ahead``, ``run-params``, ``array-count``; PlanError:
+                ``array-hyperparameter``.
+        """
+        train = self._settled(state)
+        members = [one if isinstance(one, Member) else Member.of(one) for one in models]
+        plan = joined(train.plan, members, self.fuser)
+        PlanError.check(hyperparameter_violations(self.optimizer, members))
+        init = self.fuser.workload.init
+        trees = [init(jax.random.key(one.seed)) for one in members] if params is None else params
+        check_count("params", trees, len(members))
+        found = self._read(state, range(len(train.plan.models)))
+        first = found[0][0]
+        given = [
+            [first[p] if p in self.optimizer.shared else x for p, x in enumerate(leaves)]
+            for leaves in (param_leaves(self.traced, tree) for tree in trees)
+        ]
+        pairs = list(zip(members, given, strict=True))
+        found += begun(self.fuser.workload, self.traced, self.optimizer, pairs)
+        return train._changed(state, plan, found)
+
+    def of_state(self, state: ArrayState) -> ArrayTraining:
+        """The training of the models of a state: this one, or that of what ``drop`` and ``add``
+        left.
+
+        Raises:
+            ExecutionError: ``array-state``.
+        """
+        for train in self._family:
+            if state.plan is train.plan or state.plan == train.plan:
+                return train
+        raise ExecutionError.of(
+            "the state is of another plan; carry it over with train.restore(params, "
+            "optimizer_states, state.num_steps).",
+            "array-state",
+        )
+
+    def _settled(self, state: ArrayState) -> ArrayTraining:
+        """The training of a state whose models may change."""
+        train = self.of_state(state)
+        train._check_state(train.step_of(state), state)
+        if state.ahead is not None:
             raise ExecutionError.of(
-                f"model={model} is not of this array; models run from 0 to "
-                f"{len(self.plan.models) - 1}.",
-                "array-count",
+                "the state is ahead by the forward pass of an update that was begun; complete it "
+                "with state, losses = train.finish(state), and change the models then.",
+                "array-ahead",
             )
-        a = next(a for a, group in enumerate(self.plan.partition) if model in group)
-        row = self.plan.partition[a].index(model)
-        return {
-            index: np.array(array[row])
-            for name, other, bundle in self._state_slots
-            if other == a
-            for (is_state, index), array in zip(
-                self._origins[a, bundle], map(np.asarray, state.slots[name]), strict=True
-            )
-            if is_state == of_state
-        }
+        return train
 
-    @cached_property
-    def _state_slots(self) -> list[tuple[str, int, int]]:
-        """Name, sub-array and bundle."""
-        body = self.steps.body
-        named = [(name, *body.keys[slot]) for name, slot in body.step.persistent.items()]
-        return [(name, a, n) for name, a, n in named if self.arrays[a].bundles[n].is_state]
-
-    @cached_property
-    def _origins(self) -> dict[tuple[int, int], list[tuple[bool, int]]]:
-        """By sub-array and bundle of state: whether of the optimizer, and which leaf."""
-        found = {}
-        for a, array in enumerate(self.arrays):
-            of = {value: (False, index) for index, value in enumerate(array.params)}
-            for stage, values in zip(self.optimizer.sliced.stages, array.state, strict=True):
-                of |= {v: (True, leaf) for leaf, v in zip(stage.state, values, strict=True)}
-            for number, bundle in enumerate(array.bundles):
-                if bundle.is_state:
-                    found[a, number] = [of[value] for value in array.values[number]]
-        return found
+    def _changed(self, state: ArrayState, plan: ArrayPlan, leaves: Sequence[Leaves]) -> ArrayState:
+        """The state of another plan, from what was read of this one, which ends."""
+        train = next((one for one in self._family if one.plan == plan), None)
+        if train is None:
+            train = ArrayTraining(self.fuser, self.programs, plan, self.device, self._family)
+        for arrays in state.slots.values():
+            for array in arrays:
+                array.delete()
+        return train._placed(leaves, state.num_steps)
 
     # ---- execution -------------------------------------------------------------------------------
 
@@ -284,7 +350,7 @@ class ArrayTraining:
 
     def step_of(self, state: ArrayState) -> ArrayStep:
         """The instructions that ``advance`` executes."""
-        steps = self.steps
+        steps = self.of_state(state).steps
         return steps.body if state.ahead is not None or not steps.prologue else steps.prologue
 
     def advance(
@@ -299,9 +365,11 @@ class ArrayTraining:
         Returns:
             The state, and the losses of the update that is complete; None if it was only begun.
         """
-        begun = [] if state.ahead is None else [state.ahead[0]]
-        batches = [*begun, self._stacked(batch)]
-        return self._execute(self.step_of(state), state, batches, observer)
+        train = self.of_state(state)
+        known = [] if state.ahead is None else [state.ahead[0]]
+        update = state.num_steps + len(known)
+        batches = [*known, stacked(train.plan, train.traced, batch, update)]
+        return train._execute(train.step_of(state), state, batches, observer)
 
     def finish(
         self, state: ArrayState, *, observer: Observer | None = None
@@ -311,11 +379,13 @@ class ArrayTraining:
         Raises:
             ExecutionError: ``array-state`` if it is not.
         """
-        if state.ahead is None or self.steps.epilogue is None:
+        train = self.of_state(state)
+        epilogue = train.steps.epilogue
+        if state.ahead is None or epilogue is None:
             raise ExecutionError.of(
                 "the state is not ahead: no update was begun that is not complete.", "array-state"
             )
-        state, losses = self._execute(self.steps.epilogue, state, [state.ahead[0]], observer)
+        state, losses = train._execute(epilogue, state, [state.ahead[0]], observer)
         assert losses is not None, "an epilogue completes an update"
         return state, losses
 
@@ -337,11 +407,11 @@ class ArrayTraining:
         begins = self.steps.prologue is not None and built is not self.steps.epilogue
         ahead = (batches[-1], losses[0]) if begins else None
         if built is self.steps.prologue:
-            return ArrayState(slots, state.num_steps, ahead), None
+            return ArrayState(slots, self.plan, state.num_steps, ahead), None
         if state.ahead is not None:
             losses[0] = state.ahead[1]
         done = Losses(self.plan.partition, [losses[a] for a in range(len(self.arrays))])
-        return ArrayState(slots, state.num_steps + 1, ahead), done
+        return ArrayState(slots, self.plan, state.num_steps + 1, ahead), done
 
     def _check_state(self, built: ArrayStep, state: ArrayState) -> None:
         named = set(built.step.persistent)
@@ -353,33 +423,6 @@ class ArrayTraining:
                 "with train.init().",
                 "array-state",
             )
-
-    def _stacked(self, batch: Any) -> list[Any]:
-        """Leaves of all sub-arrays, on the host."""
-        plan, graph = self.plan, self.traced.graph
-        if plan.shared_batches:
-            leaves = self._checked(batch, "the batch")
-            return [leaf for _ in plan.partition for leaf in leaves]
-        _check_count("batch", batch, len(plan.models))
-        own = [self._checked(one, f"the batch of model {m}") for m, one in enumerate(batch)]
-        return [
-            np.stack([own[model][leaf] for model in group])
-            for group in plan.partition
-            for leaf in range(len(graph.batch))
-        ]
-
-    def _checked(self, batch: Any, name: str) -> list[np.ndarray]:
-        leaves = [np.asarray(leaf) for leaf in self.traced.batch_leaves(batch)]
-        ExecutionError.check(
-            Violation(
-                f"{tensor.name} of {name} has shape {leaf.shape} {leaf.dtype}; the plan's has "
-                f"{tuple(tensor.shape)} {tensor.dtype}.",
-                "run-batch",
-            )
-            for tensor, leaf in zip(self.traced.graph.batch, leaves, strict=True)
-            if leaf.shape != tuple(tensor.shape) or str(leaf.dtype) != tensor.dtype
-        )
-        return leaves
 
     # ---- binding ---------------------------------------------------------------------------------
 
@@ -436,43 +479,4 @@ class ArrayTraining:
                 f"({parts}), and the plan's limit is memory_limit_bytes={limit}; plan it again for "
                 "this machine, or raise the limit.",
                 "array-device-memory",
-            )
-
-
-def _check_count(what: str, given: Any, count: int) -> None:
-    if not isinstance(given, Sequence) or len(given) != count:
-        had = len(given) if isinstance(given, Sequence) else f"a {type(given).__name__}"
-        raise ExecutionError.of(
-            f"{what} is {had}; give a sequence of {count}, one per model.", "array-count"
-        )
-
-
-def _model_violations(traced: TracedModel, plan: ArrayPlan):
-    graph = traced.graph
-    if plan.num_layers and graph.num_layers != plan.num_layers:
-        yield Violation(
-            f"the plan has num_layers={plan.num_layers} and the model {graph.num_layers}; plan "
-            "this model again.",
-            "plan-num-layers",
-        )
-    elif plan.model_hash and graph.model_hash != plan.model_hash:
-        yield Violation(
-            f"the plan was made for model_hash={plan.model_hash} and this model has "
-            f"{graph.model_hash}: the model, its shapes or the version of JAX changed. Plan it "
-            "again.",
-            "plan-other-model",
-        )
-
-
-def hyperparameter_violations(optimizer: LayerwiseOptimizer, models: Sequence[Member]):
-    """Values for what the optimizer does not take."""
-    known = optimizer.hyperparameters
-    wanted = dict.fromkeys(name for member in models for name in member.hyperparameters)
-    for name in wanted:
-        if name not in known:
-            yield Violation(
-                f"the models set {name!r}, and the optimizer injects "
-                f"{', '.join(sorted(known)) or 'nothing'}; make it with "
-                f"optax.inject_hyperparams(...)({name}=...).",
-                "array-hyperparameter",
             )

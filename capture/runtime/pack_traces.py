@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from capture.errors import PlanError, Violation
+from capture.errors import PlanError
 from capture.model.graph import LayerGraph
 from capture.model.workload import WorkloadProtocol
+from capture.plan.files import traced_for
 from capture.plan.packs import PacksPlan
 from capture.tracing import TracedModel, trace
 from capture.tracing.coupling import coupled_examples
@@ -20,30 +21,16 @@ def traced_at(
     """By size, the loss of so many examples.
 
     Raises:
-        PlanError: ``plan-num-layers``, ``plan-other-model``, ``packs-sizes``, ``packs-coupled``.
+        PlanError: ``plan-other-model``, ``packs-sizes``, ``packs-coupled``.
     """
-    traces = {size: trace(workload, size, unmarked_layers=plan.num_layers) for size in sizes}
     configuration = plan.configuration
+    traces = traced_for(
+        plan,
+        workload,
+        lambda: {size: trace(workload, size, unmarked_layers=plan.num_layers) for size in sizes},
+        lambda traces: traces[configuration.backward.microbatch_size].graph,
+    )
     sized = traces[configuration.backward.microbatch_size].graph
-    violations = []
-    if sized.num_layers != plan.num_layers:
-        violations.append(
-            Violation(
-                f"the plan has num_layers={plan.num_layers} and the model "
-                f"{sized.num_layers}; plan this model again.",
-                "plan-num-layers",
-            )
-        )
-    elif plan.model_hash and sized.model_hash != plan.model_hash:
-        violations.append(
-            Violation(
-                f"the plan was made for model_hash={plan.model_hash} and this model has "
-                f"{sized.model_hash}: the model, its shapes or the version of JAX changed. "
-                "Plan it again.",
-                "plan-other-model",
-            )
-        )
-    PlanError.check(violations)
     for size, traced in traces.items():
         if _wiring(traced.graph) != _wiring(sized):
             raise PlanError.of(

@@ -39,7 +39,7 @@ from capture.runtime.pack_functions import PackFunctions, differentiable
 from capture.runtime.pack_updates import PackUpdate, cut
 from capture.runtime.programs import shard_bytes
 from capture.step.interface import owned_and_borrowed
-from capture.step.pack_sizes import PackPass, PartOf
+from capture.step.pack_sizes import GraphPacks, PackPass, PartOf
 from capture.step.program import Place, Run, Slot
 from capture.step.streamed_state import StreamedState
 from capture.step.streamed_units import parts_of_name
@@ -53,7 +53,7 @@ EXCHANGES = ("reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
-class TracedSizes:
+class TracedSizes(GraphPacks):
     """Bytes of the packs of a traced loss (``capture.step.pack_sizes``).
 
     Attributes:
@@ -71,27 +71,6 @@ class TracedSizes:
     casts: Mapping[int, Cast] = field(default_factory=dict)
     num_shares: int = 1
     compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
-
-    @property
-    def num_layers(self) -> int:
-        return self.graph.num_layers
-
-    def weight_bytes(self, span: Span) -> int:
-        return sum(map(self.param_bytes, self.owned(span)))
-
-    def cast_bytes(self, span: Span) -> int:
-        return sum(map(self.streamed_bytes, self.cast(span)))
-
-    def whole_bytes(self, span: Span) -> int:
-        return sum(self.param_bytes(p) for p in self.owned(span) if p not in self.casts)
-
-    def whole(self, span: Span) -> tuple[int, ...] | None:
-        if not self.cast(span):
-            return None
-        return tuple(i for i, p in enumerate(self.owned(span)) if p not in self.casts)
-
-    def cast(self, span: Span) -> tuple[int, ...]:
-        return tuple(p for p in self.owned(span) if p in self.casts)
 
     def alone_bytes(self, span: Span) -> int:
         return _nbytes([self.gradient(p, alone=True) for p in self.owned(span)])
@@ -132,17 +111,8 @@ class TracedSizes:
     def shared(self, pack: Span) -> tuple[int, ...]:
         return owned_and_borrowed(self.graph, *pack)[1]
 
-    def owner(self, param: int) -> int:
-        return self.graph.param_owner(param)
-
-    def param_bytes(self, param: int) -> int:
-        return self.graph.params[param].nbytes
-
     def streamed_bytes(self, param: int) -> int:
         return _nbytes([self.streamed(param)])
-
-    def values(self, layer: int) -> tuple[int, ...]:
-        return self.graph.crossing(layer)
 
     def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
         which = self.values(layer) if values is None else values

@@ -97,12 +97,12 @@ def pipeshard(
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
 
     Raises:
-        PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``.
+        PlanError: ``plan-other-model`` if the plan was made for another model.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses; ``run-hosts``
             and ``run-hosts-differ`` of processes that cannot share it.
     """
     environment.warn()
-    of_stages(plan, "Train with capture.shard(workload, plan, mesh).")
+    of_stages(plan)
     found = (
         first_devices(devices, plan.cluster.num_devices) if hosts is None else hosts.devices(plan)
     )

@@ -30,7 +30,7 @@ from capture.partition.local_calls import localize
 from capture.partition.sequence import SplitRun
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
-from capture.plan.choices import is_cut
+from capture.plan.choices import is_cut, num_full_layers, remat_of_layers
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
@@ -78,6 +78,7 @@ class StagePrograms(StageLayout):
         specs = sharding.specs(choice.tensor_parallel)
         super().__init__(graph, choice, devices, specs, update)
         self.layers, self.num_microbatches, self._compiler = layers, num_microbatches, compiler
+        self._remat = remat_of_layers(choice.remat, config.num_layers)
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
         assert update.params == self.owned, "the optimizer's slice is that of the stage"
         self.arriving = tuple(p for p in self.owned for _ in range(num_arriving.get(p, 0)))
@@ -124,7 +125,8 @@ class StagePrograms(StageLayout):
             batch,
         )
         # Of all that is saved without remat, a cut chooses what is kept.
-        remat = "none" if is_cut(self.choice.remat) else self.choice.remat
+        only_cut = is_cut(self._remat) and not num_full_layers(self._remat)
+        remat = "none" if only_cut else self._remat
         results = self.layers(*given, remat=remat, pin=self._pinned, runs=self._split_runs)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         for v in self._split_values.intersection(by_value):
@@ -150,10 +152,10 @@ class StagePrograms(StageLayout):
             return []
         splits = self._sharding.layer_splits(self.choice.tensor_parallel)
         arrives_split = {v for v in self.layers.inputs if self._passes_split(v)}
-        again = self.choice.remat == "full"
+        again = len(splits) if self._remat == "full" else num_full_layers(self._remat)
         return [
-            None if split is None else SplitRun(call, split, self.mesh, arrives_split, again)
-            for call, split in splits[self.layers.first : self.layers.stop]
+            None if split is None else SplitRun(call, split, self.mesh, arrives_split, i < again)
+            for i, (call, split) in enumerate(splits[self.layers.first : self.layers.stop])
         ]
 
     def _passes_split(self, value: int) -> bool:
@@ -229,7 +231,7 @@ class StagePrograms(StageLayout):
             len(self.layers.outputs),
             # The loss outlives the backward pass, which is given what it reads to free.
             returns_outputs=not self.is_last,
-            remat=self.choice.remat,
+            remat=self._remat,
             split=split,
         )
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
+from capture.partition.split_reach import SplitReach
 from capture.partition.walk import followed_dims, product_dim
 from capture.plan.choices import Remat, is_cut, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
@@ -116,11 +117,18 @@ class ValueSplit:
     Args:
         flow: The program.
         inputs: By name and degree of a mesh axis, the dimension along which it splits each input.
+        asked: How each output is to lie, where that is asked for.
     """
 
-    def __init__(self, flow: DataFlow, inputs: Sequence[tuple[str, int, Sequence[int | None]]]):
-        self._flow = flow
+    def __init__(
+        self,
+        flow: DataFlow,
+        inputs: Sequence[tuple[str, int, Sequence[int | None]]],
+        asked: Sequence[PartitionSpec | None] = (),
+    ):
+        self._flow, self._asked = flow, asked
         split = [(axis, degree, dims) for axis, degree, dims in inputs if degree > 1]
+        self._inputs = [dims for _, _, dims in split]
         self._axes: list[tuple[int, Mapping[Any, int | None]]] = [
             (degree, followed_dims(flow.jaxpr, dims, degree, axis)) for axis, degree, dims in split
         ]
@@ -154,8 +162,37 @@ class ValueSplit:
         return -(-aval_bytes(value) // self._parts(value))
 
     def least_bytes(self, value: Any) -> int:
-        """Per device, if the compiler splits it along every axis, also where the walk does not."""
-        return -(-aval_bytes(value) // math.prod(degree for degree, _ in self._axes))
+        """Per device, if the compiler splits it along every axis that reaches it."""
+        parts = math.prod(
+            degree
+            for (degree, _), reached in zip(self._axes, self._reached, strict=True)
+            if value in reached
+        )
+        return -(-aval_bytes(value) // parts)
+
+    @cached_property
+    def _reached(self) -> list[set[Any]]:
+        """Per axis, the values that it may split: by the inputs, by constraints, or by what is
+        asked for."""
+        flow, reach = self._flow, SplitReach(self._flow.jaxpr)
+        specs = [
+            (equation.outvars[0], spec)
+            for equation in flow.jaxpr.eqns
+            if equation.primitive.name == "sharding_constraint"
+            and (spec := getattr(equation.params["sharding"], "spec", None)) is not None
+        ]
+        specs += [
+            (v, spec)
+            for v, spec in zip(flow.outputs, self._asked, strict=False)
+            if spec is not None and is_variable(v)
+        ]
+        return [
+            reach.of(
+                [(v, dim) for v, dim in zip(flow.inputs, dims, strict=True) if dim is not None]
+                + [(v, dim) for v, spec in specs for dim in _dims_of(spec, name)]
+            )
+            for name, dims in zip(self._names, self._inputs, strict=True)
+        ]
 
     def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:
         """As of an equation, per device, ``products`` also of these; None also where devices would
@@ -177,6 +214,11 @@ class ValueSplit:
             whole = product_bytes(equation) if cost is None else cost
             total += whole / max(map(self._parts, (*equation.invars, *equation.outvars)))
         return total
+
+
+def _dims_of(spec: PartitionSpec, axis: str) -> list[int]:
+    """Dimensions that a mesh axis splits, beside others or alone."""
+    return [dim for dim, names in enumerate(spec) if names == axis or axis in (names or ())]
 
 
 def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:

@@ -128,11 +128,12 @@ def train(
             loss = metrics.loss
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
-        report(f"step {done + i}: loss {loss:.6f}")
+        report(f"step {done + i + 1}: loss {loss:.6f}")
     if training.save is not None:
         document["saved"] = str(checkpoint.save(step, state, training.save))
     replayed, target = step.replay(), _target_of(plan)
     document |= {
+        "kind": "packs" if isinstance(plan, PacksPlan) else "stages",
         "predicted_peak_bytes_per_device": _predicted_bytes(plan),
         "replayed_peak_bytes_per_device": list(replayed.peak_bytes_per_device),
         "measured_peak_bytes_per_device": None

@@ -150,8 +150,9 @@ class Issue:
             swapped = number in self._arrays[0].swapped
             (self._there if swapped else self._here)[0].add(number)
             self._host_live += self._bytes[0][number] if swapped else 0
-        for own, here in zip(self._bytes, self._here, strict=True):
-            self._live += sum(own[number] for number in here)
+        for a, (own, here) in enumerate(zip(self._bytes, self._here, strict=True)):
+            bundles = self._arrays[a].sub_array.bundles
+            self._live += sum(own[n] for n in here if not (a and bundles[n].shared))
         self.needs = [0] * len(self._nodes)
         self.peak_bytes, self.host_peak_bytes = self._live, self._host_live
         self._at = 0

@@ -222,10 +222,14 @@ class _Writer:
         self._there: dict[Key, int] = {}
         #: Of what outlives the step, the slot that it had before it.
         self._again: dict[tuple[Key, bool], int] = {}
+        shared = dict[str, int]()
         for a, life in enumerate(self._arrays):
             for number, bundle in enumerate(life.sub_array.bundles):
-                if bundle.is_state:
-                    self._here[a, number] = self._kept((a, number), host=False)
+                if bundle.shared and bundle.name in shared:
+                    self._here[a, number] = shared[bundle.name]
+                elif bundle.is_state:
+                    slot = self._here[a, number] = self._kept((a, number), host=False)
+                    shared |= {bundle.name: slot} if bundle.shared else {}
         first = self._arrays[0]
         for number in first.between if order.carries else ():
             host = number in first.swapped

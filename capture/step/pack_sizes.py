@@ -3,11 +3,12 @@ keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from capture.measured.layer_profile import LayerProfile
+from capture.model.graph import LayerGraph
 from capture.plan.task_graph import Span
 
 PackPass = Literal["forward", "backward", "accumulate", "update", "reduce", "gather", "scatter"]
@@ -112,6 +113,55 @@ class PackSizes(Protocol):
             output_bytes: Results that are written over nothing, without the sum of the gradients.
         """
         ...
+
+
+class GraphPacks:
+    """What packs of the layers of a graph have, whatever their programs need. Whoever inherits it
+    says which parameters layers own, and what devices get of them.
+
+    Attributes:
+        graph: At any micro-batch size.
+        casts: Parameters that devices get as casts.
+    """
+
+    graph: LayerGraph
+    casts: Container[int]
+
+    def owned(self, span: Span) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def streamed_bytes(self, param: int) -> int:
+        raise NotImplementedError
+
+    @property
+    def num_layers(self) -> int:
+        return self.graph.num_layers
+
+    def weight_bytes(self, span: Span) -> int:
+        return sum(map(self.param_bytes, self.owned(span)))
+
+    def cast_bytes(self, span: Span) -> int:
+        return sum(map(self.streamed_bytes, self.cast(span)))
+
+    def whole_bytes(self, span: Span) -> int:
+        return sum(self.param_bytes(p) for p in self.owned(span) if p not in self.casts)
+
+    def whole(self, span: Span) -> tuple[int, ...] | None:
+        if not self.cast(span):
+            return None
+        return tuple(i for i, p in enumerate(self.owned(span)) if p not in self.casts)
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        return tuple(p for p in self.owned(span) if p in self.casts)
+
+    def owner(self, param: int) -> int:
+        return self.graph.param_owner(param)
+
+    def param_bytes(self, param: int) -> int:
+        return self.graph.params[param].nbytes
+
+    def values(self, layer: int) -> tuple[int, ...]:
+        return self.graph.crossing(layer)
 
 
 @dataclass(frozen=True)

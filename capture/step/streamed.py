@@ -65,7 +65,8 @@ def streamed_seconds(
             return profile.update_seconds(first, stop) / 7
         if kind == "reduce":
             return 2 * (working - 1) / working * profile.weight_bytes(first, stop) / p2p
-        return profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)
+        seconds = profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)
+        return seconds + (profile.adding_seconds(first, stop) if kind == "accumulate" else 0.0)
 
     def transfer(
         instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place

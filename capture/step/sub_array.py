@@ -31,6 +31,8 @@ class Bundle:
         readers: Segments that read them, ascending.
         updater: Segment that replaces them by their new values; None for all but state.
         feed: Leaves of the batch, where they are fed.
+        shared: Whether all sub-arrays have the same one, which is there once: parameters that
+            nothing updates. It has the same name in all of them.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Bundle:
     readers: tuple[int, ...]
     updater: int | None = None
     feed: tuple[int, ...] = ()
+    shared: bool = False
 
     @property
     def is_state(self) -> bool:
@@ -167,14 +170,12 @@ class Uses:
         issued: Per segment.
         last_forward: By bundle, the last segment of the forward pass that makes or reads it.
         nbytes: By bundle.
-        state: Bundles that outlive the step.
     """
 
     def __init__(self, sub_array: SubArray):
         self.sub_array, layers = sub_array, sub_array.num_layers
         bundles, loss = sub_array.bundles, sub_array.loss
         self.nbytes = [bundle.nbytes for bundle in bundles]
-        self.state = [number for number, bundle in enumerate(bundles) if bundle.is_state]
         dying: list[list[int]] = [[] for _ in sub_array.segments]
         self.last_forward: list[int] = []
         #: What a segment makes that the backward pass reads.

@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 
 from capture.errors import TracingError
 from capture.model.graph import Tensor
+from capture.plan.choices import num_full_layers
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
 from capture.tracing.source import at_source, layer_scope, line_of
@@ -257,7 +258,8 @@ class StageSlice:
             batch: One per ``self.batch``.
             remat: ``"none"``; ``"full"``: of each layer only its inputs are kept for the backward
                 pass; ``"dots"``: also the results of matrix products without batch dimensions
-                (those with parameters, in a Transformer).
+                (those with parameters, in a Transformer); ``"full:3"``: as ``"full"`` of the
+                first three layers.
             pin: Given what passes from layer to layer inside the slice, by index into
                 ``graph.values``; returns it with a sharding.
             runs: Per layer, how it is run; None, or none given: as it stands.
@@ -268,10 +270,13 @@ class StageSlice:
         Raises:
             TracingError: ``trace-remat`` for another mode.
         """
+        num_full = num_full_layers(remat)
+        remat = "full" if num_full else remat
         if remat != "none" and remat not in REMAT_POLICIES:
             raise TracingError.of(
                 f"remat={remat!r} is no remat mode; give 'none', 'full' or 'dots'.", "trace-remat"
             )
+        stop_remat = self.first + num_full if num_full else self.stop
         of_param = dict(zip(self.params, params, strict=True))
         of_batch = dict(zip(self.batch, batch, strict=True))
         values = dict(zip(self.inputs, inputs, strict=True))
@@ -281,7 +286,7 @@ class StageSlice:
             given = [values[v] for v in call.inputs]
             run = (
                 function
-                if remat == "none"
+                if remat == "none" or layer >= stop_remat
                 else jax.checkpoint(jax.jit(function), policy=REMAT_POLICIES[remat])
             )
             with layer_scope(layer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -213,3 +213,43 @@ class Here:
 
     def close(self) -> None:
         self._job = None
+
+
+class Kept:
+    """A runner that several batches share: what a batch closes stays open, unless jobs still run.
+
+    Args:
+        opened: Opens it, for the first batch.
+    """
+
+    def __init__(self, opened: Callable[[], Runner]):
+        self._opened = opened
+        self._runner: Runner | None = None
+        self._num_running = 0
+
+    def _own(self) -> Runner:
+        if self._runner is None:
+            self._runner = self._opened()
+        return self._runner
+
+    def idle(self) -> Sequence[Slot]:
+        return self._own().idle()
+
+    def start(self, slot: Any, job: Job) -> None:
+        self._num_running += 1
+        self._own().start(slot, job)
+
+    def finished(self, timeout_seconds: float) -> list[Outcome]:
+        outcomes = self._own().finished(timeout_seconds)
+        self._num_running -= len(outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        if self._num_running:  # what comes of them is of a batch that is no more
+            self.end()
+
+    def end(self) -> None:
+        """End everything that was started."""
+        if self._runner is not None:
+            self._runner.close()
+        self._runner, self._num_running = None, 0

@@ -43,6 +43,7 @@ from capture.plan.why import Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import StageMemory
 from capture.predictor.times import TimePredictor
+from capture.quantities import format_seconds
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.recommendation import plan_of
@@ -263,9 +264,10 @@ def autostage(
     stages = (replace(s, devices=devices) for s, devices in zip(result.stages, placed, strict=True))
     plan = plan_of(profile, question, stages)
     prediction = AdditivePredictor(profile).predict(plan)
+    assert result.step_seconds is not None, "it is feasible"
     summary = (
-        f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers "
-        "between stages."
+        f"{LABEL}: least step time, {format_seconds(result.step_seconds)} without updates and "
+        "transfers between stages."
     )
     fits = limit is None or prediction.peak_bytes <= limit
     if not fits:

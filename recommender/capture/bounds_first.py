@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from capture.errors import ProfileError
 from capture.machine.target import Target
-from capture.measured.profile import Profile
+from capture.measured.profile import REFUSED_BYTES, Profile
+from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Proven, Why
 from capture.quantities import counted, format_bytes
@@ -21,8 +23,12 @@ from recommender.answer import Answer, StageAnswer
 from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import depends_on_cuts_behind, predict_plan, recommend
 from recommender.capture.search import search
-from recommender.capture.verified import Compile, of_compiler, same_model
+from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
+
+#: ``attempted(plan, known)`` compiles a plan's stages: what the compiler says, None where it
+#: refuses one, and what is known then.
+Attempted = Callable[[Plan, Profile], tuple[Verified | None, Profile]]
 
 
 @dataclass(frozen=True)
@@ -33,18 +39,22 @@ class Effort:
         within_fraction: Once no plan needs less than the best one by more than this part of it.
         compiles: Once so many stages were compiled; 0 compiles nothing.
         seconds: Once so many have passed, and no compile is under way. None for no limit.
+        below_bytes: Once no plan needs less than so much.
+        any_that_fits: Once a compiled plan fits.
     """
 
     within_fraction: float = 0.0
     compiles: int | None = None
     seconds: float | None = None
+    below_bytes: int | None = None
+    any_that_fits: bool = False
 
 
 def bounds_first(
     least: Profile,
     most: Profile,
     question: PlanQuestion,
-    compiled: Compile,
+    attempted: Attempted,
     effort: Effort = Effort(),
     *,
     told: Callable[[Bracket], None] = lambda bracket: None,
@@ -55,7 +65,8 @@ def bounds_first(
         least: Lower bounds of the stages of the space (``profiling_runs.bounds``).
         most: What they are expected to need at most.
         question: What is asked, for least memory.
-        compiled: Compiles a plan's stages: what the compiler says, and the lower bounds with it.
+        attempted: Compiles a plan's stages: what the compiler says, and the lower bounds with it.
+            An interrupt meanwhile ends the search with what is known.
         effort: When to end.
         told: Every bracket, as it is known.
 
@@ -65,7 +76,31 @@ def bounds_first(
         ``why.uncompiled`` says so. That nothing fits is proven by bounds alone where they are above
         the limit.
     """
-    return _Search(most, replace(question, algorithm=None), compiled, effort, told).run(least)
+    return _Search(most, replace(question, algorithm=None), attempted, effort, told).run(least)
+
+
+@dataclass
+class BoundedKnowledge(Knowledge):
+    """What tracing says of a model: ``profile`` has lower bounds, and no answer is given before it
+    is compiled.
+
+    Attributes:
+        attempted: Compiles plans.
+    """
+
+    attempted: Attempted | None = None
+
+    def answer(
+        self,
+        question: PlanQuestion,
+        *,
+        known: StageAnswer | None = None,
+        any_that_fits: bool = False,
+    ) -> StageAnswer:
+        """The plan of least peak in compiled bytes; or the first that fits."""
+        assert self.attempted is not None, "bounds alone are no answer"
+        effort = Effort(any_that_fits=any_that_fits)
+        return bounds_first(self.profile, self.profile, question, self.attempted, effort)
 
 
 class _Search:
@@ -73,68 +108,97 @@ class _Search:
         self,
         most: Profile,
         question: PlanQuestion,
-        compiled: Compile,
+        attempted: Attempted,
         effort: Effort,
         told: Callable[[Bracket], None],
     ):
-        self._most, self._question, self._compiled = most, question, compiled
+        self._most, self._question, self._attempted = most, question, attempted
         self._effort, self._told, self._start = effort, told, time.perf_counter()
         self._trail: list[Bracket] = []
         self._num_compiled = 0
+        self._compiled_plans: set[Plan] = set()
         self._best: StageAnswer | None = None
 
     def run(self, known: Profile) -> StageAnswer:
         """See ``bounds_first``."""
-        compiled_plans: set[Plan] = set()
-        while True:
-            found = recommend(known, self._question)
-            if found.plan is None:
-                return found  # no plan fills the cluster
-            bracket = self._bracket(known, found)
-            if self._is_over(bracket, found) or same_model(found.plan, known) in compiled_plans:
-                return self._answer(found, bracket, known, len(compiled_plans))
-            said, known = self._compiled(found.plan, known)
-            self._num_compiled += said.num_stages_compiled
-            answer = of_compiler(found, said, known)
-            assert answer.plan is not None, "it was compiled"
-            compiled_plans.add(answer.plan)
-            if self._best is None or answer.peak_bytes < self._best.peak_bytes:
-                self._best = answer
+        self._known, ended = known, ""
+        while not ended:
+            try:
+                ended = self._round()
+            except KeyboardInterrupt:
+                if not self._trail:
+                    raise  # nothing is known yet
+                ended = "interrupted"
+        return self._answer(ended) if self._found.plan is not None else self._found
 
-    def _bracket(self, known: Profile, found: StageAnswer) -> Bracket:
-        """What is known now of the least peak; it is told."""
-        least, question = found.proof.peak_bytes, self._question
+    def _round(self) -> str:
+        """Search, and compile what it finds; why that was the last round, or nothing."""
+        found = recommend(self._known, self._question)
+        if found.plan is not None:
+            self._trail.append(self._bracket(found))
+            self._told(self._trail[-1])
+        self._found = found
+        if found.plan is None:
+            return "search"  # no plan fills the cluster
+        if ended := self._ended(self._trail[-1]):
+            return ended
+        if same_model(found.plan, self._known) in self._compiled_plans:
+            return "search"
+        said, self._known = self._attempted(found.plan, self._known)
+        if said is None:
+            return ""
+        self._num_compiled += said.num_stages_compiled
+        answer = of_compiler(found, said, self._known)
+        assert answer.plan is not None, "it was compiled"
+        self._compiled_plans.add(answer.plan)
+        if self._best is None or answer.peak_bytes < self._best.peak_bytes:
+            self._best = answer
+        return ""
+
+    def _bracket(self, found: StageAnswer) -> Bracket:
+        """What is known now of the least peak.
+
+        Raises:
+            ProfileError: ``verify-stage`` if every plan has a stage that does not compile.
+        """
+        least, question, known = found.proof.peak_bytes, self._question, self._known
         problem = search_problem(known, question)
         if depends_on_cuts_behind(known, problem, question.microbatch_size):
             least = search(search_problem(known, question, least=True), tie_break="none").peak_bytes
+        if least >= REFUSED_BYTES:
+            raise ProfileError.of(
+                f"every plan has a stage that does not compile: {'; '.join(known.failures)}.",
+                "verify-stage",
+            )
         assert found.plan is not None, "a plan was found"
         best = self._best
         most = predict_plan(self._most, found.plan).peak_bytes if best is None else best.peak_bytes
         seconds = time.perf_counter() - self._start
-        self._trail.append(
-            Bracket(seconds, self._num_compiled, least, max(least, most), best is not None)
-        )
-        self._told(self._trail[-1])
-        return self._trail[-1]
+        return Bracket(seconds, self._num_compiled, least, max(least, most), best is not None)
 
-    def _is_over(self, bracket: Bracket, found: StageAnswer) -> bool:
-        effort, limit = self._effort, found.memory_limit_bytes
-        near = bracket.most_bytes <= bracket.least_bytes * (1 + effort.within_fraction)
-        return (
-            (bracket.compiled and near)
-            or (limit is not None and bracket.least_bytes > limit)
-            or (effort.compiles is not None and self._num_compiled >= effort.compiles)
-            or (effort.seconds is not None and bracket.seconds >= effort.seconds)
-        )
+    def _ended(self, bracket: Bracket) -> str:
+        """Why the search is over (``Proven.ended``); nothing while it is not."""
+        effort, limit, best = self._effort, self._found.memory_limit_bytes, self._best
+        near = bracket.least_bytes * (1 + effort.within_fraction)
+        reasons = {
+            "memory": limit is not None and bracket.least_bytes > limit,
+            "proven": best is not None and best.peak_bytes <= bracket.least_bytes,
+            "within": best is not None and best.status == "ok" and best.peak_bytes <= near,
+            "fits": effort.any_that_fits and best is not None and best.status == "ok",
+            "below": effort.below_bytes is not None and bracket.least_bytes >= effort.below_bytes,
+            "compiles": effort.compiles is not None and self._num_compiled >= effort.compiles,
+            "seconds": effort.seconds is not None and bracket.seconds >= effort.seconds,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
-    def _answer(
-        self, found: StageAnswer, bracket: Bracket, known: Profile, num_plans: int
-    ) -> StageAnswer:
+    def _answer(self, ended: str) -> StageAnswer:
+        bracket, found, num_plans = self._trail[-1], self._found, len(self._compiled_plans)
         within = bracket.most_bytes / bracket.least_bytes - 1
-        proven, limit = Proven(within, tuple(self._trail)), found.memory_limit_bytes
-        if limit is not None and bracket.least_bytes > limit:
+        proven, limit = Proven(within, tuple(self._trail), ended), found.memory_limit_bytes
+        if ended == "memory":
+            assert limit is not None, "it is missed"
             return self._beyond(found, bracket, proven, limit)
-        best, predicted = (found, self._most) if self._best is None else (self._best, known)
+        best, predicted = (found, self._most) if self._best is None else (self._best, self._known)
         assert best.plan is not None, "a plan was found"
         prediction, headroom = predict_plan(predicted, best.plan), best.headroom
         if self._best is None:

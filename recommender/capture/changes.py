@@ -19,7 +19,7 @@ from capture.documents import fields_of
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
-from capture.plan.choices import REMAT_POLICIES, Remat
+from capture.plan.choices import REMAT_POLICIES, Remat, num_full_layers
 from capture.plan.schedule import SCHEDULES
 from capture.quantities import format_bytes
 from recommender.capture.minmax import minmax
@@ -123,6 +123,7 @@ def cheapest_change(
         question.schedule,
         limit,
         space=question.space,
+        remat=question.remat,
     )
     profile = None if knowledge is None else knowledge.profile
     for change in _changes(asked, num_layers, profile, measuring):
@@ -204,11 +205,12 @@ def _changes(
     if measuring is not None:
         if not measuring.shard_optimizer:
             yield Change("--shard-optimizer", question, {"shard_optimizer": True})
-        # Where a percentage stands on the scale is not known.
-        named = [one for one in measuring.remat if one in REMAT_POLICIES]
-        least = max(map(REMAT_POLICIES.index, named), default=0)
-        for remat in REMAT_POLICIES[least + 1 :]:
-            yield Change(f"--remat {remat}", question, {"remat": (remat,)})
+        # Where a percentage stands on the scale is not known; a mixture, right before "full".
+        named = ["dots" if num_full_layers(one) else one for one in measuring.remat]
+        places = [REMAT_POLICIES.index(one) for one in named if one in REMAT_POLICIES]
+        for remat in REMAT_POLICIES[max(places, default=0) + 1 :]:
+            freed = replace(question, remat=None)
+            yield Change(f"--remat {remat}", freed, {"remat": (remat,)})
     for factor in (2, 4, 8):
         larger = Cluster(cluster.nodes * factor, cluster.target)
         if larger.num_devices <= num_layers * max(cluster.nodes):

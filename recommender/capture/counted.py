@@ -5,8 +5,9 @@ programme over single stages can prove. In a step, transfers delay the stages th
 what an answer says of a step is counted by the table of its schedule, transfers included
 (``CountedSteps``), and two closed forms propose plans: the one without transfers, and one in which
 every stage also waits for what it sends and gets back. Of what both propose, the plan that is
-fastest as counted is taken, and moved on while that makes it faster. What is proven is proven of
-the closed form without transfers.
+fastest as counted is taken, and moved on while that makes it faster; so are those of tighter
+limits, so that no plan becomes faster as its limit falls. What is proven is proven of the closed
+form without transfers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint
 from capture.predictor.step_time import CountedSteps
+from recommender.capture.minmax import least_peak
 from recommender.capture.pareto import pareto
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult, placed
@@ -32,6 +34,8 @@ from recommender.question import PlanQuestion
 
 #: Forward and backward passes that are counted, at most, of the plans next to a proposal.
 MOST_TASKS = 500_000
+#: From one tighter limit to the next.
+LIMITS_RATIO = 2**0.5
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Proposal:
         return self.result.step_seconds
 
 
+def _order(proposal: Proposal) -> tuple[float, int]:
+    return proposal.seconds, proposal.result.peak_bytes
+
+
 class CountedSearch:
     """Proposals for a question.
 
@@ -68,14 +76,44 @@ class CountedSearch:
 
     def fastest(self, result: SearchResult, plan: Plan) -> Proposal:
         """Of the plan that the closed form without transfers proposes, and what is proposed with
-        them, the faster."""
-        proposed = [self._counted(result, plan)]
-        if result.status == "ok" and (sending := self.with_transfers()) is not None:
+        them, the faster; within the limit and within tighter ones, of which one may lead to a plan
+        that is faster as counted."""
+        if result.status != "ok":
+            return self._counted(result, plan)
+        proposed = self._proposed(result)
+        found = [self._improved(min(proposed, key=_order), result)]
+        for limit in self._tighter_limits(max(p.result.peak_bytes for p in proposed)):
+            tighter = self._within(limit)
+            closed = throughput(tighter._problem)
+            if closed.status == "ok":
+                near = tighter._improved(min(tighter._proposed(closed), key=_order), closed)
+                found.append(self._bounded(near.result, result))
+        return min(found, key=_order)
+
+    def _proposed(self, result: SearchResult) -> list[Proposal]:
+        """By both closed forms within the limit; ``result`` is that of the one without
+        transfers."""
+        proposed = [self._counted(result, self._planned(result.stages))]
+        if (sending := self.with_transfers()) is not None:
             other = throughput(sending)
             if other.status == "ok":
                 proposed.append(self._bounded(other, result))
-        best = min(proposed, key=lambda p: (p.seconds, p.result.peak_bytes))
-        return best if result.status != "ok" else self._improved(best, result)
+        return proposed
+
+    def _tighter_limits(self, peak_bytes: int) -> Iterator[int]:
+        """Below a peak, from the least one on: the same whatever the limit is, so that a plan that
+        is found at one of them is found at every larger limit."""
+        limit = max(stage.peak_bytes for stage in least_peak(self._problem)[0])
+        while 0 < limit < peak_bytes:
+            yield limit
+            limit = int(limit * LIMITS_RATIO) + 1
+
+    def _within(self, limit: int) -> CountedSearch:
+        return CountedSearch(
+            self._profile,
+            replace(self._question, memory_limit_bytes=limit),
+            replace(self._problem, memory_limit_bytes=limit),
+        )
 
     def front(self, fastest: Proposal) -> tuple[Proposal, Front]:
         """All proposals of which none is both smaller and faster than another; the fastest among

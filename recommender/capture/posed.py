@@ -9,7 +9,7 @@ import numpy as np
 
 from capture.errors import ProfileError, plain
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice
+from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.predictor.times import TimePredictor
@@ -41,7 +41,7 @@ def search_problem(
     cluster, microbatch_size = question.cluster, question.microbatch_size
     degrees = question.space.all_degrees(cluster)
     usable: dict[int, list[StageChoice]] = {}
-    for choice in _choices(profile, question.mode, degrees, microbatch_size):
+    for choice in _choices(profile, question, degrees):
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
     if not usable and profile.failures:
@@ -113,12 +113,28 @@ def _cost_table(
     return table
 
 
+def stage_choices(profile: Profile, remat: Remat | None = None) -> Sequence[StageChoice]:
+    """What stages of plans may have: what was measured, and mixtures; or of these what recomputes
+    so."""
+    if remat is not None and num_full_layers(remat):
+        found = (replace(choice, remat=remat) for choice in profile.choices)
+        return sorted({each for each in found if {*each.measured} <= {*profile.choices}})
+    # A bound of a mixture does not follow from those of its parts.
+    known = (
+        profile.choices
+        if "bounds" in profile.provenance
+        else with_mixtures(profile.choices, profile.graph.num_layers)
+    )
+    return [choice for choice in known if remat in (None, choice.remat)]
+
+
 def _choices(
-    profile: Profile, mode: str, degrees: Collection[int], microbatch_size: int
+    profile: Profile, question: PlanQuestion, degrees: Collection[int]
 ) -> Sequence[StageChoice]:
     """The choices of a mode that the profile can predict; one that lacks a measurement is done
     without, as its warnings say."""
-    if mode == "paper":
+    microbatch_size, choices = question.microbatch_size, stage_choices(profile, question.remat)
+    if question.mode == "paper":
         known = paper_predictor(profile).choices(degrees)
         return (
             [choice for choice in known if choice in profile.choices]
@@ -133,11 +149,11 @@ def _choices(
             "profile-windows",
         )
     if not profile.failures:
-        return profile.choices
+        return choices
     predictor = AdditivePredictor(profile)
     fitting = [
         choice
-        for choice in profile.choices
+        for choice in choices
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0
     ]
     known = tuple(choice for choice in fitting if predictor.can_predict(choice, microbatch_size))

@@ -10,7 +10,7 @@ from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice
+from capture.plan.choices import Remat, StageChoice
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
@@ -20,7 +20,7 @@ from capture.quantities import counted
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
 from recommender.capture.counted import CountedSearch
-from recommender.capture.posed import paper_predictor, search_problem
+from recommender.capture.posed import paper_predictor, search_problem, stage_choices
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult
 from recommender.capture.search import search
@@ -69,7 +69,9 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         plan = plan_of(profile, question, result.stages)
         if mode == "default" and objective == "memory":
             plan = plan.with_(
-                stages=_with_best_choices(result.stages, problem, AdditivePredictor(profile), plan)
+                stages=_with_best_choices(
+                    result.stages, problem, AdditivePredictor(profile), plan, question.remat
+                )
             )
         return result, plan
 
@@ -202,13 +204,17 @@ def predict_plan(profile: Profile, plan: Plan) -> Prediction:
 
 
 def _with_best_choices(
-    stages: Sequence[PlacedStage], problem: SearchProblem, predictor: AdditivePredictor, plan: Plan
+    stages: Sequence[PlacedStage],
+    problem: SearchProblem,
+    predictor: AdditivePredictor,
+    plan: Plan,
+    remat: Remat | None,
 ) -> tuple[Stage, ...]:
     """The stages of a plan, each with the best choice of its degree at its position, where the
     search looked at a reduced table."""
     resolved = []
     for s, (placed, stage) in enumerate(zip(stages, plan.stages, strict=True)):
-        if len(problem.choices[placed.choice.num_devices]) > 1 or placed.choice.num_devices == 1:
+        if len(problem.choices[placed.choice.num_devices]) > 1:
             resolved.append(stage)
             continue
 
@@ -221,7 +227,7 @@ def _with_best_choices(
         best = min(
             (
                 c
-                for c in predictor.profile.choices
+                for c in stage_choices(predictor.profile, remat)
                 if _fits(c, stage, plan.microbatch_size)
                 and predictor.can_predict(c, plan.microbatch_size)
             ),

@@ -25,6 +25,7 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps
+from recommender.capture.posed import stage_choices
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
 from recommender.capture.table_space import TableSpace
 from recommender.question import PlanQuestion
@@ -71,7 +72,7 @@ class TableSearch:
         """Those that stages can have."""
         cluster, size = self.question.cluster, self.question.microbatch_size
         degrees, found = self.question.space.degrees(cluster), []
-        for choice in self.profile.choices:
+        for choice in stage_choices(self.profile, self.question.remat):
             d = choice.num_devices
             num_groups, rest = divmod(cluster.num_devices, d)
             if (

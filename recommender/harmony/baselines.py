@@ -56,13 +56,14 @@ class Baseline:
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
+            "fits": self.seconds is not None,
             "step_seconds": self.seconds,
             "microbatch_size": self.microbatch_size,
             "swap_bytes": self.swap_bytes,
             "volumes_bytes": dict(self.volumes_bytes),
-            "device_bytes": self.device_bytes,
-            "host_bytes": self.host_bytes,
-            "reason": self.reason,
+            "peak_bytes": self.device_bytes,
+            "host_peak_bytes": self.host_bytes,
+            "why": self.reason,
         }
 
 

@@ -11,6 +11,7 @@ from capture.machine.server import Server
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.plan.packs import question_violations
 from capture.plan.task_graph import AS_THEY_ARE, MODES, Mode, Swaps, Switches
+from capture.quantities import nearest
 from recommender.harmony.packing import EXPERT, PACKING_NAMES, REUSE
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.search import ALGORITHMS
@@ -94,7 +95,8 @@ class PacksQuestion:
         for name in self.packings:
             if name not in PACKING_NAMES:
                 yield Violation(
-                    f"packing={name!r} is unknown; choose of {', '.join(PACKING_NAMES)}.",
+                    f"packing={name!r} is unknown; choose of {', '.join(PACKING_NAMES)}."
+                    f"{nearest(name, PACKING_NAMES)}",
                     "packs-packing",
                 )
         if not self.packings or (EXPERT in self.packings and len(self.packings) > 1):

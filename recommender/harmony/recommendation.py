@@ -11,7 +11,7 @@ from capture.plan.task_graph import Configuration, Mode
 from capture.plan.why import Why
 from capture.predictor.pack_step import step_times
 from capture.predictor.pack_times import Estimate
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import Answer
 from recommender.harmony.packing import EXPERT
 from recommender.harmony.problem import PacksProblem
@@ -170,13 +170,17 @@ def _host_bytes(plan: PacksPlan) -> int:
 
 def _why(result: PacksResult, chosen: _Chosen, coupled: str) -> Why:
     best, plan = chosen.point, chosen.plan
+    seconds = _step(plan).step_seconds
     forward, backward = plan.configuration.forward, plan.configuration.backward
     said = (
-        f"{plan.mode}: {len(forward.packs)} forward packs for {forward.microbatch_size} examples "
-        f"({best.choice.forward_packing or 'none'}), {len(backward.packs)} backward packs for "
-        f"{backward.microbatch_size} ({best.choice.backward_packing}); "
-        f"{plan.minibatch_size / best.seconds:.4g} examples/s, {best.seconds:.4g} s a step"
-        f"{_how(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
+        f"{plan.mode}: {counted(len(forward.packs), 'forward pack')} for "
+        f"{counted(forward.microbatch_size, 'example')} "
+        f"({best.choice.forward_packing or 'none'}), "
+        f"{counted(len(backward.packs), 'backward pack')} for "
+        f"{backward.microbatch_size} ({best.choice.backward_packing})"
+        f"{_how(plan)}; {plan.minibatch_size / seconds:.4g} examples/s, "
+        f"{format_seconds(seconds)} a step as instructions ({format_seconds(best.seconds)} by the "
+        f"paper's rules), tasks of {format_bytes(best.task_bytes)} at most"
     )
     if chosen.before:
         first = chosen.before[0]
@@ -185,8 +189,8 @@ def _why(result: PacksResult, chosen: _Chosen, coupled: str) -> Why:
         said += (
             f". The paper's rules rank {len(chosen.before)} before it, first micro-batches of "
             f"{one.microbatch_size} and {other.microbatch_size} with "
-            f"{first.prediction.paper.step_seconds:.4g} s; as instructions it takes "
-            f"{_step(plan).step_seconds:.4g} s and that {_step(first).step_seconds:.4g} s"
+            f"{format_seconds(first.prediction.paper.step_seconds)}; as instructions it takes "
+            f"{format_seconds(seconds)} and that {format_seconds(_step(first).step_seconds)}"
             f"{_lacking(first)}"
         )
     limit = plan.machine.usable_bytes.value
@@ -200,8 +204,8 @@ def _why(result: PacksResult, chosen: _Chosen, coupled: str) -> Why:
     if (single := result.fits_one_device) is not None:
         size = single.configuration.backward.microbatch_size
         said += (
-            f". One device holds the whole model in one pack for {size} examples: it can be "
-            "trained resident, and Harmony is not needed"
+            f". One device holds the whole model in one pack for {counted(size, 'example')}: it "
+            "can be trained resident, and Harmony is not needed"
         )
     return Why(said, num_choices=len(result.points))
 

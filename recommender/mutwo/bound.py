@@ -155,7 +155,7 @@ class _Timeline:
             for number, bundle in enumerate(life.sub_array.bundles):
                 uses = [self.place[a, use] for use in life.uses(number)]
                 if bundle.is_state:
-                    self.live += bundle.nbytes
+                    self.live += 0 if a and bundle.shared else bundle.nbytes
                     continue
                 if bundle.feed and uses:
                     self.seconds[uses[0]] += host.to_device.seconds(bundle.nbytes)

@@ -263,9 +263,9 @@ class Space:
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
     def state_bytes(self, size: int) -> int:
-        """Of a sub-array."""
-        uses = self._uses[size]
-        return sum(uses.nbytes[number] for number in uses.state)
+        """Of a sub-array, without what all share."""
+        bundles = self._array(size).bundles
+        return sum(one.nbytes for one in bundles if one.is_state and not one.shared)
 
     def fewer(self) -> Space | None:
         """With two sub-arrays of each size, or one in turn, in the place of more, whose state is

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member
+from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Shared
 from capture.plan.why import Why
-from capture.quantities import format_bytes, parse_bytes
+from capture.quantities import format_bytes, format_seconds, parse_bytes
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named
 from recommender.answer import Answer
@@ -24,6 +24,9 @@ from recommender.mutwo.search import (
     beside_baselines,
     search,
 )
+from recommender.mutwo.ways import ways
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class ArrayQuestion:
         batch_size: Examples of one model in a step.
         memory_limit_bytes: Of the device; None for what the target can use.
         host_memory_bytes: What may be swapped at once; None if nobody knows.
+        shared: Parameters that all have alike, and nothing updates: patterns of paths such as
+            ``"base/*"``, or a predicate on paths.
         shared_batches: Whether all read the same batch.
         num_layers: Of a loss without marks; 0 to choose.
         bundle_bytes: See the plan.
@@ -58,6 +63,7 @@ class ArrayQuestion:
     num_layers: int = 0
     bundle_bytes: int = BUNDLE_BYTES
     algorithm: Algorithm = "descent"
+    shared: Shared = ()
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -126,6 +132,7 @@ def mutwo(
     target: str,
     batch_size: int,
     memory_limit: int | str | None = None,
+    shared: str | Shared = (),
     **options: Any,
 ) -> ArrayAnswer:
     """Choose what is fused, multiplexed, swapped and recomputed, for the least seconds of an
@@ -137,25 +144,29 @@ def mutwo(
         target: With rates.
         batch_size: Examples of one model in a step.
         memory_limit: Of the device, such as ``"40GB"``; None for what the target can use.
+        shared: Parameters that all models have alike, and that the optimizer leaves alone: a
+            pattern of paths such as ``"base/*"``, several, or a predicate on paths.
         **options: What else ``ArrayQuestion`` has.
     """
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    members = tuple(member_of(one) for one in models)
+    options["shared"] = (shared,) if isinstance(shared, str) else shared
+    members = tuple(map(Member.of, models))
     cluster = Cluster((1,), target)
     return plan_array(ArrayQuestion(workload, members, cluster, batch_size, limit, **options))
 
 
-def member_of(row: Mapping[str, Any]) -> Member:
-    """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0}``."""
-    return Member(int(row.get("seed", 0)), {k: float(v) for k, v in row.items() if k != "seed"})
-
-
-def plan_array(question: ArrayQuestion) -> ArrayAnswer:
+def plan_array(
+    question: ArrayQuestion, progress: Progress = lambda kind, done, total: None
+) -> ArrayAnswer:
     """Answer a question; compiles for its target.
 
+    Args:
+        question: What is asked.
+        progress: Told (kind, done, total) of what is compiled.
+
     Raises:
-        PlanError: ``array-hyperparameter``; WorkloadError: ``array-optimizer``, ``array-key``;
-            TargetError: ``devices-no-rates``, and those of the compiler.
+        PlanError: ``array-hyperparameter``, ``array-shared``; WorkloadError: ``array-key``,
+            ``array-shared-updated``; TargetError: ``devices-no-rates``, and those of the compiler.
     """
     from capture.profiler.array import ArrayProfile
 
@@ -166,8 +177,10 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
         question.cluster,
         question.batch_size,
         question.num_layers,
+        question.shared,
         question.shared_batches,
         question.bundle_bytes,
+        progress,
     )
     machine = profile.machine
     profile.check(question.models)
@@ -176,7 +189,10 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
     problem = ArrayProblem(
         profile, len(question.models), machine.rates.host, limit, question.host_memory_bytes
     )
+    sizes = (size for way in ways(problem.num_models, problem.rule) for size in way.sizes)
+    profile.prepare([1, *sizes])
     result = beside_baselines(problem, search(problem, question.algorithm))
+    profile.end()
     best = result.best
     why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
     plan = ArrayPlan(
@@ -186,6 +202,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
         partition=best.way.partition,
         order=best.way.order,
         decisions=best.evaluation.decisions,
+        shared=profile.shared_patterns,
         shared_batches=question.shared_batches,
         bundle_bytes=question.bundle_bytes,
         memory_limit_bytes=limit,
@@ -204,12 +221,12 @@ def _why(result: ArrayResult, limit: int) -> Why:
     best = result.best
     others = [one for one in result.candidates if one is not best]
     beside = ", ".join(
-        f"{one.way.name} " + (f"{one.weighed.seconds:.4g} s" if one.fits else "does not fit")
+        f"{one.way.name} " + (format_seconds(one.weighed.seconds) if one.fits else "does not fit")
         for one in others
     )
     said = (
-        f"{best.way.name}: {best.evaluation.seconds:.4g} s for an update of every model, within "
-        f"{format_bytes(limit)}"
+        f"{best.way.name}: {format_seconds(best.evaluation.seconds)} for an update of every model, "
+        f"within {format_bytes(limit)}"
     )
     said += f" (beside it: {beside})" if beside else ""
     rounds = [one for one in result.baselines if one.in_rounds and one.fits]
@@ -218,7 +235,8 @@ def _why(result: ArrayResult, limit: int) -> Why:
         if fastest.step_seconds < best.weighed.seconds:
             said += (
                 f"; {fastest.name}, rounds of {' + '.join(map(str, fastest.sizes))} models that "
-                f"train to their end one after the other, takes {fastest.step_seconds:.4g} s"
+                "train to their end one after the other, takes "
+                f"{format_seconds(fastest.step_seconds)}"
             )
     return Why(said, num_choices=len(others) + 1)
 

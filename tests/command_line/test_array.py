@@ -55,12 +55,12 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check")
     assert code == 0 and ran["is_target"]
     assert ran["planned_peak_bytes"] == ran["measured_peak_bytes"] == found["plan"]["peak_bytes"]
-    assert ran["planned_host_peak_bytes"] == ran["host_peak_bytes"]
+    assert ran["host"]["predicted_peak_bytes"] == ran["host_peak_bytes"]
     assert ran["max_relative_loss_error"] < 1e-6 and ran["num_compiled_after_first_step"] == 0
     assert [len(step) for step in ran["losses"]] == [2, 2]
     for verb in (["explain", "plan.json"], ["report", "plan.json"]):
         assert asked(capsys, *verb)[1]["plan"]["kind"] == "array"
-    assert asked(capsys, "diff", "plan.json", "plan.json")[1] == {"differences": []}
+    assert asked(capsys, "diff", "plan.json", "plan.json")[1]["same_decision"]
     for algorithm in ("corrected", "paper"):
         code, theirs = asked(capsys, *common, "--memory", limit, "--algorithm", algorithm)
         assert theirs["search"]["algorithm"] == algorithm
@@ -74,11 +74,27 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     assert none["why"]["least_peak_bytes"] > 1000
 
 
+@pytest.mark.slow
+def test_adapters_share_their_base(folder, capsys):
+    lora = MODELS.parents[1] / "models" / "llama_lora.py"
+    code, found = asked(
+        capsys, "plan", f"{lora}:lora?num_layers=2&seq_len=8", "--system", "mutwo", "--models", 2,
+        "--shared", "base/*", "--target", "slow.json", "--global-batch", 1,
+    )  # fmt: skip
+    assert (code, found["plan"]["shared"]) == (0, ["base/*"])
+    code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check", "--save", "run")
+    assert code == 0 and ran["planned_peak_bytes"] == ran["measured_peak_bytes"]
+    assert ran["max_relative_loss_error"] < 1e-6
+    code, later = asked(capsys, "run", "plan.json", "--steps", 1, "--restore", "run")
+    assert code == 0 and later["num_steps"] == 3
+
+
 @pytest.mark.parametrize(
     ("more", "code"),
     [
         (["--models", "3", "--vary", "seed=0,1"], "array-vary"),
         (["--vary", "b1=0.1,0.2"], "array-hyperparameter"),
+        (["--vary", "seed=0,1", "--shared", "base/*"], "array-shared"),
         (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
         (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
         (["--vary", "seed=0,1", "--global-batch", "0"], "array-size"),

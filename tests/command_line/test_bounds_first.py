@@ -3,15 +3,21 @@ compile."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 
 import optax
 import pytest
 
+from capture.cli.asked import profile_question
+from capture.cli.bounds_first import is_asked
+from capture.cli.main import main, parse
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from profiling_runs.bounds import bounds
 from profiling_runs.collect import profile
@@ -21,6 +27,7 @@ from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, recommend
 from recommender.capture.bounds_first import Effort, bounds_first
 from recommender.question import BOUNDS_FIRST
+from tests import user_models
 from tests.pipeline_models import mlp, tied
 from tests.planned_model import BATCH, STORE, capture
 from tests.user_models import tiny
@@ -52,7 +59,7 @@ class Model:
         compiled = PlanCompiler(self.between.least, lambda: self.measurements)
         between = self.between
         return bounds_first(
-            between.least, between.most, replace(QUESTION, **changes), compiled, effort
+            between.least, between.most, replace(QUESTION, **changes), compiled.attempt, effort
         )
 
 
@@ -135,15 +142,148 @@ def test_a_profile_is_not_searched_on_bounds(model):
         recommend(model.between.least, replace(QUESTION, algorithm=BOUNDS_FIRST))
 
 
+def options_of(text):
+    return parse(["plan", "w.py:f", *text.split()])
+
+
+def asks_for_bounds(text):
+    options = options_of(text)
+    return is_asked(options, profile_question(vars(options)))
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("", False),
+        ("--algorithm bounds-first", True),
+        ("--target h100", True),
+        ("--target v5e --objective memory --remat auto --shard-params", True),
+        ("--target h100 --smallest-cluster --memory 1GB", True),
+        ("--target h100 --try-microbatches 2,4", True),
+        *(
+            (f"--target h100 {option}", False)
+            for option in (
+                "--profile p.json",
+                "--objective throughput",
+                "--objective pareto",
+                "--algorithm minmax",
+                "--mode paper",
+                "--schedule interleaved",
+                "--verify 2",
+                "--no-compile",
+                "--merge-layers 4",
+                "--neighbours 1",
+                "--calibration-plans 0",
+                "--largest-batch",
+                "--try-schedules",
+            )
+        ),
+    ],
+)
+def test_accelerators_are_planned_for_on_bounds_where_nothing_needs_a_profile(text, asked):
+    assert asks_for_bounds(text) is asked
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--within 5%", "--within=0.05 does not go with algorithm=None; leave it out, or give"),
+        ("--quick", "--quick=True does not go with algorithm=None"),
+        ("--target h100 --quick --objective throughput", "--quick=True does not go with"),
+        ("--target h100 --quick --compiles 3", "--quick compiles nothing, and --compiles 3 does"),
+        (
+            "--algorithm bounds-first --try-schedules",
+            "--try-schedules=True does not go with algorithm='bounds-first'; leave it out.",
+        ),
+        ("--algorithm bounds-first --largest-batch", "--largest-batch=True does not go with"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(text, said):
+    with pytest.raises(PlanError, match=re.escape(said)) as error:
+        asks_for_bounds(text)
+    assert error.value.codes == ("plan-algorithm",)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "pareto"])
+def test_times_have_no_bounds(objective):
+    with pytest.raises(PlanError, match=r"does not search for .*\[plan-algorithm\]"):
+        replace(QUESTION, algorithm=BOUNDS_FIRST, objective=objective)
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch, capsys):
+    """Plans in this process: exit code, document, and what was said on the way."""
+    monkeypatch.chdir(tmp_path)
+    workload = f"{user_models.__path__[0]}/tiny.py:model?layers=4"
+    asked = ["--cluster", "1x2", "--global-batch", "16", "--microbatches", "4", *STORE]
+
+    def plan(*more):
+        code = main(["plan", workload, *asked, "--algorithm", BOUNDS_FIRST, *more, "--json"])
+        out, err = capsys.readouterr()
+        return code, json.loads(out), err
+
+    return plan
+
+
+def test_several_numbers_of_micro_batches_are_compared_compiled(planned):
+    code, document, _ = planned("--try-microbatches", "4,2,8")
+    assert code == 0 and document["search"]["optimal"]
+    peaks = {each["num_microbatches"]: each["peak_bytes"] for each in document["attempts"]}
+    best = document["plan"]["num_microbatches"]
+    assert (
+        peaks[best]
+        == min(peaks.values())
+        == max(document["plan"]["verification"]["peak_bytes_per_device"])
+    )
+    for microbatches, peak in peaks.items():
+        code, alone, _ = planned("--microbatches", str(microbatches), "--quick")
+        assert alone["why"]["proven"]["trail"][0]["least_bytes"] <= peak
+
+
+def test_the_smallest_cluster_is_proven(planned):
+    _, whole, _ = planned()
+    peak = max(whole["plan"]["verification"]["peak_bytes_per_device"])
+    code, document, _ = planned("--smallest-cluster", "--memory", str(peak))
+    assert code == 0 and document["plan"]["cluster"]["nodes"] == [2]
+    assert [each["status"] for each in document["attempts"]] == ["infeasible", "ok"]
+    code, document, err = planned("--memory", str(peak - 1))  # and what would fit
+    assert (code, document["why"]["code"]) == (1, "memory-limit")
+    assert document["why"]["proven"]["ended"] == "memory"
+    assert "looking for the cheapest change that fits" in err
+    change = document["why"]["cheapest_change"]
+    assert change["peak_bytes"] < peak and not change["extrapolated"]
+
+
+def test_an_interrupt_keeps_the_best_plan_so_far(planned, monkeypatch):
+    def interrupted(*arguments, **more):
+        found = bounds_first(*arguments, **more)
+        proven = replace(found.why.proven, ended="interrupted")
+        return replace(found, why=replace(found.why, proven=proven))
+
+    monkeypatch.setattr("capture.cli.bounds_first.bounds_first", interrupted)
+    code, document, _ = planned()
+    assert (code, document["why"]["proven"]["ended"]) == (130, "interrupted")
+    assert Plan.load("plan.json").verification is not None
+
+
 def test_on_the_command_line(tmp_path):
-    workload = f"{__file__.rpartition('/tests/')[0]}/tests/user_models/tiny.py:model"
-    verb = ("plan", workload, *BATCH, *STORE, "--algorithm", BOUNDS_FIRST)
-    found = capture(tmp_path, *verb)
+    workload = f"{user_models.__path__[0]}/tiny.py:model"
+    verb = ("plan", workload, *BATCH, *STORE)
+    found = capture(tmp_path, *verb, "--algorithm", BOUNDS_FIRST)
     assert found.document["search"]["optimal"]
     assert found.document["why"]["proven"]["within_fraction"] == 0
     assert "the least peak is between" in found.err
     assert (tmp_path / "plan.json").exists()
-    refused = capture(tmp_path, "plan", workload, *BATCH, *STORE, "--within", "5%", code=2)
-    assert "--within=0.05 does not go with algorithm=None" in refused.err
-    refused = capture(tmp_path, *verb, "--try-schedules", code=2)
-    assert "--try-schedules=True does not go with algorithm='bounds-first'" in refused.err
+    quick = capture(tmp_path, *verb, "--target", "h100", "--quick", "-o", "none.json", code=1)
+    assert quick.document["search"]["algorithm"] == BOUNDS_FIRST
+    assert quick.document["why"]["proven"]["ended"] == "compiles"
+    assert quick.document["prediction"] and not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_for_an_accelerator_has_the_time_of_its_step(tmp_path):
+    workload = f"{user_models.__path__[0]}/tiny.py:model?layers=4"
+    found = capture(tmp_path, "plan", workload, *BATCH, *STORE, "--target", "h100")
+    verified = capture(tmp_path, "verify", "plan.json", *STORE)
+    assert found.document["time"] == verified.document["time"]
+    assert found.document["search"]["optimal"] and not found.document["failures"]

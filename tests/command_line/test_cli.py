@@ -291,6 +291,7 @@ def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside_planned
         "cut into 10 layers of nearly equal work; --num-layers or marks in the model choose "
         "others\n"
     ) in out
+    assert err.index("cutting the model into 10 layers of nearly") < err.index("compil")
     plan = Plan.load("plain.json")
     assert plan.auto_layers and plan.num_layers == 10
     from capture.tracing.planned import trace_for_plan

@@ -34,6 +34,16 @@ def test_progress_in_a_log_file_is_whole_lines(capsys):
     assert capsys.readouterr().err == "compiled 1 stage of the plan in 0 s\n"
 
 
+def test_progress_of_rounds_of_one_kind_goes_on(capsys):
+    show = progress(SimpleNamespace(quiet=False))
+    for done in range(9):
+        show("largest sizes", done, 8)
+    for done in range(9, 17):
+        show("largest sizes", done, 16)
+    said = [line.split(" in ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["measuring 1 of 8 layers", "measured 8 layers", "measured 16 layers"]
+
+
 def test_progress_in_a_terminal_is_one_line():
     leader, follower = pty.openpty()
     program = REPOSITORY / "tests/programs/terminal_progress.py"

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import run_here
+from commands import run_here, run_json
 from planned_model import BATCH, STORE
 from processes import user_model
 
 from capture.cli import asked
-from capture.cli.main import _show_warning, main
+from capture.cli.main import _show_warning
 
 # ---- bad input -----------------------------------------------------------------------------------
 
@@ -75,14 +75,11 @@ def test_bad_input_ends_with_2_and_one_message_with_its_code(
 ):
     status, out, err = run_here(capsys, *arguments, "--json")
     assert status == 2
-    if code == "option-number":  # refused before it is known that a document is wanted
-        assert out == ""
-    else:
-        document = json.loads(out)
-        assert (document["status"], [error["code"] for error in document["errors"]]) == (
-            "error",
-            [code],
-        )
+    document = json.loads(out)
+    assert (document["status"], [error["code"] for error in document["errors"]]) == (
+        "error",
+        [code],
+    )
     (message,) = [line for line in err.splitlines() if "error: " in line]
     assert message.endswith(f"[{code}]")
     assert "Traceback" not in err
@@ -145,6 +142,7 @@ def test_a_plan_of_a_model_that_was_edited_since_is_refused(inside_planned, caps
         status, out, err = run_here(capsys, *arguments, "--workload", f"{tmp_path}/edited.py:model")
         assert (status, out) == (2, "")
         assert re.search(r"^error: .* \[plan-other-model\]$", err, re.MULTILINE), err
+        assert "made for tiny.py:model" in err and f"{tmp_path}/edited.py:model has " in err
 
 
 def test_a_plan_made_from_objects_asks_for_its_workload(inside_planned, capsys, tmp_path):
@@ -247,9 +245,29 @@ def test_a_profile_of_another_model_is_refused(inside_planned, capsys, arguments
 
 
 def test_an_option_that_a_verb_does_not_know_is_refused_with_the_nearest(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "tiny.py:model", "--clutser", "1x2"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.endswith(
-        "capture plan: error: unrecognized arguments: --clutser 1x2; did you mean --cluster?\n"
+    status, out, err = run_here(capsys, "plan", "tiny.py:model", "--clutser", "1x2")
+    assert (status, out, err) == (
+        2,
+        "",
+        "error: capture plan has no --clutser 1x2; see capture plan --help. Did you mean "
+        "--cluster? [option-unknown]\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("plan m.py:f --schedule gpip", "option-value", "--help. Did you mean gpipe?"),
+        ("plam m.py:f", "option-value", "--help. Did you mean plan?"),
+        ("plan m.py:f --workers x", "option-number", "'x' is no whole number of at least 0"),
+        ("plan", "option-value", "the following arguments are required: WORKLOAD"),
+        ("plan --clutser 1x2", "option-unknown", "Did you mean --cluster?"),
+        ("plan m.py:f --system harmony --global-batch 4 --machine gtx1080ti-4", "server-unknown",
+         "Did you mean gtx1080ti-x4?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_a_document_too(capsys, arguments, code, message):
+    status, document, err = run_json(capsys, *arguments.split())
+    assert (status, document["status"]) == (2, "error")
+    (error,) = document["errors"]
+    assert error["code"] == code and message in error["message"] and error["message"] in err

@@ -31,6 +31,13 @@ def test_the_reference_is_what_the_code_makes(name):
     assert committed == generate.PAGES[name](), f"docs/reference/{name} is old: make docs"
 
 
+def test_the_reference_has_the_groups_of_options_and_nothing_hidden():
+    page = generate.PAGES["commands.md"]()
+    assert "SUPPRESS" not in page
+    for title in ("Pipelines (--system capture):", "Packs (--system harmony):", "Arrays (--"):
+        assert f"\n{title}" in page
+
+
 def test_the_readme_and_the_architecture_are_short():
     readme = (REPOSITORY / "README.md").read_bytes()
     assert len(readme.splitlines()) <= 120 and len(readme) <= 7 * 1024

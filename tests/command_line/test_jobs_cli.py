@@ -138,7 +138,7 @@ def test_a_file_is_read_as_the_command_line_is(folder):
         (
             '[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nremat = "some"',
             "jobs-option",
-            "choose one of auto, none, cheap, dots, full, or a percentage of time such as 2%.",
+            "choose one of auto, none, cheap, dots, full, full:K for K layers, or a percentage such as 2%.",
         ),
         (
             '[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nwhole_nodes = 1',

@@ -83,7 +83,7 @@ def test_a_workload_is_streamed_as_casts(folder, capsys):
     assert code == 0 and "streamed as bfloat16" in document["why"]["summary"]
     assert load_plan("plan.json").swaps.stream == "bfloat16"
     _, document = answer(capsys, "diff", "whole.json", "plan.json")
-    rows = {row["what"]: (row["first"], row["second"]) for row in document["differences"]}
+    rows = {row["name"]: (row["first"], row["second"]) for row in document["differences"]}
     assert rows["streamed as"] == ("they are", "bfloat16")
     assert main(["explain", "plan.json", "--quiet"]) == 0
     assert "read as bfloat16 alone" in capsys.readouterr().out
@@ -96,6 +96,8 @@ def test_a_workload_is_streamed_as_casts(folder, capsys):
     assert all(p >= m for p, m in zip(predicted, measured, strict=True))
     code, compiled = answer(capsys, "verify", "plan.json")
     assert (code, compiled["peak_bytes_per_device"]) == (0, measured[:2])
+    assert compiled["headroom"]["memory_limit_bytes"] == 8000 and "limit_bytes" not in compiled
+    assert [row["device_id"] for row in compiled["devices"]] == [0, 1]
 
 
 def test_a_layer_above_the_limit_is_a_result(folder, capsys):

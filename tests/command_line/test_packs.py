@@ -45,6 +45,8 @@ def test_a_row_of_table_1_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert isinstance(plan, PacksPlan) and plan.to_json() == written
     code, explained = answer(capsys, "explain", "plan.json")
     assert code == 0 and len(explained["tasks"]) == 10 + 2 * 17
+    assert explained["tasks"][0]["microbatch_sizes"] == [4] * 16
+    assert explained["tasks"][0]["layers"] == written["forward"]["packs"][0]
 
 
 def test_baselines_beside_the_plan(tmp_path, monkeypatch, capsys):
@@ -53,7 +55,11 @@ def test_baselines_beside_the_plan(tmp_path, monkeypatch, capsys):
     _, document = answer(capsys, *arguments)
     rows = {row["name"]: row for row in document["baselines"]}
     assert len(rows) == 8 and rows["DP Swap"]["step_seconds"] > 0
-    assert rows["resident"]["step_seconds"] is None and rows["resident"]["reason"]
+    assert (
+        rows["resident"]["step_seconds"] is None
+        and rows["resident"]["why"]
+        and not rows["resident"]["fits"]
+    )
     assert main(arguments) == 0
     assert "cannot run because" in capsys.readouterr().out
 
@@ -114,6 +120,29 @@ def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
     assert code == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--update-rate 10GB", "is a profile; leave it out. [plan-system]"),
+        ("--num-layers 4", "--num-layers is of a workload that is profiled, and --layers "),
+        ("--schedule gpipe", "--schedule is not of --system harmony; leave it out."),
+        ("--without jot", "Did you mean jit? [packs-switch]"),
+        ("--packing balanced_tim", "Did you mean balanced_time? [packs-packing]"),
+    ],
+)
+def test_options_that_mean_nothing_here_say_why(capsys, more, message):
+    assert main(asked("toy6", *more.split())) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_from_layers_says_so_where_a_workload_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(asked("toy6", "--memory", "2.2GB")) == 0
+    assert main(["run", "plan.json"]) == 2
+    said = "the plan was made from the layer profile of 'toy6' and names no workload; give --work"
+    assert said in capsys.readouterr().err
+
+
 def test_a_profile_without_casts_is_refused(capsys):
     code, document = answer(capsys, *asked("toy6", "--stream", "bfloat16"))
     assert (code, [error["code"] for error in document["errors"]]) == (2, ["packs-stream"])
@@ -129,7 +158,7 @@ def test_swaps_in_shares(tmp_path, monkeypatch, capsys):
     one, other = (each["plan"]["prediction"]["step"]["volumes_bytes"] for each in (whole, document))
     assert other["gradients out"] * 4 == one["gradients out"]
     _, document = answer(capsys, "diff", "whole.json", "plan.json")
-    assert {"what": "swapped", "first": "whole", "second": "in shares"} in document["differences"]
+    assert {"name": "swapped", "first": "whole", "second": "in shares"} in document["differences"]
     assert main(["explain", "plan.json", "--quiet"]) == 0
     assert "every device swaps its share" in capsys.readouterr().out
     for mode in ("pp", "both"):
@@ -266,9 +295,10 @@ def test_two_plans_differ(tmp_path, monkeypatch, capsys):
     main(asked("toy6", "--memory", "2.2GB", "--without", "p2p", "-o", "other.json"))
     capsys.readouterr()
     code, document = answer(capsys, "diff", "plan.json", "other.json")
-    rows = {row["what"]: (row["first"], row["second"]) for row in document["differences"]}
+    rows = {row["name"]: (row["first"], row["second"]) for row in document["differences"]}
     assert code == 0 and rows["off"] == ("-", "p2p") and "mode" not in rows
-    assert answer(capsys, "diff", "plan.json", "plan.json")[1] == {"differences": []}
+    same = answer(capsys, "diff", "plan.json", "plan.json")[1]
+    assert same["same_decision"] and same["differences"] == []
 
 
 @pytest.mark.parametrize("more", [[], ["--algorithm", "wide"]], ids=["bounded", "wide"])

@@ -9,17 +9,34 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from array_models import array_plan
 from processes import user_model
 from refusals import code_of
 
-from capture import Cluster, Plan, ShardingPlan, WorkloadSpec, load_plan, pipeshard, to_alpa
+from capture import (
+    CaptureError,
+    Cluster,
+    Plan,
+    Profile,
+    ShardingPlan,
+    WorkloadSpec,
+    load_plan,
+    pipeshard,
+    to_alpa,
+)
 from capture.cli.main import main
+from capture.machine.server import SERVERS_FOLDER, Server
+from capture.machine.target import TARGETS_FOLDER, Target
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.kinds import KINDS
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import DP, ZDP, OperatorCost
+from capture.plan.task_graph import Configuration, Packs
 from capture.predictor import AdditivePredictor
 from tests.synthetic_profiles import Planted, hybrid
 
 FILES = Path(__file__).parents[1] / "recorded" / "files"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
 
 
 def sharding_plan(**changes) -> ShardingPlan:
@@ -86,6 +103,32 @@ def test_files_of_another_kind_or_of_none(folder):
     assert code_of(lambda: ShardingPlan.from_json(stages)) == "osdp-plan-kind"
 
 
+@pytest.mark.parametrize(
+    ("load", "file", "message"),
+    [
+        (load_plan, "profile", "is a profile; give a plan, which capture plan and capture osdp "),
+        (load_plan, "target", "is a target file; give a plan, which"),
+        (load_plan, "layers", "is a layer profile; give a plan, which"),
+        (Profile.load, "plan", "is a plan; give a profile, which capture profile writes."),
+        (Profile.load, "layers", "is a layer profile; give a profile, which"),
+        (LayerProfile.load, "profile", "is a profile; give a layer profile, which capture profile"),
+        (Target.load, "server", "is a server file; give a target file, which is written by hand"),
+        (Server.load, "target", "is a target file; give a server file, which is written by hand"),
+    ],
+)
+def test_a_file_of_another_kind_says_what_it_is(load, file, message):
+    path = {
+        "profile": FILES / "uneven.profile.json",
+        "plan": FILES / "two.plan.json",
+        "layers": PROFILES / "toy6.json",
+        "target": TARGETS_FOLDER / "h100.json",
+        "server": SERVERS_FOLDER / "gtx1080ti-x4.json",
+    }[file]
+    with pytest.raises(CaptureError, match=r"-kind\]$") as error:
+        load(str(path))
+    assert str(error.value).startswith(f"{str(path)!r} {message}")
+
+
 def said(capsys, *arguments: str) -> tuple[int, str]:
     code = main([*arguments])
     out, err = capsys.readouterr()
@@ -95,18 +138,34 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "instead"),
     [
-        ("predict b.json --profile p.json", "capture verify compiles it"),
-        ("export b.json --to alpa", "Alpa shards by itself"),
-        ("report b.json --trace t.json", "--trace is for plans of kind 'stages'"),
-        ("report b.json --profile p.json", "--profile is for plans of kind 'stages'"),
-        ("run b.json --save state", "--save is for plans of kind 'stages'"),
-        ("diff b.json stages.json", "Compare plans of one kind"),
+        ("predict b.json --profile p.json", "kind 'stages'. capture verify, run, explain, report"),
+        ("export packs.json --to alpa", "kind 'stages'. capture verify, run, explain, report"),
+        ("verify array.json", "kind 'stages'. capture run, explain, report and diff take it"),
+        ("report b.json --trace t.json", "--trace: capture report does not read it with a plan "),
+        ("report b.json --profile p.json", "--profile: capture report does not read it"),
+        ("run b.json --save state", "--save: capture run does not read it"),
+        ("explain b.json --workload other.py:model", "--workload: capture explain does not read"),
+        ("explain packs.json --workload other.py:model", "does not read it with a plan of kind 'p"),
+        ("explain array.json --workload other.py:model --store s", "--workload, --store: capture"),
+        ("verify packs.json --store s", "--store: capture verify does not read it"),
+        ("report packs.json --profile p.json", "--profile: capture report does not read it"),
+        ("diff b.json stages.json", "of kind 'sharding', and 'stages.json' of kind 'stages'; com"),
+        ("osdp packs.json", "'packs.json' is a plan of kind 'packs', and names no devices"),
     ],
 )
 def test_what_has_no_meaning_is_refused_and_says_what_to_use(folder, capsys, arguments, instead):
     Path("stages.json").write_text((FILES / "two.plan.json").read_text())
+    configuration = Configuration(Packs(1, ((0, 1),)), Packs(1, ((0, 1), (1, 2))))
+    PacksPlan(Server.load("gtx1080ti-x4"), 2, 4, "pp", configuration).save("packs.json")
+    array_plan().save("array.json")
     code, text = said(capsys, *arguments.split())
     assert code == 2 and instead in text and "[plan-kind]" in text
+
+
+def test_a_workload_that_nothing_reads_is_refused(folder, capsys):
+    plan = str(FILES / "uneven.plan.json")
+    code, text = said(capsys, "report", plan, "--workload", "other.py:model")
+    assert code == 2 and "it would not be read" in text and "[plan-workload]" in text
 
 
 def test_python_refuses_it_with_the_code(folder):
@@ -122,10 +181,18 @@ def test_operators_are_shown(folder, capsys):
     lines = text.splitlines()
     header = "operator mode parameters resident transient at the peak time"
     assert code == 0 and lines[0].split() == header.split()
-    heaviest = "embedding DP 400 B 1.6 kB 10 B 2 kB 0.5 ms"
+    heaviest = "embedding DP 400 B 1.6 kB 10 B 2 kB 500 µs"
     assert lines[1].split() == heaviest.split(), "heaviest first"
     assert "At the estimated peak: parameters 900 B, optimizer 1.6 kB, temporaries 500 B." in text
     assert "fits by extrapolation" in text, "an estimate that nobody compiled never just fits"
+    last = [line.split() for line in lines[3:5]]
+    assert last[0] == ["all", "operators", "-", "4.4", "kB", "2.4", "kB", "-", "3", "kB", "2", "ms"]
+    assert last[1] == ["peak", "per", "device", "(estimated)", "-", "-", "-", "-", "3", "kB", "-"]
+    compiled = said(capsys, "report", "a.json")[1]
+    assert [line.split() for line in compiled.splitlines() if line.startswith(("of", "peak"))] == [
+        ["of", "none", "of", "them", "-", "-", "-", "-", "4", "kB", "-"],
+        ["peak", "per", "device", "(compiled)", "-", "-", "-", "-", "7", "kB", "-"],
+    ]
     code, text = said(capsys, "report", "a.json", "--memory", "5kB", "--json")
     facts = json.loads(text)
     assert facts["headroom"]["verdict"] == "does not fit" and facts["compiled_peak_bytes"] == 7000

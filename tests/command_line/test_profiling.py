@@ -299,6 +299,7 @@ def test_stages_are_taken_for_the_same_program_just_if_they_are(task, choice):
     assert len(set(keys)) < len(keys) or graph.num_layers < 6
 
 
+@pytest.mark.slow
 def test_what_calibration_compiled_is_known_of_equal_stages_too():
     """Inner blocks are equal; the ends are not, and what the optimizer needs is not taken from
     elsewhere."""

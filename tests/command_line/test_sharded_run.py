@@ -47,6 +47,7 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
     return code, out if "--json" in arguments else out + err
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_key_is_planned_and_trained_as_on_one_device(folder, capsys, monkeypatch):
     code, text = said(
         capsys, "osdp", "model.py:dropout", "--cluster", "1x4", "--target", "h100", "--no-verify", "--memory",

@@ -7,12 +7,17 @@ import itertools
 
 import pytest
 
+from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.plan.choices import StageChoice
+from capture.predictor import AdditivePredictor
 from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend
 from capture.profiler.compile import CompileBackend
+from profiling_runs.bounds import bounds
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 from tests import pipeline_models, tracing_models, zoo_models
 
 SIZE = 4
@@ -54,15 +59,15 @@ def held_against(model, config):
     return BoundsBackend(backend).measure(config), backend.measure(config)
 
 
-def violations(model, config, bounds, cost):
+def violations(model, config, between, cost):
     """Fields of the lower bound that are above the compiled cost, in words."""
     graph = backend_of(model).traced(config.microbatch_size).graph
     kept = [
         kept_bytes(graph, config.first, config.stop, config.choice, each)
-        for each in (bounds.least, cost)
+        for each in (between.least, cost)
     ]
     for field in dataclasses.fields(cost):
-        least, compiled = getattr(bounds.least, field.name), getattr(cost, field.name)
+        least, compiled = getattr(between.least, field.name), getattr(cost, field.name)
         if field.name.endswith("_bytes") and field.name != "residual_bytes" and least > compiled:
             yield f"{model} {config}: {field.name} is at least {least:,}; compiled {compiled:,}"
     if kept[0] > kept[1]:
@@ -105,23 +110,40 @@ def test_no_stage_of_any_model_needs_less_than_tracing_says(model):
 
 @pytest.mark.parametrize("choice", CHOICES[:5], ids=str)
 def test_what_is_kept_is_known_to_the_byte(choice):
-    bounds, cost = held_against("mlp", StageConfig(1, 3, choice, SIZE))
-    each = bounds.most
+    between, cost = held_against("mlp", StageConfig(1, 3, choice, SIZE))
+    each = between.most
     assert (each.residual_bytes, each.kept_inputs, each.kept_outputs, each.kept_batch) == (
         cost.residual_bytes,
         cost.kept_inputs,
         cost.kept_outputs,
         cost.kept_batch,
     )
-    assert bounds.least.residual_bytes <= cost.residual_bytes
-    assert bounds.least.optimizer_bytes == each.optimizer_bytes == cost.optimizer_bytes
+    assert between.least.residual_bytes <= cost.residual_bytes
+    assert between.least.optimizer_bytes == each.optimizer_bytes == cost.optimizer_bytes
+
+
+@pytest.mark.parametrize("model", ["unet", "tied"])
+def test_a_stage_is_not_bounded_above_what_its_own_trace_says(model):
+    """Put together from windows, across which values skip and leaves of the batch are read again."""
+    asked = ProfileQuestion(
+        MODELS[model](), Cluster((1,)), SIZE, num_neighbours=1, calibration_plans=0
+    )
+    measurements = open_measurements(asked, store=Store())
+    least, choice = bounds(asked, measurements).least, StageChoice(remat="cheap")
+    memory, num_layers = AdditivePredictor(least).memory(choice, SIZE), least.graph.num_layers
+    backend = BoundsBackend(measurements.backend)
+    for first, stop in [(0, num_layers), (1, num_layers), (2, num_layers - 1)]:
+        cost = backend.measure(StageConfig(first, stop, choice, SIZE)).least
+        assert memory.kept[first, stop] <= kept_bytes(least.graph, first, stop, choice, cost)
+        for part in ("forward", "backward", "update", "optimizer"):
+            assert getattr(memory, part)[first, stop] <= getattr(cost, f"{part}_bytes"), part
 
 
 def test_bounds_are_kept_in_the_store():
     backend = CompileBackend(MODELS["mlp"](), store=Store())
     config = StageConfig(0, 1, StageChoice(), SIZE)
-    bounds = BoundsBackend(backend)
-    traced = bounds.measure(config)
+    bounder = BoundsBackend(backend)
+    traced = bounder.measure(config)
     assert len(backend.store) == 1  # nothing was compiled
-    assert bounds.measure(config) == traced
+    assert bounder.measure(config) == traced
     assert traced.least.backward_bytes <= traced.most.backward_bytes

@@ -122,11 +122,13 @@ def test_outside_of_a_stage_jax_splits_it_by_its_rule(zoo_attention):
     )
 
 
+@pytest.mark.slow
 def test_a_planned_step_equals_the_reference():
     workload = load("num_layers=2&attention=flash", "llama")
     compare(workload, pipeline((2,), ((2, 2),)), num_steps=0, gradient_floor=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stage_keeps_no_scores():
     def residual_bytes(attention: str) -> int:
         backend = CompileBackend(load(f"num_layers=3&seq_len=256&attention={attention}"))

@@ -95,6 +95,8 @@ def test_a_profile_says_what_the_layers_are(tmp_path):
     assert profile.x_bytes_per_sample == (2 * row, row, 2 * row, row)
     assert profile.fwd.u == profile.bwd.u == (1, 2, 4)
     assert profile.update_cpu_time[0] == pytest.approx(7 * square / 20e9, rel=0.01)
+    rates = Target.load(CPU_LIKE).rates
+    assert profile.add_seconds == (3 * square / rates.reached_bytes_per_second,) * 4
     for which in ("forward", "backward"):
         at = profile.at(which, 4)
         assert (at.memory_bytes >= at.input_bytes + profile.w_bytes).all()
@@ -183,7 +185,11 @@ def test_equal_layers_are_measured_once_and_a_profile_resumes(tmp_path):
         store=Store(tmp_path / "store"),
         watch=lambda event: began.append(event["key"]) if event["state"] == "running" else None,
     ).save(tmp_path / "resumed.json")
-    profile_layers(question, where=HERE).save(tmp_path / "whole.json")
+    told = []
+    profile_layers(question, where=HERE, progress=lambda *of: told.append(of)).save(
+        tmp_path / "whole.json"
+    )
+    assert len({*told}) == len(told), "what follows is not counted from the start again"
     assert (tmp_path / "resumed.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
     # First, inner and last layers, both ways, at two sizes; one was interrupted.
     assert len({*began}) == 3 * 2 * 2 and len(began) <= 3 * 2 * 2 + 1
@@ -226,6 +232,7 @@ def test_layers_are_executed(tmp_path):
     assert all(seconds > 0 for row in profile.fwd.time + profile.bwd.time for seconds in row)
     assert all(seconds > 0 for seconds in profile.update_cpu_time[:3])
     assert profile.update_cpu_time[3] == 0 and profile.source.startswith("executed on")
+    assert all(seconds > 0 for seconds in profile.add_seconds)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from zoo_models import (
     sub_jaxprs,
 )
 
-from capture.model.workload import Workload
+from capture.model.workload import Workload, WorkloadSpec
 
 NUM_PARAMETERS = {
     ("gpt", "tiny"): 434_304,
@@ -81,7 +81,7 @@ def marks(workload: Workload, batch_size: int = 2) -> int:
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if number > 1e9 else ())
+        pytest.param(*case, marks=pytest.mark.slow if number > 4e8 else ())
         for case, number in NUM_PARAMETERS.items()
     ],
 )
@@ -97,6 +97,21 @@ def test_parameter_count_is_that_of_the_table(model, size):
     assert any(row and row[0] == size and f"{count:,}" in row for row in rows), (
         f"the docstring's table has no row {size} with {count:,}"
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "base", "adapters"), [("tiny", 427_072, 57_344), ("1B", 1_498_482_688, 3_407_872)]
+)
+def test_adapters_and_their_base_are_those_of_the_table(size, base, adapters):
+    workload = WorkloadSpec.parse(f"{MODELS}/llama_lora.py:lora?size={size}&dtype=bfloat16").load()
+    params = abstract_params(workload)
+    assert [num_elements(params[part]) for part in ("base", "adapters")] == [base, adapters]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params["base"])} == {jnp.bfloat16.dtype}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params["adapters"])} == {jnp.float32.dtype}
+    assert f"{base:,}" in (MODELS / "llama_lora.py").read_text()
+    assert f"{adapters:,}" in (MODELS / "llama_lora.py").read_text()
+    if size == "tiny":
+        assert marks(workload) == 7
 
 
 def test_parameter_counts_of_the_families_follow_from_their_widths(monkeypatch):

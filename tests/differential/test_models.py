@@ -39,7 +39,7 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
 
 
 # Of those with one kind of block, one is tried in default tests.
-SLOW = ("bert", "llama", "resnet", "unet", "vgg", "wide_resnet")
+SLOW = ("bert", "llama", "moe", "resnet", "unet", "vgg", "wide_resnet")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_one_step_of_the_tiny_model(model):
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=() if model in ("gpt", "resnet") else pytest.mark.slow)
+        pytest.param(model, marks=() if model == "gpt" else pytest.mark.slow)
         for model in TINY_CLASSES
     ],
 )

@@ -66,7 +66,7 @@ def front_of(steps: list[tuple[float, int, int]]) -> list[tuple[int, float]]:
     return front
 
 
-@pytest.mark.parametrize("seed", range(160))
+@pytest.mark.parametrize("seed", range(80))
 def test_throughput_equals_brute_force(seed):
     """Time, then peak, then number of stages, under limits that bind; without a plan, the reason of
     the search for least peak."""
@@ -100,7 +100,7 @@ def possible_in_time(problem: SearchProblem) -> SearchProblem:
     return replace(problem, cost=cost)
 
 
-@pytest.mark.parametrize("seed", range(160))
+@pytest.mark.parametrize("seed", range(80))
 def test_front_equals_brute_force(seed):
     problem = timed_problem(seed)
     steps = list(every_step(problem))
@@ -174,7 +174,7 @@ def test_stated_bound_holds(seed, gap_fraction, max_programmes):
         assert result.bound_fraction <= gap_fraction
 
 
-@pytest.mark.parametrize("seed", range(160))
+@pytest.mark.parametrize("seed", range(80))
 @pytest.mark.parametrize(("gap_fraction", "max_programmes"), [(0.2, 1000), (0.0, 1), (0.0, 3)])
 def test_stated_bounds_of_a_front_hold(seed, gap_fraction, max_programmes):
     """Points that are not proven are real plans, none is worse than another, and each is as near to

@@ -24,6 +24,8 @@ REMATS = (*REMAT_POLICIES, "20%")
 
 #: Of a schedule that no other test executes.
 SAMPLE = ("zb-h1", "cheap", True)
+#: Of two layers per stage, one of each kind: with split backward passes and activations; without.
+MIXTURES = [("zb-h1", "full:1", True), ("gpipe", "full:1", False)]
 
 
 def gated() -> Workload:
@@ -56,6 +58,8 @@ def _marks(case: tuple[str, str, bool]):
     """One in default tests; a half that has every pair of two of the three is slow."""
     if case == SAMPLE:
         return ()
+    if case in MIXTURES:
+        return pytest.mark.slow
     schedule, remat, sequence_parallel = case
     number = list(SCHEDULES).index(schedule) + REMATS.index(remat) + sequence_parallel
     return pytest.mark.exhaustive if number % 2 else pytest.mark.slow
@@ -63,7 +67,10 @@ def _marks(case: tuple[str, str, bool]):
 
 @pytest.mark.parametrize(
     ("schedule", "remat", "sequence_parallel"),
-    [pytest.param(*case, marks=_marks(case)) for case in product(SCHEDULES, REMATS, (False, True))],
+    [
+        pytest.param(*case, marks=_marks(case))
+        for case in [*product(SCHEDULES, REMATS, (False, True)), *MIXTURES]
+    ],
 )
 def test_a_step_is_that_of_one_device_and_its_ledger(schedule, remat, sequence_parallel):
     """On eight devices: two groups of two replicas on two devices each."""

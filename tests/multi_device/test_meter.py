@@ -61,7 +61,10 @@ CASES = {
 
 
 #: Where other cases, or other files, have each of the parts.
-SLOW = ("one-device stages", "1f1b, full", "keys in the optimizer")
+SLOW = (
+    *("one-device stages", "mixed degrees", "1f1b, full", "keys in the optimizer"),
+    "residuals shaped like gradients",
+)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,11 @@ def test_rematerialised_operators():
 
 
 @pytest.mark.parametrize(
-    ("name", "modes", "remat"), [("scan", (Mode(4, 4),), False), ("mlp", (ZDP, Mode(3, 3)), True)]
+    ("name", "modes", "remat"),
+    [
+        pytest.param("scan", (Mode(4, 4),), False, marks=pytest.mark.slow),
+        ("mlp", (ZDP, Mode(3, 3)), True),
+    ],
 )
 def test_auxiliary_results(name, modes, remat):
     """Of some operators and of none, of the batch alone, parameters as they are held and as they

@@ -257,7 +257,7 @@ def test_what_is_refused(tmp_path):
     assert code_of(lambda: sharded_by("mlp", Mode(1, 1, 4))) == "osdp-mesh"
     assert code_of(lambda: sharded_by("scan", ZDP, DP)) == "osdp-scan"
     of_chain = sharded_by("chain", DP).plan
-    assert code_of(lambda: shard(workload, of_chain, all_devices())) == "osdp-plan-params"
+    assert code_of(lambda: shard(workload, of_chain, all_devices())) == "plan-other-model"
     with pytest.raises(
         PlanError, match=r"'down/w' has shape none and should have \(56, 7, 8\); .*\[osdp-params\]$"
     ):

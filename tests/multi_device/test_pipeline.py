@@ -207,6 +207,7 @@ def test_weight_decay_masked_by_path():
     )
 
 
+@pytest.mark.slow
 def test_adafactor():
     compare(
         mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8)),
@@ -312,17 +313,18 @@ def test_another_models_plan():
     own = trace_for_plan(mlp(), plan).graph.model_hash
     with pytest.raises(PlanError) as error:
         pipeshard(mlp(), theirs)
-    assert message(error) == (
-        f"the plan was made for model_hash={theirs.model_hash} and this model has {own}: the "
-        "model, its shapes or the version of JAX "
-        "changed. Plan it again with capture plan. [plan-other-model]"
+    made_for = f"the plan was made for a model with num_layers=4 and model_hash={theirs.model_hash}"
+    advice = (
+        ": another model, or its shapes or the version of JAX changed. Give the plan's own "
+        "workload, or plan this one. [plan-other-model]"
     )
+    assert message(error) == f"{made_for}, and this model has model_hash={own}{advice}"
     with pytest.raises(PlanError) as error:
         pipeshard(mlp(num_blocks=3), theirs)
-    assert (
-        message(error)
-        == "the plan has num_layers=4 and the model 3; plan this model again. [plan-num-layers]"
-    )
+    assert message(error) == f"{made_for}, and this model has num_layers=3{advice}"
+    with pytest.raises(PlanError) as error:
+        pipeshard(mlp(num_blocks=1), theirs.with_(auto_layers=True))
+    assert "has too few products for so many layers" in message(error)
 
 
 def test_another_batch(small):

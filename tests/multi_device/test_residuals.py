@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -94,8 +95,30 @@ def test_gradients_are_those_without_remat_from_fewer_bytes(name):
     assert nbytes < most
 
 
+def test_layers_that_recompute_as_a_whole_keep_their_inputs_and_the_others_a_cut():
+    """What is kept falls with every layer; the gradients are those without remat. A stage that has
+    no more layers is that of ``full``, measured once."""
+    backend = CompileBackend(models.repeated(4, marked=True), None, store=Store())
+    last = backend.traced(4).graph.num_layers
+    sizes, expected = [], None
+    for remat in ("none", "cheap", "full:1", "full:2", f"full:{last}"):
+        config = StageConfig(0, last, StageChoice(remat=remat), 4)
+        _, gradients, nbytes = step(backend.programs(config))
+        expected = expected or gradients
+        assert max_relative_error(gradients, expected) < 1e-5
+        sizes.append(nbytes)
+    assert sizes == sorted(set(sizes), reverse=True)
+    whole = StageConfig(0, last, StageChoice(remat="full"), 4)
+    assert backend.key(config) == backend.key(whole)
+    assert backend.key(replace(config, choice=StageChoice(remat="full:2"))) != backend.key(whole)
+
+
 def test_a_step_of_split_stages_is_the_single_device_step_and_its_replay():
+    """Replicas that keep a cut, and tensor parallelism that runs one of two layers again."""
     plan = pipeline((2, 2), ((2, 1), (1, 2)), remat="cheap")
+    first, second = plan.stages
+    second = replace(second, choice=replace(second.choice, remat="full:1"))
+    plan = plan.with_(stages=(first, second))
     workload = tied(optax.adam(1e-3))
     step = pipeshard(workload, plan)
     params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8)

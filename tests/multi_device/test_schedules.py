@@ -107,6 +107,7 @@ def test_what_the_weights_read_is_held_and_only_what_the_first_program_made_is_h
 # ---- measured ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_profile_predicts_split_backward_passes_as_they_are_compiled_and_explained():
     """Of two stages that share a device; every byte of the peak has its layer."""
     workload = mlp(num_blocks=2)

@@ -53,6 +53,7 @@ def trained(workload, plan) -> tuple[bytes, dict[str, int], Ledger]:
     return found, volumes_bytes(step.program), ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "plan", "alone"),
     [

@@ -178,8 +178,10 @@ def switched(off: str = "") -> tuple[bytes, dict[str, int], Ledger, Step]:
     "off",
     [
         "grouping",
-        "offload",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("prefetch", "jit", "p2p")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("offload", "prefetch", "jit", "p2p")
+        ),
     ],
 )
 def test_off_means_off_in_the_volumes_and_on_the_arrays(off):
@@ -295,7 +297,7 @@ def test_a_state_comes_from_a_pipeline_and_goes_back(tmp_path):
     ("workload", "plan", "code"),
     [
         (tied, packs_plan((1, 2, 1), (2, 1), (4, 2)), "packs-coupled"),
-        (mlp, packs_plan((2, 1), (2,)), "plan-num-layers"),
+        (mlp, packs_plan((2, 1), (2,)), "plan-other-model"),
         (mlp, packs_plan(devices=9), "run-devices"),
     ],
 )
@@ -357,6 +359,7 @@ def unet(width: int = 8) -> Workload:
     return Workload(loss, init, batch, optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_a_value_that_skips_packs_is_kept_once():
     step = compare(unet(), packs_plan((1,) * 7, (1,) * 6, batch=3))
     volumes, value = volumes_bytes(step.program), 3 * 8 * 4

@@ -1,4 +1,5 @@
-"""What the compiler of a target says of stages of a small GPT: ``target_measurements.py TARGET``."""
+"""What the compiler of a target says of stages of a small GPT:
+``target_measurements.py TARGET [sequence]``, with ``sequence`` of sequence parallelism alone."""
 
 import json
 import sys
@@ -17,6 +18,10 @@ from capture.profiler.compile import CompileBackend
 backend = CompileBackend(
     WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=4").load(), target=target
 )
+if sys.argv[2:] == ["sequence"]:
+    asked = (StageChoice(1, 4, "cheap", sequence_parallel=on) for on in (False, True))
+    print(json.dumps([write(backend.measure(StageConfig(2, 3, choice, 8))) for choice in asked]))
+    sys.exit()
 graph = backend.traced(8).graph
 rows = {}
 choices = {"one": StageChoice(1, 1), "split": StageChoice(2, 2)}
@@ -25,11 +30,6 @@ if target.platform == "cuda":
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
     rows[name] = write(backend.measure(config))
-sequence = [
-    write(backend.measure(StageConfig(2, 3, StageChoice(1, 4, "cheap", sequence_parallel=on), 8)))
-    for on in (False, True)
-    if target.platform == "cuda"
-]
 buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
 cost = write(backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)))
 print(
@@ -37,7 +37,6 @@ print(
         {
             "flops": graph.layers[2].flops,
             "rows": rows,
-            "sequence": sequence,
             "provenance": backend.provenance,
             "buffers": buffers,
             "cost": cost,

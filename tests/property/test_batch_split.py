@@ -58,7 +58,14 @@ def numeric(workload, size=4) -> SplitCheck:
 
 
 @pytest.mark.parametrize("method", [numeric, abstract])
-@pytest.mark.parametrize("name", ["gpt.py:gpt", "moe.py:moe", "unet.py:unet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt.py:gpt",
+        pytest.param("moe.py:moe", marks=pytest.mark.slow),
+        pytest.param("unet.py:unet", marks=pytest.mark.slow),
+    ],
+)
 def test_the_zoo_splits(name, method):
     check = method(zoo(name))
     assert check.splits is True, check.reason

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from capture.model.graph import LayerGraph
 from capture.plan.task_graph import Configuration, Packs, Span, Swaps, Switches, TaskGraph
 from capture.step.pack_order import as_the_first, begins_without_copies
-from capture.step.pack_sizes import PackPass, PartOf
+from capture.step.pack_sizes import GraphPacks, PackPass, PartOf
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Wait, replay
 from capture.step.streamed import StreamedBuilder
 from capture.step.streamed_units import parts_of_name
@@ -33,7 +33,7 @@ EXCHANGES = PASSES[:3]
 
 
 @dataclass(frozen=True)
-class GraphSizes:
+class GraphSizes(GraphPacks):
     """Of a layer graph and an optimizer with two values per parameter, which knows packs alone;
     devices may get some parameters as casts of half the bytes, and shares."""
 
@@ -42,26 +42,6 @@ class GraphSizes:
     packs: frozenset[Span]
     casts: frozenset[int] = frozenset()
     num_shares: int = 1
-
-    @property
-    def num_layers(self) -> int:
-        return self.graph.num_layers
-
-    def weight_bytes(self, span: Span) -> int:
-        return sum(map(self.param_bytes, self.owned(span)))
-
-    def cast_bytes(self, span: Span) -> int:
-        return sum(map(self.streamed_bytes, self.cast(span)))
-
-    def whole_bytes(self, span: Span) -> int:
-        return sum(self.param_bytes(p) for p in self.owned(span) if p not in self.casts)
-
-    def whole(self, span: Span) -> tuple[int, ...] | None:
-        owned = enumerate(self.owned(span))
-        return tuple(i for i, p in owned if p not in self.casts) if self.cast(span) else None
-
-    def cast(self, span: Span) -> tuple[int, ...]:
-        return tuple(p for p in self.owned(span) if p in self.casts)
 
     def once(self, param: int) -> bool:
         return param in self.casts and len(self.graph.param_readers(param)) == 1
@@ -98,15 +78,6 @@ class GraphSizes:
 
     def owned(self, span: Span) -> tuple[int, ...]:
         return tuple(p for p in self.graph.stage_params(*span) if self.owner(p) >= span[0])
-
-    def owner(self, param: int) -> int:
-        return self.graph.param_owner(param)
-
-    def param_bytes(self, param: int) -> int:
-        return self.graph.params[param].nbytes
-
-    def values(self, layer: int) -> tuple[int, ...]:
-        return self.graph.crossing(layer)
 
     def flowing(self, layer: int) -> list[int]:
         return [v for v in self.values(layer) if self.graph.values[v].differentiable]

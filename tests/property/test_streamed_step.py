@@ -307,6 +307,22 @@ def test_gradients_of_what_later_layers_read_wait_for_the_update(mode, lanes):
     assert parts["gradients"] >= 2 * lanes * 50
 
 
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4, 8])
+def test_gradients_are_added_to_those_of_the_micro_batches_before(microbatch_size):
+    """All but the first, by the paper's rules as by instructions."""
+    profile = profile_of([5, 6, 7, 8], [1] * 4)
+    adding = replace(profile, add_seconds=(0.5, 0.25, 2.0, 0.0))
+    packs = ((0, 2), (2, 3), (3, 4))
+    configuration = Configuration(Packs(2, packs[:2]), Packs(microbatch_size, packs))
+    graph = TaskGraph.of(configuration, "pp", 1, 8)
+    rules = [sum(estimate(graph, each, SERVER).items.seconds) for each in (profile, adding)]
+    works = [packs_timeline(graph, each, SERVER).simulation.work for each in (profile, adding)]
+    steps = [sum(each.seconds for each in work) for work in works]
+    expected = 2.75 * (8 // microbatch_size - 1)
+    assert rules[1] - rules[0] == pytest.approx(expected, abs=1e-9)
+    assert steps[1] - steps[0] == pytest.approx(expected, abs=1e-9)
+
+
 def test_what_a_pass_takes():
     """What its first part keeps is there while the second runs; later micro-batches add."""
 

@@ -76,7 +76,7 @@ def sharding_command(bench: Bench) -> dict[str, Any]:
             code,
             *access.of(document, "status verified estimated_peak_bytes unverified_why"),
         ],
-        "refused": [refused, why["status"], why["why"]],
+        "refused": [refused, why["status"], why["why"]["summary"]],
         "plan": access.sharding_document_facts(document["plan"]),
         "written": access.sharding_file_facts(output),
         "old file": access.sharding_file_facts(FILES / "sharding.plan.json"),

@@ -24,6 +24,7 @@ PLAN = ArrayPlan(
         (),
     ),
     memory_limit_bytes=1000,
+    shared=("base/*",),
     num_layers=2,
     workload=WorkloadSpec("tiny.py", "model", {"depth": 3}),
     prediction=ArrayPrediction(900, {"parameters": 900}, 100, 0.5, 10, 20, 30),
@@ -84,6 +85,7 @@ def test_models_are_every_combination_of_what_varies(tmp_path):
         (0, {"learning_rate": 0.2}),
         (1, {"learning_rate": 0.2}),
     ]
+    assert models_of("2", []) == [Member(0), Member(1)]
     file = tmp_path / "sweep.json"
     file.write_text('[{"learning_rate": 0.5, "seed": 3}]')
     assert models_of(str(file), []) == [Member(3, {"learning_rate": 0.5})]

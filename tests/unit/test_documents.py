@@ -123,7 +123,7 @@ def test_files_that_are_no_document(tmp_path):
 
     def said() -> str:
         with pytest.raises(PlanError) as caught:
-            FORMAT.read(FORMAT.load(path), Whole)
+            FORMAT.load(path, lambda data: FORMAT.read(data, Whole))
         return str(caught.value).replace(str(path), "FILE")
 
     assert said() == "cake 'FILE' does not exist. [cake-file]"
@@ -133,6 +133,8 @@ def test_files_that_are_no_document(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     assert said().startswith("cake 'FILE' is not JSON: ") and said().endswith("[cake-corrupt]")
     path.write_text(json.dumps(FORMAT.write({**WHOLE, "nme": 3})))
-    assert said() == "cake is not one: nme is no field; 'name' is. Bake it again. [cake-corrupt]"
+    assert said() == (
+        "'FILE': cake is not one: nme is no field; 'name' is. Bake it again. [cake-corrupt]"
+    )
     path.write_text(json.dumps(FORMAT.write(WHOLE)))
-    assert FORMAT.read(FORMAT.load(path), Whole) == read(WHOLE, Whole)
+    assert FORMAT.load(path, lambda data: FORMAT.read(data, Whole)) == read(WHOLE, Whole)

@@ -289,6 +289,26 @@ def test_time_that_is_enough_for_a_cheap_cut_keeps_no_more_than_it():
     assert found[0] > found[1] == found[2]
 
 
-@pytest.mark.parametrize("text", ["0%", "100%", "2.50%", "02%", "%", "-1%", "2", "half", "1e1%"])
-def test_percentages_that_are_none(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0%",
+        "100%",
+        "2.50%",
+        "02%",
+        "%",
+        "-1%",
+        "2",
+        "half",
+        "1e1%",
+        "full:0",
+        "full:",
+        "full:01",
+        "full:1.5",
+        "full:2%",
+        "full2",
+        "dots:1",
+    ],
+)
+def test_percentages_and_mixtures_that_are_none(text):
     assert not is_remat(text) and not is_cut(text)

@@ -16,6 +16,7 @@ from capture.machine.server import Server
 from capture.measured.layer_passes import SizedLayers
 from capture.measured.layer_profile import Casts, LayerProfile
 from capture.plan.task_graph import Swaps, Switches
+from capture.quantities import format_seconds
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.bound import least_seconds
 from recommender.harmony.packing import (
@@ -255,4 +256,5 @@ def test_wide_judges_its_best_as_instructions():
     assert chosen.step.step_seconds < other.step.step_seconds
     said = answer.why.summary
     assert "The paper's rules rank 1 before it" in said
-    assert f"{chosen.step.step_seconds:.4g} s and that {other.step.step_seconds:.4g} s" in said
+    ours, theirs = (format_seconds(one.step.step_seconds) for one in (chosen, other))
+    assert f"{ours} a step as instructions" in said and f"{ours} and that {theirs}" in said

@@ -118,16 +118,9 @@ def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[Le
         traced: The model that the plan is for.
 
     Raises:
-        PlanError: ``osdp-plan-params`` if the plan names other parameters, ``osdp-mesh`` if groups
-            do not follow the mesh's axes, ``osdp-scan`` if operators that share a scanned leaf have
-            several modes, or have a part of it sharded.
+        PlanError: ``osdp-mesh`` if groups do not follow the mesh's axes, ``osdp-scan`` if operators
+            that share a scanned leaf have several modes, or have a part of it sharded.
     """
-    if wrong := sorted(set(plan.mode_of_param) ^ {leaf.name for leaf in traced.leaves}):
-        raise PlanError.of(
-            f"the plan and the model differ in {len(wrong)} parameters, such as {wrong[0]!r}; "
-            "plan for this model.",
-            "osdp-plan-params",
-        )
     PlanError.check(_group_violations(plan, mesh))
     return list(_placed(plan, mesh, traced))
 

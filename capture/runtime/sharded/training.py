@@ -15,7 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadProtocol
+from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
+from capture.quantities import counted
 from capture.runtime.leaf_parts import check_rows
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.sharded.mesh import mesh_of
@@ -35,8 +37,9 @@ def shard(workload: WorkloadProtocol, plan: ShardingPlan | None, where: Mesh | C
             this process's devices.
 
     Raises:
-        PlanError: ``osdp-infeasible`` where a search found no plan, and those of ``place_leaves``;
-            ExecutionError: ``osdp-devices``; TracingError: those of ``trace``.
+        PlanError: ``osdp-infeasible`` where a search found no plan, ``plan-other-model`` for
+            parameters of another, and those of ``place_leaves``; ExecutionError:
+            ``osdp-devices``; TracingError: those of ``trace``.
     """
     if plan is None:
         raise PlanError.of(
@@ -45,7 +48,11 @@ def shard(workload: WorkloadProtocol, plan: ShardingPlan | None, where: Mesh | C
             "osdp-infeasible",
         )
     mesh = mesh_of(where) if isinstance(where, Cluster) else where
-    return Sharded(workload, plan, mesh, trace(workload, 1, at_products=True))
+    traced = trace(workload, 1, at_products=True)
+    if wrong := sorted(set(plan.mode_of_param) ^ {leaf.name for leaf in traced.leaves}):
+        has = f"differs in {counted(len(wrong), 'parameter')}, such as {wrong[0]!r}"
+        raise other_model(plan, workload, has)
+    return Sharded(workload, plan, mesh, traced)
 
 
 class Sharded:

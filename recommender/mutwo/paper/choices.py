@@ -9,7 +9,7 @@ from math import inf
 from capture.plan.array import Decision
 from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
 from recommender.mutwo.paper.readings import Readings
-from recommender.mutwo.paper.sub_arrays import Posed, pose
+from recommender.mutwo.paper.sub_arrays import Posed, pose, resident_bytes
 from recommender.mutwo.problem import RECOMPUTE, RETAIN, Choice, Chosen, Space, Weighed
 
 
@@ -43,7 +43,7 @@ def by_policy(
         )
         for n, size in enumerate(way.sizes)
     )
-    graphs, static = [one.graph for one in posed], sum(one.static_bytes for one in posed)
+    graphs, static = [one.graph for one in posed], resident_bytes(posed)
     limit = problem.limit_bytes
     while True:
         cycle = schedule_cycle(graphs, limit, readings, static)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from capture.machine.target import HostLink
 from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
 from recommender.mutwo.paper.readings import Readings
-from recommender.mutwo.paper.sub_arrays import Posed, pose
+from recommender.mutwo.paper.sub_arrays import Posed, pose, resident_bytes
 from recommender.mutwo.problem import Profiled
 
 
@@ -66,7 +66,7 @@ def schedule_partition(
     seconds = [sum(op.seconds for op in one.graph.operations) for one in posed]
     order = sorted(range(len(sizes)), key=lambda n: (-seconds[n], n))
     pairs = tuple(zip(order[::2], order[1::2], strict=True))
-    static = sum(one.static_bytes for one in posed)
+    static = resident_bytes(posed)
     schedules = tuple(
         schedule_cycle([posed[a].graph, posed[b].graph], limit_bytes, readings, static)
         for a, b in pairs

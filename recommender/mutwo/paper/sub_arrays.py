@@ -3,7 +3,7 @@ plan: so both answer the same question."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from capture.machine.target import HostLink
@@ -22,13 +22,15 @@ class Posed:
         graph: Its segments are the operations. What one layer's passes alone use of its feature
             maps is one value, and so is what it hands on.
         bundles: By value.
-        static_bytes: Parameters, optimizer state, batches and losses.
+        static_bytes: Parameters, optimizer state, batches and losses of its own.
+        shared_bytes: Parameters that all sub-arrays share.
     """
 
     sub_array: SubArray
     graph: TrainingGraph
     bundles: tuple[tuple[int, ...], ...]
     static_bytes: int
+    shared_bytes: int = 0
 
     def decisions(self, schedule: Schedule) -> Iterator[Decision]:
         """What a schedule of this backward pass decides of bundles; a copy in may begin as many
@@ -94,7 +96,16 @@ def pose(
     operations = tuple(_operation(sub_array, programs, call, value_of) for call in calls)
     values = tuple(map(value, groups.values()))
     graph = TrainingGraph(name, values, operations, sub_array.num_layers, slices)
-    return Posed(sub_array, graph, numbers, sum(bundles[n].nbytes for n in static))
+    alone, shared = (
+        sum(bundles[n].nbytes for n in static if bundles[n].shared == is_shared)
+        for is_shared in (False, True)
+    )
+    return Posed(sub_array, graph, numbers, alone, shared)
+
+
+def resident_bytes(posed: Sequence[Posed]) -> int:
+    """Of all sub-arrays, in any case: what they share counts once."""
+    return posed[0].shared_bytes + sum(one.static_bytes for one in posed)
 
 
 def _operation(

@@ -1,0 +1,83 @@
+"""What to change where nothing fits, as ``capture plan`` finds and says it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from capture.cli.output import say
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
+from profiling_runs.measurements import Measurements
+from profiling_runs.question import ProfileQuestion
+from recommender.capture.changes import FittingChange, Measuring
+from recommender.capture.least_state import least_state
+from recommender.capture.result import SearchResult
+
+
+def tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
+    """The answer as far as it is known; with ``--json``, whose document comes at the end, as
+    progress."""
+    if options.json:
+        say(options, "\n".join(lines))
+    else:
+        print("\n".join(lines), flush=True)
+    say(options, "looking for the cheapest change that fits; interrupt where the answer is enough")
+
+
+def least_state_of(
+    of_profile: ProfileQuestion, measurements: Measurements, size: int, limit: int | None = None
+) -> SearchResult:
+    """The least that any plan needs for its state, at the cost of tracing at a micro-batch size
+    (``recommender.capture.least_state``)."""
+    backend = measurements.backend
+    sharding = backend.sharding(size)
+    return least_state(
+        backend.traced(size).graph,
+        {
+            split: sharding.param_bytes(split)
+            for split in {choice.param_split for choice in of_profile.stage_choices}
+        },
+        backend.state_bytes(size),
+        of_profile.stage_choices,
+        of_profile.cluster,
+        space=of_profile.space,
+        memory_limit_bytes=limit,
+    )
+
+
+def measuring(
+    of_profile: ProfileQuestion,
+    measurements: Measurements,
+    made: Callable[[ProfileQuestion], Profile],
+) -> Measuring:
+    """How changes are measured.
+
+    Args:
+        of_profile: The question that is changed.
+        measurements: Of its workload.
+        made: Makes the profile of a changed one.
+    """
+
+    def measured(**changes: Any) -> Profile:
+        # Of a plan that is not made, no interval is shown: nothing is compiled to calibrate it.
+        return made(replace(of_profile, **changes, calibration_plans=0))
+
+    def state_bytes(cluster: Cluster, **changes: Any) -> int | None:
+        changed = replace(of_profile, cluster=cluster, **changes)
+        result = least_state_of(changed, measurements, of_profile.microbatch_size)
+        return result.peak_bytes if result.stages else None
+
+    return Measuring(of_profile.remat, of_profile.shard_optimizer, measured, state_bytes)
+
+
+def name_change(document: dict[str, Any], change: FittingChange | None, fits: str) -> str:
+    """Add it to the document; a line for people."""
+    document["why"] = {**document["why"], "cheapest_change": change and change.to_json()}
+    return (
+        f"cheapest change: {change.summary}"
+        if change
+        else f"no single change of those that were tried {fits}"
+    )

@@ -1,0 +1,73 @@
+"""Batches of an array of models, as its step is fed with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capture.errors import ExecutionError, Violation
+from capture.plan.array import ArrayPlan, Member
+from capture.runtime.array_state import check_count
+from capture.runtime.layerwise import KEYS
+from capture.tracing import TracedModel
+
+
+def step_key(member: Member, update: int) -> jax.Array:
+    """What a model draws with in an update, from 0 on: its own, whatever others there are."""
+    return jax.random.fold_in(jax.random.split(jax.random.key(member.seed), 3)[2], update)
+
+
+def stacked(plan: ArrayPlan, traced: TracedModel, batch: Any, update: int) -> list[Any]:
+    """Leaves of all sub-arrays, on the host, and keys of every model.
+
+    Args:
+        plan: Of the models.
+        traced: One of them.
+        batch: One batch per model, or one for all where the plan shares them.
+        update: For which, from 0 on.
+
+    Raises:
+        ExecutionError: ``array-count``, ``run-batch``.
+    """
+    if plan.shared_batches:
+        own = [_checked(traced, batch, "the batch")]
+    else:
+        check_count("batch", batch, len(plan.models))
+        own = [_checked(traced, one, f"the batch of model {m}") for m, one in enumerate(batch)]
+    found: list[Any] = []
+    for group in plan.partition:
+        for leaf, tensor in enumerate(traced.graph.batch):
+            if tensor.dtype in KEYS:
+                # As a step of one micro-batch draws.
+                keys = [jax.random.fold_in(step_key(plan.models[m], update), 0) for m in group]
+                found.append(jnp.stack(keys))
+            elif plan.shared_batches:
+                found.append(own[0][leaf])
+            else:
+                found.append(np.stack([own[model][leaf] for model in group]))
+    return found
+
+
+def _checked(traced: TracedModel, batch: Any, name: str) -> list[np.ndarray]:
+    """The leaves that are no keys, which come last."""
+    tensors = [tensor for tensor in traced.graph.batch if tensor.dtype not in KEYS]
+    try:
+        known = traced.batch_leaves(batch, jax.eval_shape(lambda: jax.random.key(0)))
+    except ValueError as error:  # of JAX's flattening; it names the first difference
+        raise ExecutionError.of(
+            f"{name} has another structure than the plan's: {error}.", "run-batch"
+        ) from None
+    leaves = [np.asarray(leaf) for leaf in known[: len(tensors)]]
+    ExecutionError.check(
+        Violation(
+            f"{tensor.name} of {name} has shape {leaf.shape} {leaf.dtype}; the plan's has "
+            f"{tuple(tensor.shape)} {tensor.dtype}.",
+            "run-batch",
+        )
+        for tensor, leaf in zip(tensors, leaves, strict=True)
+        if leaf.shape != tuple(tensor.shape) or str(leaf.dtype) != tensor.dtype
+    )
+    return leaves

@@ -1,0 +1,67 @@
+"""Plans of arrays whose models come and go: the other models stay in their sub-arrays, and their
+feature maps are moved as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from capture.plan.array import ArrayPlan, Decision, Member
+from capture.runtime.fused import FusedArray, Fuser
+from capture.step.sub_array import movable, recomputable
+
+
+def without(plan: ArrayPlan, kept: Sequence[int], fuser: Fuser) -> ArrayPlan:
+    """With some of its models only, in their order; a sub-array of which none is left goes."""
+    groups = [
+        (a, [kept.index(model) for model in group if model in kept])
+        for a, group in enumerate(plan.partition)
+    ]
+    models = [plan.models[model] for model in kept]
+    return _regrouped(plan, models, [(a, group) for a, group in groups if group], fuser)
+
+
+def joined(plan: ArrayPlan, members: Sequence[Member], fuser: Fuser) -> ArrayPlan:
+    """With more models, one after the other in the smallest sub-array."""
+    groups = [(a, list(group)) for a, group in enumerate(plan.partition)]
+    for n in range(len(members)):
+        min(groups, key=lambda one: len(one[1]))[1].append(len(plan.models) + n)
+    return _regrouped(plan, [*plan.models, *members], groups, fuser)
+
+
+def _regrouped(
+    plan: ArrayPlan,
+    models: Sequence[Member],
+    groups: Sequence[tuple[int, Sequence[int]]],
+    fuser: Fuser,
+) -> ArrayPlan:
+    """Sub-arrays, each beside the one that it comes from."""
+    decisions = [
+        tuple(_carried(fuser.of(len(plan.partition[a])), fuser.of(len(group)), plan.decisions[a]))
+        for a, group in groups
+    ]
+    return replace(
+        plan,
+        models=tuple(models),
+        partition=tuple(tuple(group) for _, group in groups),
+        order=plan.order if len(groups) > 1 else "in turn",
+        decisions=tuple(decisions),
+        prediction=None,
+        why=None,
+        candidates=(),
+    )
+
+
+def _carried(old: FusedArray, new: FusedArray, decisions: Sequence[Decision]) -> Iterator[Decision]:
+    """The decisions for a sub-array of another size, whose feature maps are the same ones in other
+    bundles: what has parts of several is swapped if one of them is."""
+    decided = {decision.bundle: decision for decision in decisions}
+    of_old = [decided.get(old.bundles[n].name) for n in movable(old) for _ in old.values[n]]
+    of_new = [n for n in movable(new) for _ in new.values[n]]
+    again, found = set(recomputable(new)), dict[int, Decision]()
+    for number, decision in zip(of_new, of_old, strict=True):
+        if decision is not None and (number not in found or decision.choice == "swap"):
+            found[number] = decision
+    for number, decision in found.items():
+        assert decision.choice == "swap" or number in again, "layers of equal models are equal"
+        yield replace(decision, bundle=new.bundles[number].name)

@@ -1,0 +1,201 @@
+"""The state of an array of models: which rows of which arrays are whose, and how they are put there
+and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from capture.errors import ExecutionError, Violation
+from capture.model.workload import WorkloadProtocol
+from capture.plan.array import ArrayPlan, Member
+from capture.runtime.fused import FusedArray
+from capture.runtime.layerwise import LayerwiseOptimizer
+from capture.step.multiplexed import ArrayStep
+from capture.step.program import Place
+from capture.tracing import TracedModel
+
+#: Of one model, by index: parameters in the layer graph, and leaves of the optimizer's state.
+Leaves = tuple[Mapping[int, Any], Mapping[int, Any]]
+_Arrays = tuple[dict[int, np.ndarray], dict[int, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class ArrayState:
+    """Everything that an update changes. An update takes it over: use the one that it returns.
+
+    Attributes:
+        slots: Parameters, optimizer state and, of a state that is ahead, the feature maps of
+            sub-array 0, by name.
+        plan: Of the models that it is of.
+        num_steps: Complete updates.
+        ahead: Of a state that is ahead, on the host: the batch of the update that was begun, and
+            the losses of sub-array 0 in it.
+    """
+
+    slots: dict[str, list[jax.Array]]
+    plan: ArrayPlan
+    num_steps: int = 0
+    ahead: tuple[Sequence[Any], Any] | None = None
+
+
+class Losses(Sequence[float]):
+    """Of an update, one per model; the first that is asked for waits until they are there."""
+
+    def __init__(self, partition: Sequence[Sequence[int]], arrays: Sequence[Any]):
+        self._partition, self._arrays = partition, arrays
+
+    @cached_property
+    def _values(self) -> list[float]:
+        found = {
+            model: float(loss)
+            for group, losses in zip(self._partition, self._arrays, strict=True)
+            for model, loss in zip(group, np.asarray(losses), strict=True)
+        }
+        return [found[model] for model in sorted(found)]
+
+    def __getitem__(self, model):
+        return self._values[model]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._partition))
+
+    def __repr__(self) -> str:
+        return f"Losses({self._values})"
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Where parameters and optimizer states of all models are in the slots of a state.
+
+    Attributes:
+        partition: Models of each sub-array.
+        arrays: These, as one program each.
+        optimizer: Of one model.
+        body: The step whose state it is.
+        sharding: Of what lies in a place.
+    """
+
+    partition: Sequence[Sequence[int]]
+    arrays: Sequence[FusedArray]
+    optimizer: LayerwiseOptimizer
+    body: ArrayStep
+    sharding: Callable[[Place], NamedSharding]
+
+    def placed(self, leaves: Sequence[Leaves]) -> dict[str, list[jax.Array]]:
+        """The slots that hold these, by model.
+
+        Raises:
+            ExecutionError: ``array-shared-values`` where what all share differs.
+        """
+        self._check_shared([params for params, _ in leaves])
+        step, slots = self.body.step, dict[str, list[jax.Array]]()
+        for name, a, bundle in self._slots:
+            sharding, own = self.sharding(step.slots[step.persistent[name]].place), []
+            for part, index in self._origins[a, bundle]:
+                if self.arrays[a].bundles[bundle].shared:
+                    whole = leaves[0][part][index]
+                else:
+                    whole = np.stack(
+                        [np.asarray(leaves[m][part][index]) for m in self.partition[a]]
+                    )
+                own.append(jax.device_put(whole, sharding, may_alias=False))
+            slots[name] = own
+        return slots
+
+    def read(
+        self, slots: Mapping[str, Sequence[jax.Array]], models: Sequence[int]
+    ) -> list[_Arrays]:
+        """Copies on the host of what is of some models; of what they share, one."""
+        found: list[_Arrays] = [({}, {}) for _ in models]
+        for name, a, bundle in self._slots:
+            shared = self.arrays[a].bundles[bundle].shared
+            rows = {m: row for row, m in enumerate(self.partition[a])}
+            for (part, index), array in zip(self._origins[a, bundle], slots[name], strict=True):
+                wanted = [n for n, model in enumerate(models) if shared or model in rows]
+                if wanted:
+                    host = np.array(array) if shared else np.asarray(array)
+                for n in wanted:
+                    found[n][part][index] = host if shared else np.array(host[rows[models[n]]])
+        return found
+
+    @cached_property
+    def _slots(self) -> list[tuple[str, int, int]]:
+        """Of state: name, sub-array and bundle."""
+        named = [(name, *self.body.keys[n]) for name, n in self.body.step.persistent.items()]
+        return [(name, a, n) for name, a, n in named if self.arrays[a].bundles[n].is_state]
+
+    @cached_property
+    def _origins(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """By sub-array and bundle of state: whether of the optimizer (1 or 0), and which leaf."""
+        found = {}
+        for a, array in enumerate(self.arrays):
+            of = {value: (0, index) for index, value in enumerate(array.params)}
+            for stage, values in zip(self.optimizer.stages, array.state, strict=True):
+                of |= {v: (1, leaf) for leaf, v in zip(stage.state, values, strict=True)}
+            for number, bundle in enumerate(array.bundles):
+                if bundle.is_state:
+                    found[a, number] = [of[value] for value in array.values[number]]
+        return found
+
+    def _check_shared(self, params: Sequence[Mapping[int, Any]]) -> None:
+        ExecutionError.check(
+            Violation(
+                f"models 0 and {model} have other values of parameter {p}, which the plan's "
+                "shared= has once for all; give both the same, or plan without sharing it.",
+                "array-shared-values",
+            )
+            for model, own in enumerate(params)
+            for p in sorted(self.optimizer.shared)
+            if own[p] is not params[0][p] and not np.array_equal(own[p], params[0][p])
+        )
+
+
+def begun(
+    workload: WorkloadProtocol,
+    traced: TracedModel,
+    optimizer: LayerwiseOptimizer,
+    models: Sequence[tuple[Member, Sequence[Any]]],
+) -> list[Leaves]:
+    """What models begin with: their parameters, and optimizer states with their hyperparameters."""
+    tree: Any = jax.tree.structure(traced.split_struct)  # JAX's stubs leave its methods out
+    begin, found = jax.jit(workload.optimizer.init), list[Leaves]()
+    for member, params in models:
+        state = begin(tree.unflatten(params))
+        state = optimizer.with_hyperparameters(state, member.hyperparameters)
+        found.append((dict(enumerate(params)), dict(enumerate(jax.tree.leaves(state)))))
+    return found
+
+
+def check_count(what: str, given: Any, count: int) -> None:
+    """Refuse what is not one per model.
+
+    Raises:
+        ExecutionError: ``array-count``.
+    """
+    if not isinstance(given, Sequence) or len(given) != count:
+        had = len(given) if isinstance(given, Sequence) else f"a {type(given).__name__}"
+        raise ExecutionError.of(
+            f"{what} is {had}; give a sequence of {count}, one per model.", "array-count"
+        )
+
+
+def check_models(models: Sequence[int], count: int) -> None:
+    """Refuse numbers of models that are not there.
+
+    Raises:
+        ExecutionError: ``array-count``.
+    """
+    ExecutionError.check(
+        Violation(
+            f"model={model} is not of this array; models run from 0 to {count - 1}.", "array-count"
+        )
+        for model in models
+        if not 0 <= model < count
+    )

@@ -1,0 +1,126 @@
+"""Which leaf of a checkpoint is whose: of an array of models, paths begin with the number of the
+model, ``[3]``, and what all share is with model 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from capture.errors import ExecutionError
+from capture.runtime.array_state import ArrayState
+from capture.runtime.layerwise import leaf_numbers
+from capture.runtime.meter import AnyStep
+from capture.runtime.multiplexed import ArrayTraining
+from capture.runtime.state import PipelineState
+
+#: What has a state, and the state.
+Trained = AnyStep | ArrayTraining
+State = PipelineState | ArrayState
+
+PARTS = ("params", "optimizer")
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree."""
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def stored_leaves(step: Trained, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds of a state: parameters and optimizer state, by path."""
+    if not isinstance(step, ArrayTraining):
+        assert isinstance(state, PipelineState), "the state of one model"
+        return by_path(step.params(state)), by_path(step.optimizer_state(state))
+    assert isinstance(state, ArrayState), "the state of an array"
+    params, optimizer, shared = dict[str, Any](), dict[str, Any](), _shared_paths(step)
+    for model in range(len(state.plan.models)):
+        own = by_path(step.params(state, model))
+        params |= {f"[{model}]{p}": x for p, x in own.items() if not (model and p in shared)}
+        states = by_path(step.optimizer_state(state, model))
+        optimizer |= {f"[{model}]{p}": x for p, x in states.items()}
+    return params, optimizer
+
+
+def structs_of(step: Trained) -> tuple[Any, Any]:
+    """Of one model: its parameters, and the state of its optimizer."""
+    optimizer = step.optimizer.sliced if isinstance(step, ArrayTraining) else step.optimizer
+    return step.traced.params_struct, optimizer.state_struct
+
+
+class Sources:
+    """Where the leaves of the models of a step are in a checkpoint.
+
+    Args:
+        step: That is to go on.
+        metadata: Of the checkpoint.
+        models: Its models that go on; None for all.
+
+    Attributes:
+        paths: Of parameters and of the optimizer's state, by model of the step, from the path of
+            each leaf to that in the checkpoint.
+        expected: Of both, by the latter, the struct that the step has.
+        saved: Of both, what there is of these models.
+
+    Raises:
+        ExecutionError: ``checkpoint-models``.
+    """
+
+    def __init__(self, step: Trained, metadata: Mapping[str, Any], models: Sequence[int] | None):
+        self._begin = _prefixes(step, metadata.get("num_models"), models)
+        found = [
+            self._found(by_path(struct), metadata[part], shared)
+            for struct, part, shared in zip(
+                structs_of(step), PARTS, (_shared_paths(step), frozenset[str]()), strict=True
+            )
+        ]
+        self.paths, self.expected, self.saved = (tuple(each) for each in zip(*found, strict=True))
+
+    def _found(
+        self, leaves: Mapping[str, Any], saved: Mapping[str, Any], shared: frozenset[str]
+    ) -> tuple[list[dict[str, str]], dict[str, Any], dict[str, Any]]:
+        def named(path: str, prefix: str) -> str:
+            own, first = f"{prefix}{path}", f"[0]{path}"
+            return first if prefix and own not in saved and first in saved else own
+
+        paths = [
+            {path: named(path, self._begin[0] if path in shared else prefix) for path in leaves}
+            for prefix in self._begin
+        ]
+        expected = {own[path]: leaf for own in paths for path, leaf in leaves.items()}
+        mine = tuple(self._begin)
+        there = {p: x for p, x in saved.items() if p in expected or p.startswith(mine)}
+        return paths, expected, there
+
+
+def _shared_paths(step: Trained) -> frozenset[str]:
+    """Of parameters that all models of an array have alike."""
+    if not isinstance(step, ArrayTraining):
+        return frozenset()
+    numbers = leaf_numbers(step.traced)
+    shared = {numbers[p] for p in step.optimizer.shared}
+    paths = by_path(step.traced.params_struct)
+    return frozenset(path for n, path in enumerate(paths) if n in shared)
+
+
+def _prefixes(step: Trained, count: int | None, models: Sequence[int] | None) -> list[str]:
+    """For each model of a step, with what its paths begin in a checkpoint of so many models; None:
+    of one alone, with which all begin."""
+    wanted = len(step.plan.models) if isinstance(step, ArrayTraining) else 1
+    if count is None and models is None:
+        return [""] * wanted
+    there = count or 0
+    chosen = range(there) if models is None else models
+    if len(chosen) != wanted or not all(0 <= model < there for model in chosen):
+        had = f"an array of {there} models" if count else "one model, which has no number"
+        asked = "all of them" if models is None else f"models={list(models)}"
+        raise ExecutionError.of(
+            f"the checkpoint is of {had}, and {asked} cannot go on in a training of {wanted}; name "
+            f"{wanted} of models 0 to {there - 1} with models=[...]."
+            if count
+            else f"the checkpoint is of {had}; leave {asked} out.",
+            "checkpoint-models",
+        )
+    return [f"[{model}]" for model in chosen]
