@@ -86,6 +86,10 @@ PARTS = {
     "capture/runtime/meter.py": (
         "tests/multi_device/test_meter.py -k 'one-device or leak or shards or missing or resident'"
     ),
+    "capture/runtime/process_memory.py": (
+        "tests/multi_device/test_meter.py -k 'missing or resident or heap'"
+    ),
+    "capture/step/offers.py": "tests/property/test_offers.py",
     "recommender/capture/minmax.py": SEARCH,
     "recommender/capture/tie_break.py": SEARCH,
     "recommender/capture/reach.py": SEARCH,

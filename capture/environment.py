@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from capture.errors import Violation
+from capture.errors import ExecutionError, Violation
 
 #: For the memory of the host that JAX pins, on GPUs.
 HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -144,6 +144,27 @@ def prepare_ray(local: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+
+def host_of_run() -> tuple[str, int, int] | None:
+    """Where host 0 of a run over several hosts listens (``address:port``), how many there are, and
+    which this is: ``CAPTURE_COORDINATOR``, ``CAPTURE_NUM_HOSTS``, ``CAPTURE_HOST``. None if the
+    first is not set: JAX then asks the scheduler.
+
+    Raises:
+        ExecutionError: ``run-hosts-environment``.
+    """
+    names = ("CAPTURE_COORDINATOR", "CAPTURE_NUM_HOSTS", "CAPTURE_HOST")
+    coordinator, *numbers = [os.environ.get(name, "") for name in names]
+    if not coordinator:
+        return None
+    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
+        raise ExecutionError.of(
+            f"{', '.join(f'{name}={os.environ.get(name)}' for name in names)}: set the address and "
+            "port of host 0, the number of hosts, and which this is, from 0.",
+            "run-hosts-environment",
+        )
+    return coordinator, int(numbers[0]), int(numbers[1])
 
 
 def _has_compilers_only() -> bool:

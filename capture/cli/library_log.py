@@ -14,7 +14,8 @@ import io
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from types import FunctionType
@@ -27,6 +28,21 @@ KEPT_LOGS = 20
 _NOTHING = re.compile(
     r"^(WARNING: All log messages before absl::InitializeLog|.*Could not find cuda drivers|\s*$)"
 )
+
+
+@contextmanager
+def output_is_ours() -> Iterator[None]:
+    """Meanwhile, what compiled libraries write to standard output (Gloo names its ranks) goes where
+    what they say to standard error goes."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
 
 
 class LibraryLog:

@@ -18,7 +18,14 @@ from profiling_runs.question import BACKENDS, DEFAULT_CALIBRATION_PLANS
 #: What the backward pass recomputes is chosen per stage, by the search.
 AUTO = "auto"
 #: Codes of errors of the machines, not of the input: the same command resumes.
-ENDED_EARLY = {"store-write", "profile-worker", "ray-lost"}
+ENDED_EARLY = {
+    "store-write",
+    "profile-worker",
+    "ray-lost",
+    "run-host-lost",
+    "run-hosts-silent",
+    "run-hosts-start",
+}
 DEFAULT_MICROBATCHES = 16
 ONE_DEVICE = "1x1"
 DEFAULT_MICROBATCH_SIZE = 16

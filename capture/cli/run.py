@@ -1,5 +1,5 @@
-"""Execute a plan here, on virtual CPU devices or accelerators: measured memory beside predicted,
-loss beside that of one device.
+"""Execute a plan here, on virtual CPU devices or accelerators, in one process or in one per node:
+measured memory beside predicted, loss beside that of one device.
 
 Measured is only what was executed: live arrays of this process and the buffer assignment of the
 running program (on CPU), or the allocator (on GPU). On CPU, two counters that know neither ledger
@@ -15,12 +15,15 @@ from typing import Any
 from capture import environment
 from capture.cli import array, asked, sharding
 from capture.cli import options as shared
+from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table
 from capture.plan.array import ArrayPlan
-from capture.plan.kinds import load_plan
+from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes, format_seconds
+from capture.runtime.hosts.documents import joined
+from capture.runtime.hosts.driver import run_on_this_machine
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -52,10 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="continue from a saved state, also of another plan of the model",
     )
+    parser.add_argument(
+        "--hosts",
+        choices=["local", "none"],
+        help="one process per node of the plan's cluster, each executing its part; local: started "
+        "here, on virtual CPU devices; none: this is one of them, and your scheduler starts the "
+        "same command on every host (Slurm, Open MPI, or CAPTURE_COORDINATOR=ADDRESS:PORT of host "
+        "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
+    if options.hosts is not None:
+        return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
     if isinstance(plan, ArrayPlan):
@@ -71,6 +84,35 @@ def main(options: argparse.Namespace) -> int:
     training = Training(options.steps, options.seed, options.check, options.save, options.restore)
     document = train(plan, spec.load(), training, lambda text: say(options, text))
     emit(options, document, as_text(document))
+    return 0
+
+
+def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
+    plan = of_stages(plan)
+    spec = asked.workload_of(plan, options.workload)
+    training = {
+        "num_steps": options.steps,
+        "seed": options.seed,
+        "check": options.check,
+        "save": options.save,
+        "restore": options.restore,
+    }
+    if options.hosts == "local":
+        document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
+        emit(options, document, as_text(document))
+        return 0
+    environment.prepare(num_devices=max(plan.cluster.nodes))
+    from capture.runtime import multihost
+    from capture.runtime.training import Training, train
+
+    with output_is_ours():
+        hosts = multihost.initialize(*(environment.host_of_run() or ()))
+        report = (lambda text: None) if hosts.process else (lambda text: say(options, text))
+        own = train(plan, spec.load(), Training(**training), report, hosts)
+        documents = hosts.exchange("document", own)
+    if hosts.process == 0:
+        document = joined(documents)
+        emit(options, document, as_text(document))
     return 0
 
 
@@ -90,10 +132,20 @@ def as_text(document: dict[str, Any]) -> str:
         ]
         for d, peak in enumerate(measured)
     ]
+    header = ["device", "predicted peak", "measured peak", "prediction off by"]
+    if hosts := document.get("hosts"):
+        host_of = [h for h, host in enumerate(hosts) for _ in range(host["num_devices"])]
+        header = ["host", *header]
+        rows = [[host_of[d], *row] for d, row in enumerate(rows)]
     lines = [
-        table(["device", "predicted peak", "measured peak", "prediction off by"], rows),
+        table(header, rows),
         f"measured by {document['meter']}",
     ]
+    if offered := max(document.get("offered_peak_bytes_per_device", [0])):
+        lines.append(
+            f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
+            "device; predictions are of one process, without it"
+        )
     if (host := document.get("host")) is not None:
         said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
         lines.append(

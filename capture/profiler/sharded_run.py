@@ -20,7 +20,8 @@ from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
-from capture.runtime.meter import AllocatorMeter, ResidentSetMeter, buffers
+from capture.runtime.meter import AllocatorMeter, buffers
+from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.sharded import Sharded, shard
 from capture.runtime.sharded.mesh import mesh_of

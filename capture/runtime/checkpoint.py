@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,10 @@ from capture.runtime.checkpoint_models import (
     structs_of,
 )
 from capture.runtime.multiplexed import ArrayTraining
+from capture.runtime.pipeline import PipelinedStep
+
+if TYPE_CHECKING:
+    from capture.runtime.multihost import Hosts
 
 CHECKPOINT = documents.Format(
     "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
@@ -51,6 +55,8 @@ _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsaf
 
 def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -> Path:
     """Write a checkpoint and wait until it is complete.
+
+    Several processes save together: host 0 writes what it gathers.
 
     Args:
         step: Whose state it is; of an array its training.
@@ -67,30 +73,21 @@ def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -
             step.
     """
     params, optimizer = stored_leaves(step, state)
-    with _manager(Path(directory), keep) as manager:
-        latest = manager.latest_step()
-        if latest is not None and latest >= state.num_steps:
-            raise ExecutionError.of(
-                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at "
-                f"step {state.num_steps}; save it into "
-                "another directory, or restore from this one first.",
-                "checkpoint-exists",
-            )
-        metadata = {
-            "schema_version": CHECKPOINT.versions[-1],
-            "num_steps": state.num_steps,
-            "params": _described(params),
-            "optimizer": _described(optimizer),
-        }
-        if isinstance(state, ArrayState):
-            metadata["num_models"] = len(state.plan.models)
-        stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
-        parts = ocp.args.Composite(
-            state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
-        )
-        manager.save(state.num_steps, args=parts)
-        manager.wait_until_finished()
-    return Path(directory) / str(state.num_steps)
+    metadata = {
+        "schema_version": CHECKPOINT.versions[-1],
+        "num_steps": state.num_steps,
+        "params": _described(params),
+        "optimizer": _described(optimizer),
+    }
+    if isinstance(state, ArrayState):
+        metadata["num_models"] = len(state.plan.models)
+    stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
+    directory, hosts = Path(directory), _hosts_of(step)
+    if hosts is None:
+        _write(directory, keep, metadata, stored)
+    else:
+        hosts.first_does("checkpoint", lambda: _write(directory, keep, metadata, stored))
+    return directory / str(state.num_steps)
 
 
 def restore(
@@ -104,7 +101,7 @@ def restore(
 
     Args:
         step: To go on with; of an array its training.
-        directory: That ``save`` was given.
+        directory: That ``save`` was given; of several processes, each reads it.
         num_steps: Which checkpoint; by default the latest.
         models: Of a checkpoint of an array, the models that go on: as many as the array of ``step``
             has, or one. None for all of them.
@@ -139,6 +136,8 @@ def restore(
             chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
         )["metadata"]
         replace(CHECKPOINT, name=f"checkpoint {str(directory / str(chosen))!r}").check(metadata)
+        if (hosts := _hosts_of(step)) is not None:
+            hosts.compare({"checkpoint": chosen})
         sources = Sources(step, metadata, models)
         _check(sources)
         # Orbax reads the whole or nothing.
@@ -161,17 +160,56 @@ def restore(
     return step.restore(params[0], optimizer[0], metadata["num_steps"])
 
 
+def _write(
+    directory: Path, keep: int, metadata: Mapping[str, Any], stored: Mapping[str, Any]
+) -> None:
+    """What stands in the two parts of a checkpoint.
+
+    Raises:
+        ExecutionError: ``checkpoint-exists``.
+    """
+    num_steps = metadata["num_steps"]
+    with _manager(directory, keep) as manager:
+        latest = manager.latest_step()
+        if latest is not None and latest >= num_steps:
+            raise ExecutionError.of(
+                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at "
+                f"step {num_steps}; save it into "
+                "another directory, or restore from this one first.",
+                "checkpoint-exists",
+            )
+        parts = ocp.args.Composite(
+            state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
+        )
+        manager.save(num_steps, args=parts)
+        manager.wait_until_finished()
+
+
 def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
     """To write, keeping so many; None to read only."""
+    if keep is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    # Orbax would wait for all processes; this one reads or writes alone.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=f"host{jax.process_index()}",
+    )
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
-        create=keep is not None,
+        create=False,
         enable_async_checkpointing=False,
         cleanup_tmp_directories=False,
+        multiprocessing_options=alone,
     )
     return ocp.CheckpointManager(
         directory.resolve(), options=options, item_names=("state", "metadata")
     )
+
+
+def _hosts_of(step: Trained) -> Hosts | None:
+    """The processes that share it."""
+    return step.hosts if isinstance(step, PipelinedStep) else None
 
 
 def _is_key(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from capture.runtime.fast_paths import Put, to_devices
 from capture.runtime.reshard import plan_moves, reshard
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits
+
+if TYPE_CHECKING:
+    from capture.runtime.hosts.part import Part
 
 Call = Callable[[list[jax.Array]], Sequence[list[jax.Array]]]
 """A program: takes the arrays of its inputs in one list, group by group; returns a list per output
@@ -61,23 +64,36 @@ class BoundStep:
         step: The instructions, of any kind of plan.
         programs: Per name in the table of the step, its executable.
         layout: Shapes and shardings of every slot that is fed, copied, or copied from.
+        part: What this process executes of it, where several share the step; all if None.
     """
 
-    def __init__(self, step: Step, programs: Mapping[str, Call], layout: Layout):
-        self.step = step
+    def __init__(
+        self,
+        step: Step,
+        programs: Mapping[str, Call],
+        layout: Layout,
+        part: Part | None = None,
+    ):
+        self.step, self._part = step, part
         self._persistent = frozenset(step.persistent.values())
         self._reported = frozenset(step.reported)
-        self._actions = [self._bind(each, programs, layout) for each in step.instructions]
+        self._actions = [
+            (part and part.bind(number, each)) or self._bind(each, programs, layout)
+            for number, each in enumerate(step.instructions)
+        ]
 
     @cached_property
     def _waiting_actions(self) -> list[Action]:
         """The same, each enqueued when devices that have finished nothing else would hold no more
         than is booked."""
-        ledger = replay(self.step)
-        budget = {memory: ledger.peak_of(memory).peak_bytes for memory in self.step.users}
+        ledger, part = replay(self.step), self._part
+        memories = part.memories if part else self.step.users
+        budget = {memory: ledger.peak_of(memory).peak_bytes for memory in memories}
         return [
             _after(slots, action) if slots else action
-            for slots, action in zip(waits(self.step, budget), self._actions, strict=True)
+            for slots, action in zip(
+                waits(part.view if part else self.step, budget), self._actions, strict=True
+            )
         ]
 
     def __call__(
@@ -92,7 +108,8 @@ class BoundStep:
         """Execute the instructions.
 
         Args:
-            state: Per persistent slot its arrays; consumed.
+            state: Per persistent slot its arrays; consumed. Of several processes, each has those
+                of its places.
             microbatches: Per part of the batch, its leaves.
             stop: Before this instruction; None for all.
             bound_run_ahead: Whether the host waits so that devices hold no more than is booked.
@@ -105,7 +122,9 @@ class BoundStep:
         step = self.step
         frame = Frame([None] * len(step.slots), microbatches, [])
         for name, slot in step.persistent.items():
-            frame.slots[slot] = state[name]
+            frame.slots[slot] = state[name] if self._part is None else state.get(name)
+        if self._part is not None:
+            self._part.begin()
         actions = (self._waiting_actions if bound_run_ahead else self._actions)[:stop]
         if observer is None:
             for action in actions:
@@ -182,9 +201,13 @@ class BoundStep:
 
 
 def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A host array or a random key on the devices, in buffers of their own."""
+    """A host array or a random key on the devices, in buffers of their own; where some devices are
+    of other processes, each process puts its part there."""
     if isinstance(leaf, jax.Array):
-        return reshard(leaf, sharding)
+        if sharding.is_fully_addressable:
+            return reshard(leaf, sharding)
+        data = to_device(np.asarray(jax.random.key_data(leaf)), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     return to_devices(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))(array)
 
@@ -242,7 +265,7 @@ def _put(struct: jax.ShapeDtypeStruct) -> Put:
     sharding = struct.sharding
     assert sharding is not None
     if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        return lambda key: reshard(key, sharding)
+        return lambda key: to_device(key, sharding)
     return to_devices(struct)
 
 

@@ -26,7 +26,7 @@ def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]
     """As many as a plan uses, by default of ``jax.devices()``.
 
     Raises:
-        ExecutionError: ``run-devices`` if there are fewer.
+        ExecutionError: ``run-devices`` if there are fewer, or some are of other processes.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) < count:
@@ -35,6 +35,14 @@ def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]
             f"({devices[0].platform}); for virtual CPU devices call "
             f"capture.environment.prepare(num_devices={count}) before JAX loads (capture run "
             "does).",
+            "run-devices",
+        )
+    others = {device.process_index for device in devices[:count]} - {jax.process_index()}
+    if others:
+        raise ExecutionError.of(
+            f"the plan uses {count} devices, some of which are of processes {sorted(others)}, and "
+            f"this is process {jax.process_index()}; give pipeshard the processes that share the "
+            "plan (hosts=capture.runtime.multihost.initialize()), or devices of this one.",
             "run-devices",
         )
     return list(devices[:count])

@@ -12,14 +12,10 @@ A meter that is not available here reads None, never a number of the replay.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +24,7 @@ from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
 from capture.runtime.pipeline import PipelinedStep, StepMetrics
+from capture.runtime.process_memory import HeapMeter, ResidentSetMeter
 from capture.runtime.state import PipelineState
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger, Memory, name_of
@@ -46,7 +43,8 @@ class Measurement:
     """What one executed step needed.
 
     Attributes:
-        peak_bytes_per_device: By device id of the plan.
+        peak_bytes_per_device: By device id of the plan; where several processes share the step,
+            those of this one's devices, in the same order.
         meter: What ``peak_bytes_per_device`` was read from.
         live_peak_bytes_per_device: What the live-array meter saw; the same where there is no
             allocator to read.
@@ -97,7 +95,7 @@ def measure_step(
     jax.block_until_ready(state)
     live, allocator, resident = (
         LiveArrayMeter.of(step, strict=strict),
-        AllocatorMeter(step.devices),
+        AllocatorMeter([device for device in step.devices if _is_here(device)]),
         ResidentSetMeter(),
     )
     resident.start()
@@ -130,8 +128,9 @@ class HeapMeasurement:
     Attributes:
         source: The counter.
         before_bytes, peak_bytes: What malloc had given to the whole process.
-        booked_bytes: The most that the step may add by the ledger: over all devices, the replayed
-            peak less what outlives the step. Devices need not reach their peaks together.
+        booked_bytes: The most that the step may add by the ledger: over all devices of this
+            process, the replayed peak less what outlives the step. Devices need not reach their
+            peaks together.
     """
 
     source: str
@@ -183,9 +182,13 @@ def measure_heap(
     heap.stop()
     if heap.before_bytes is None or heap.peak_bytes is None or step.devices[0].platform != "cpu":
         return state, metrics, None
-    ledger = Ledger(len(step.devices))
+    ledger, replayed = Ledger(len(step.devices)), step.replay()
     begin(ledger, step.program)
-    booked = sum(step.replay().peak_bytes_per_device) - sum(ledger.live_bytes_per_device)
+    booked = sum(
+        replayed.peak_of(number).peak_bytes - ledger.live_bytes[number]
+        for number, device in enumerate(step.devices)
+        if _is_here(device)
+    )
     return state, metrics, HeapMeasurement(heap.meter, heap.before_bytes, heap.peak_bytes, booked)
 
 
@@ -223,7 +226,11 @@ class LiveArrayMeter:
             for device in place.devices
         }
         self._id = {device: number for number, device in enumerate(devices)}
-        self._memories: list[Memory] = [*range(len(devices)), *dict.fromkeys(self._host.values())]
+        #: Those of this process.
+        self._memories: list[Memory] = [
+            *(number for number, device in enumerate(devices) if _is_here(device)),
+            *dict.fromkeys(self._host.values()),
+        ]
         self._ledger = Ledger(len(devices))
         self._peak: Counter[Memory] = Counter()
         self._foreign: list[jax.Array] = []
@@ -251,7 +258,9 @@ class LiveArrayMeter:
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        return tuple(self._peak[device] for device in range(len(self._devices)))
+        return tuple(
+            self._peak[number] for number, device in enumerate(self._devices) if _is_here(device)
+        )
 
     def peak_bytes_of(self, memory: Memory) -> int:
         """Peak of a device's memory or of a host's."""
@@ -264,11 +273,13 @@ class LiveArrayMeter:
             ExecutionError: ``run-ledger-mismatch``.
         """
         if self._baseline is None:
-            self._begin([array for slot in self._step.persistent.values() for array in slots[slot]])
+            state = (slots[slot] for slot in self._step.persistent.values())
+            self._begin([array for arrays in state for array in arrays or ()])
         live = self._look(getattr(instruction, "label", "a release"))
         if isinstance(instruction, Run):
-            transient = self._transient_bytes(instruction)
-            for memory in self._step.programs[instruction.program].place.memories:
+            memories = self._step.programs[instruction.program].place.memories
+            for memory in (memory for memory in memories if memory in live):
+                transient = self._transient_bytes(instruction)
                 self._peak[memory] = max(self._peak[memory], live[memory] + transient)
         book(self._ledger, self._step, instruction)
 
@@ -338,6 +349,11 @@ class LiveArrayMeter:
         return total
 
 
+def _is_here(device: jax.Device) -> bool:
+    """Whether it is this process's."""
+    return device.process_index == jax.process_index()
+
+
 def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
     """Bytes of the distinct buffers of some arrays.
 
@@ -381,119 +397,3 @@ class AllocatorMeter:
         """None where the platform keeps no such statistics (CPU)."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
         return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)
-
-
-class HeapMeter:
-    """High-water mark of what malloc has given out in this process, from ``start`` to ``stop``;
-    XLA's CPU devices allocate there.
-
-    Read whenever it is called, and by a thread in between. So it may miss what lives shorter, and
-    is never above what was allocated.
-    """
-
-    meter = (
-        "malloc of the whole process (glibc mallinfo2), read before every instruction and by a "
-        "thread every millisecond"
-    )
-
-    def __init__(self) -> None:
-        self._read = _malloc_reader()
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._most = 0
-        self.before_bytes: int | None = None
-
-    def start(self) -> None:
-        """Forget earlier peaks."""
-        if self._read is None:
-            return
-        gc.collect()
-        self.before_bytes = self._most = self._read()
-        self._stopped.clear()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Once more, and no more."""
-        self()
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def __call__(self) -> None:
-        if self._read is not None:
-            self._most = max(self._most, self._read())
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(1e-3):
-            self()
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """None where the C library has no such counter (macOS, musl)."""
-        return None if self.before_bytes is None else self._most
-
-
-def _malloc_reader() -> Callable[[], int] | None:
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):
-        return None
-    mallinfo2.restype = _MallInfo2
-
-    def read() -> int:
-        info = mallinfo2()
-        return int(info.uordblks + info.hblkhd)
-
-    return read
-
-
-class _MallInfo2(ctypes.Structure):
-    """Counters of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their
-    own (glibc 2.33 and newer)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-class ResidentSetMeter:
-    """Peak resident set of this process from ``start`` on; on CPU it holds the arrays of all
-    virtual devices and everything else."""
-
-    def __init__(self) -> None:
-        self.before_bytes: int | None = None
-
-    def start(self) -> None:
-        """Forget earlier peaks."""
-        gc.collect()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
-        except OSError:
-            return
-        self.before_bytes = _status_bytes("VmHWM:")
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """None if the system has no such counter, or does not let it be reset."""
-        return None if self.before_bytes is None else _status_bytes("VmHWM:")
-
-
-def _status_bytes(field: str) -> int | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)

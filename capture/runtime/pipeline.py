@@ -1,13 +1,13 @@
-"""Run a plan on the devices of this process: ``step = pipeshard(workload, plan); state, metrics =
-step(state, batch)``."""
+"""Run a plan on the devices of this process, or of several, each of which executes its part: ``step
+= pipeshard(workload, plan); state, metrics = step(state, batch)``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from capture.measured.profile import StageConfig
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
@@ -42,7 +41,12 @@ from capture.step.interface import StageInterface, owned_and_borrowed, plan_inte
 from capture.step.ledger import Ledger
 from capture.step.pipeline import build_step
 from capture.step.program import Run, Step, replay
-from capture.tracing import TracedModel, trace
+from capture.tracing import TracedModel
+from capture.tracing.planned import trace_for_plan
+
+if TYPE_CHECKING:
+    from capture.runtime.hosts.part import Part
+    from capture.runtime.multihost import Hosts
 
 
 @dataclass(frozen=True)
@@ -74,49 +78,39 @@ def pipeshard(
     rule: Rule | None = None,
     *,
     fast_compile: bool = False,
+    hosts: Hosts | None = None,
 ) -> PipelinedStep:
     """Compile a plan's stages and return its training step.
 
     Args:
         workload: The task of the plan.
         plan: Device id i of the plan is ``devices[i]``.
-        devices: By default the first devices of ``jax.devices()``.
+        devices: By default the first devices of ``jax.devices()``; of several processes, those that
+            ``hosts`` has for the plan.
         rule: How parameters are split; by default ``plan.tensor_parallel_rule``.
         fast_compile: Compile in half the time, to programs that need the same memory and run
             slower.
+        hosts: The processes that share the plan, one per node (``capture.runtime.multihost``); None
+            for this one alone.
 
     Returns:
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
 
     Raises:
         PlanError: ``plan-other-model`` if the plan was made for another model.
-        ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
+        ExecutionError: ``run-devices`` if there are fewer devices than the plan uses; ``run-hosts``
+            and ``run-hosts-differ`` of processes that cannot share it.
     """
     environment.warn()
     of_stages(plan)
-    devices = first_devices(devices, plan.cluster.num_devices)
-    traced = trace_for_plan(workload, plan)
-    sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
-    return PipelinedStep(workload, plan, traced, devices, sharding, fast_compile)
-
-
-def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
-    """The model cut into the plan's layers, at the plan's micro-batch size.
-
-    Raises:
-        PlanError: ``plan-other-model`` if it is not the model that the plan was made for.
-    """
-    return traced_for(
-        plan,
-        workload,
-        lambda: trace(
-            workload,
-            plan.microbatch_size,
-            plan.num_layers if plan.auto_layers else None,
-            unmarked_layers=plan.num_layers,
-        ),
-        lambda traced: traced.graph,
+    found = (
+        first_devices(devices, plan.cluster.num_devices) if hosts is None else hosts.devices(plan)
     )
+    traced = trace_for_plan(workload, plan)
+    if hosts is not None:
+        hosts.compare({"model_hash": traced.graph.model_hash})
+    sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
+    return PipelinedStep(workload, plan, traced, found, sharding, fast_compile, hosts)
 
 
 class PipelinedStep:
@@ -136,9 +130,11 @@ class PipelinedStep:
         devices: list[Any],
         sharding: ModelSharding,
         fast_compile: bool = False,
+        hosts: Hosts | None = None,
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
-        self.devices = devices
+        self.devices, self.hosts = devices, hosts
+        self._parts: dict[int, Part] = {}
         self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
@@ -165,6 +161,11 @@ class PipelinedStep:
             )
             for s, stage in enumerate(plan.stages)
         ]
+        self._own = [
+            (s, stage)
+            for s, stage in enumerate(self.stages)
+            if hosts is None or hosts.has(stage.mesh)
+        ]
         self._param_bytes = {
             split: sharding.param_bytes(split)
             for split in {stage.choice.param_split for stage in plan.stages}
@@ -173,19 +174,35 @@ class PipelinedStep:
 
     @cached_property
     def program(self) -> Step:
-        """The step's instructions; compiles every stage."""
+        """The step's instructions; compiles every stage of this process."""
+        return self._shared(self.program_of_one_process)
+
+    @cached_property
+    def program_of_one_process(self) -> Step:
+        """The same without what several wait for."""
         return build_step(self._interfaces, self.plan.schedule_table)
 
     @cached_property
     def evaluation(self) -> Step:
         """The instructions of ``evaluate``; ``capture.step.program.replay`` of them says what it
         needs."""
-        return build_evaluation(self._interfaces, self.plan.schedule_table)
+        return self._shared(build_evaluation(self._interfaces, self.plan.schedule_table))
+
+    def _shared(self, step: Step) -> Step:
+        """As several processes execute it, if they do."""
+        if self.hosts is None:
+            return step
+        part = self.hosts.part(step, partial(layout_of, step, self.stages), self.devices)
+        self._parts[id(part.step)] = part
+        return part.step
 
     @cached_property
     def _interfaces(self) -> list[StageInterface]:
-        costs = [stage.cost for stage in self.stages]
-        return plan_interfaces(self.plan, self._graph, self._param_bytes, costs)
+        costs = {s: stage.cost for s, stage in self._own}
+        if self.hosts is not None:
+            costs = self.hosts.costs(costs)
+        ordered = [costs[s] for s in range(len(self.stages))]
+        return plan_interfaces(self.plan, self._graph, self._param_bytes, ordered)
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
@@ -222,7 +239,7 @@ class PipelinedStep:
         self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
         slots: dict[str, list[jax.Array]] = {}
-        for s, stage in enumerate(self.stages):
+        for s, stage in self._own:
             params, optimizer = _initial(stage, leaves, state_leaves)
             count = len(stage.owned)
             slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer}
@@ -231,11 +248,18 @@ class PipelinedStep:
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
 
     def params(self, state: PipelineState) -> PyTree:
-        """The whole model's parameters on the host, as the workload's ``init`` returns them."""
-        found = dict(state.unused)
-        for s, stage in enumerate(self.stages):
-            found |= zip(stage.owned, map(np.asarray, state.slots[f"params@{s}"]), strict=True)
-        return joined_params(self.traced, found)
+        """The whole model's parameters on the host, as the workload's ``init`` returns them.
+
+        Several processes ask together, and each gets all; so of ``optimizer_state`` and
+        ``accumulate``.
+        """
+        found = self._on_host(
+            lambda stage: zip(stage.owned, stage.param_structs(stage.owned), strict=True),
+            lambda s, stage: state.slots[f"params@{s}"],
+        )
+        return joined_params(
+            self.traced, state.unused | {p: array for (_, p), array in found.items()}
+        )
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
         """The whole model's optimizer state on the host, as optax holds it over
@@ -243,16 +267,40 @@ class PipelinedStep:
 
         That of parameters that the loss does not read is zero.
         """
-        found: dict[int, jax.Array] = {}
-        for s, stage in enumerate(self.stages):
-            found |= zip(stage.optimizer.state, state.slots[f"optimizer@{s}"], strict=True)
-        structs = enumerate(self.optimizer.state_structs)
+        found = self._on_host(
+            lambda stage: zip(stage.optimizer.state, stage.state_structs(), strict=True),
+            lambda s, stage: state.slots[f"optimizer@{s}"],
+        )
+        whole = {k: array for (_, k), array in found.items()}
         return self.optimizer.unflatten_state(
             [
-                to_host(found[k]) if k in found else np.zeros(struct.shape, struct.dtype)
-                for k, struct in structs
+                whole[k] if k in whole else np.zeros(struct.shape, struct.dtype)
+                for k, struct in enumerate(self.optimizer.state_structs)
             ]
         )
+
+    def _on_host(
+        self,
+        keys_and_structs: Callable[[StagePrograms], Iterable[tuple[int, jax.ShapeDtypeStruct]]],
+        arrays: Callable[[int, StagePrograms], Iterable[jax.Array]],
+    ) -> dict[tuple[int, int], Any]:
+        """Whole arrays by stage and another number, also those of other processes.
+
+        Args:
+            keys_and_structs: Of the arrays of a stage.
+            arrays: Of a stage of this process, in the same order.
+        """
+        structs = {
+            (s, key): struct
+            for s, stage in enumerate(self.stages)
+            for key, struct in keys_and_structs(stage)
+        }
+        own = [(s, key) for s, stage in self._own for key, _ in keys_and_structs(stage)]
+        held = (array for s, stage in self._own for array in arrays(s, stage))
+        found = dict(zip(own, held, strict=True))
+        if self.hosts is not None:
+            return self.hosts.gather(found, structs)
+        return {key: to_host(array) for key, array in found.items()}
 
     # ---- execution -------------------------------------------------------------------------------
 
@@ -313,11 +361,16 @@ class PipelinedStep:
         parameters. The state is not consumed."""
         stop = self.program.num_passes
         slots, metrics = self._execute(self._bound, state, batch, key, stop=stop)
+        gradients = self._on_host(
+            lambda stage: zip(stage.params, stage.param_structs(stage.params), strict=True),
+            lambda s, stage: (
+                *slots[f"gradients@{s}"],
+                *(slots[f"gradient{p}@{s}"][0] for p in stage.borrowed),
+            ),
+        )
         found = {p: np.zeros_like(array) for p, array in state.unused.items()}
-        for s, stage in enumerate(self.stages):
-            found |= zip(stage.owned, map(np.asarray, slots[f"gradients@{s}"]), strict=True)
-            for p in stage.borrowed:  # its owner is an earlier stage
-                found[p] = found[p] + np.asarray(slots[f"gradient{p}@{s}"][0])
+        for (_, p), gradient in sorted(gradients.items()):
+            found[p] = found[p] + gradient if p in found else gradient  # the owner is the first
         return joined_params(self.traced, found), metrics
 
     def first_gradients(
@@ -352,6 +405,11 @@ class PipelinedStep:
             bound_run_ahead=self.bound_run_ahead,
             observer=observer,
         )
+        if self.hosts is not None:
+            last = self.stages[-1]
+            losses = self.hosts.broadcast(
+                losses, last.value_structs(last.layers.outputs) * self.plan.num_microbatches
+            )
         return slots, StepMetrics(losses, time.thread_time() - start)
 
     @cached_property
@@ -363,13 +421,15 @@ class PipelinedStep:
         return self._bind(self.evaluation)
 
     def _bind(self, step: Step) -> BoundStep:
+        own = {stage for _, stage in self._own}
+        calls = stage_calls(step, [stage if stage in own else None for stage in self.stages])
         layout = partial(layout_of, step, self.stages)
-        return BoundStep(step, stage_calls(step, self.stages), layout)
+        return BoundStep(step, calls, layout, self._parts.get(id(step)))
 
     @cached_property
     def _state_shardings(self) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
-        for s, stage in enumerate(self.stages):
+        for s, stage in self._own:
             params = [stage.param_sharding(p) for p in stage.owned]
             state = [stage.state_sharding(k) for k in stage.optimizer.state]
             found |= {f"params@{s}": params, f"optimizer@{s}": state}
@@ -402,8 +462,7 @@ def _initial(
     of_params = [stage.param_sharding(p) for p in stage.params]
     of_state = [stage.state_sharding(k) for k in stage.optimizer.state]
     params = [
-        jax.device_put(leaves[p], sharding)
-        for p, sharding in zip(stage.params, of_params, strict=True)
+        to_device(leaves[p], sharding) for p, sharding in zip(stage.params, of_params, strict=True)
     ]
     given = []
     if state_leaves is not None:

@@ -10,10 +10,7 @@ is worked out once (``plan_reshard``).
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,19 +20,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from capture.errors import ExecutionError
 from capture.runtime.array_copy import plan_copies
-
-#: First and last-plus-one index in every dimension.
-Box = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """One piece: cut from a source shard (``piece`` numbers the cuts of that shard; None takes it
-    whole), for one device."""
-
-    source: jax.Device
-    piece: int | None
-    target: jax.Device
+from capture.runtime.fetches import Box, Fetches, boxes, plan_fetches
 
 
 def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax.Array:
@@ -63,9 +48,8 @@ def plan_reshard(
 ) -> Callable[[jax.Array], jax.Array]:
     """Work out a move once, to be made many times.
 
-    A destination shard overlaps a grid of source shards. Each overlap is cut on a device that holds
-    it (the destination itself if it does, else the replica with the least to send so far), copied,
-    and the grid is joined dimension by dimension.
+    Each piece that ``plan_fetches`` names is cut on its source, copied, and the grid is joined
+    dimension by dimension.
 
     Args:
         shape: Global shape.
@@ -92,7 +76,7 @@ def plan_reshard(
         return _plan_keys(shape, dtype, src, dst, may_alias)
     if goes_whole(shape, src, dst, may_alias=may_alias):
         return _plan_whole(src, dst)
-    return _plan_pieces(shape, _boxes(src, shape), _boxes(dst, shape), dst, may_alias)
+    return _plan_pieces(shape, plan_fetches(tuple(shape), src, dst), dst, may_alias)
 
 
 def plan_moves(
@@ -126,7 +110,7 @@ def goes_whole(
     shape: tuple[int, ...], src: Sharding, dst: Sharding, *, may_alias: bool = False
 ) -> bool:
     """Whether every shard is copied as it is to another device, or another memory."""
-    src_boxes, dst_boxes = _boxes(src, shape), _boxes(dst, shape)
+    src_boxes, dst_boxes = boxes(src, shape), boxes(dst, shape)
     # One device to one, or shard for shard onto other devices: XLA does these without the host. On
     # devices in common it would alias, whatever ``may_alias`` says, if the source is a replica
     # (seen in jax 0.10.2 and 0.12); another memory of theirs is no alias.
@@ -158,42 +142,14 @@ def _plan_keys(
 
 
 def _plan_pieces(
-    shape: tuple[int, ...],
-    src_boxes: dict[jax.Device, Box],
-    dst_boxes: dict[jax.Device, Box],
-    dst: Sharding,
-    may_alias: bool,
+    shape: tuple[int, ...], found: Fetches, dst: Sharding, may_alias: bool
 ) -> Callable[[jax.Array], jax.Array]:
     """The general move: cut, copy, join."""
-    cuts: dict[jax.Device, list[Box]] = {}
-    fetches: list[_Fetch] = []
-    joins: list[tuple[int, Callable[..., jax.Array] | None]] = []
-    sent: Counter[jax.Device] = Counter()
-    holders: dict[Box, list[jax.Device]] = {}
-    for device, box in src_boxes.items():
-        holders.setdefault(box, []).append(device)
-    for target, wanted in dst_boxes.items():
-        starts = []
-        for box, devices in sorted(holders.items()):
-            part = _overlap(box, wanted)
-            if part is None:
-                continue
-            source = min(devices, key=lambda device: (device != target, sent[device]))
-            sent[source] += math.prod(stop - start for start, stop in part)
-            piece = None
-            if part != box:
-                local = tuple(
-                    (a - origin, b - origin) for (a, b), (origin, _) in zip(part, box, strict=True)
-                )
-                pieces = cuts.setdefault(source, [])
-                if local not in pieces:
-                    pieces.append(local)
-                piece = pieces.index(local)
-            fetches.append(_Fetch(source, piece, target))
-            starts.append(tuple(start for start, _ in part))
-        joins.append((len(starts), _joiner(tuple(starts)) if len(starts) > 1 else None))
-
-    cutters = {device: _cutter(tuple(boxes)) for device, boxes in cuts.items()}
+    fetches = found.fetches
+    cutters = {device: cutter(cuts) for device, cuts in found.cuts.items()}
+    joins = [
+        (len(starts), joiner(starts) if len(starts) > 1 else None) for _, starts in found.joins
+    ]
     # What is already in place needs no copy: a cut is a new buffer, and so is what a join makes of
     # whole shards.
     joined = [join is not None for count, join in joins for _ in range(count)]
@@ -212,7 +168,7 @@ def _plan_pieces(
 
     def move(x: jax.Array) -> jax.Array:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
-        pieces = {device: cutter(shards[device]) for device, cutter in cutters.items()}
+        pieces = {device: cut(shards[device]) for device, cut in cutters.items()}
         parts = [
             shards[fetch.source] if fetch.piece is None else pieces[fetch.source][fetch.piece]
             for fetch in fetches
@@ -231,38 +187,19 @@ def _plan_pieces(
     return move
 
 
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
-    """What each device holds, in the order of the sharding's devices."""
-    indices = sharding.devices_indices_map(shape)
-    return {
-        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for device, index in indices.items()
-        if index is not None
-    }
-
-
-def _overlap(box: Box, wanted: Box) -> Box | None:
-    """The part of ``wanted`` that ``box`` holds; an empty dimension is held by everyone."""
-    part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
-    touching = all(
-        start < stop or c == d for (start, stop), (c, d) in zip(part, wanted, strict=True)
-    )
-    return part if touching else None
-
-
 @lru_cache(maxsize=4096)
-def _cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+def cutter(cuts: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
     """One program that cuts all pieces wanted of a shard."""
 
     @jax.jit
     def cut(shard: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(shard[tuple(slice(start, stop) for start, stop in box)] for box in boxes)
+        return tuple(shard[tuple(slice(start, stop) for start, stop in box)] for box in cuts)
 
     return cut
 
 
 @lru_cache(maxsize=4096)
-def _joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
+def joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
     """One program that joins a grid of pieces, given with the index of their first element in
     ascending order."""
 

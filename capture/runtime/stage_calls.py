@@ -14,17 +14,19 @@ from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.program import Run, Slot, Step
 
 
-def stage_calls(step: Step, stages: Sequence[StagePrograms]) -> dict[str, Call]:
+def stage_calls(step: Step, stages: Sequence[StagePrograms | None]) -> dict[str, Call]:
     """What a step calls, by name; compiles every program of it.
 
     Args:
         step: The step of these stages, as ``capture.step.pipeline.build_step`` makes it.
-        stages: In pipeline order.
+        stages: In pipeline order; None for those of other processes, which are left out.
     """
     calls = {}
     for name in {each.program for each in step.instructions if isinstance(each, Run)}:
         program = step.programs[name]
-        calls[name] = _CALLS[program.kind](stages[step.places.index(program.place)])
+        stage = stages[step.places.index(program.place)]
+        if stage is not None:
+            calls[name] = _CALLS[program.kind](stage)
     return calls
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -25,10 +25,14 @@ from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
-from capture.runtime.pipeline import pipeshard
+from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.step.ledger import Ledger
+from capture.step.program import replay
+
+if TYPE_CHECKING:
+    from capture.runtime.multihost import Hosts
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,19 @@ def train(
     workload: WorkloadProtocol,
     training: Training,
     report: Callable[[str], None] = lambda text: None,
+    hosts: Hosts | None = None,
 ) -> dict[str, Any]:
     """Run some steps, the first under the meters and, of several, the last under malloc's; the
-    document of ``capture run --json``."""
+    document of ``capture run --json``.
+
+    Of several processes each runs this: what was measured is then of this one's devices, and host 0
+    compares with one device (``capture.runtime.hosts.documents`` joins what they say).
+    """
     report("compiling the stages")
     step: AnyStep = (
         streamed(workload, plan, fast_compile=training.fast_compile)
         if isinstance(plan, PacksPlan)
-        else pipeshard(workload, plan, fast_compile=training.fast_compile)
+        else pipeshard(workload, plan, fast_compile=training.fast_compile, hosts=hosts)
     )
     if isinstance(step, StreamedStep) and step.updates_last:
         report(
@@ -97,9 +106,10 @@ def train(
     document: dict[str, Any] = {}
     if training.check:
         report("comparing with one device")
-        reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
         gradients = step.first_gradients(params, batches[0], step_keys[0])
-        document |= reference.compare(gradients, params, batches, step_keys)
+        if hosts is None or hosts.process == 0:
+            reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
+            document |= reference.compare(gradients, params, batches, step_keys)
         del gradients
     state = step.init_from(params) if restored is None else restored
     losses, seconds, dispatch = [], [], []
@@ -156,6 +166,8 @@ def train(
         "is_target": (target == "cpu") == (jax.devices()[0].platform == "cpu"),
         "versions": environment.versions(),
     }
+    if isinstance(step, PipelinedStep) and hosts is not None:
+        document["offered_peak_bytes_per_device"] = _offered_bytes(step)
     if isinstance(plan, PacksPlan):
         document["host"] = _host_bytes(plan, replayed, measured)
     if "reference_loss" in document:
@@ -163,6 +175,15 @@ def train(
             document["loss"], document["reference_loss"]
         )
     return document
+
+
+def _offered_bytes(step: PipelinedStep) -> list[int]:
+    """By how much the replayed peaks are above those of one process: what waits to be pulled."""
+    alone = replay(step.program_of_one_process).peak_bytes_per_device
+    return [
+        peak - before
+        for peak, before in zip(step.replay().peak_bytes_per_device, alone, strict=True)
+    ]
 
 
 def _predicted_bytes(plan: Plan | PacksPlan) -> list[int] | None:

@@ -12,18 +12,17 @@ import optax
 import pytest
 from pipeline_models import mlp, pipeline, tied
 
-import capture.runtime.meter
+import capture.runtime.process_memory
 from capture.errors import ExecutionError
 from capture.runtime.meter import (
     AllocatorMeter,
-    HeapMeter,
     LiveArrayMeter,
-    ResidentSetMeter,
     buffers,
     measure_heap,
     measure_step,
 )
 from capture.runtime.pipeline import PipelinedStep, pipeshard
+from capture.runtime.process_memory import HeapMeter, ResidentSetMeter
 from capture.step.program import Run
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -177,7 +176,7 @@ def test_shards_and_their_views_count_once():
 def test_missing_meters_read_none(monkeypatch, small):
     assert AllocatorMeter(jax.devices()[:2]).peak_bytes_per_device is None
     assert ResidentSetMeter().peak_bytes is None  # not started
-    monkeypatch.setattr(capture.runtime.meter, "_malloc_reader", lambda: None)
+    monkeypatch.setattr(capture.runtime.process_memory, "_malloc_reader", lambda: None)
     state, batch = small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8)
     state, _, heap = measure_heap(small, state, batch, jax.random.key(2))
     assert heap is None and state.num_steps == 1

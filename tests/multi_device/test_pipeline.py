@@ -13,7 +13,7 @@ from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, tied
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import WorkloadSpec
 from capture.runtime.meter import LiveArrayMeter, measure_step
-from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
+from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.programs import shard_bytes
 from capture.runtime.reference import (
     ReferenceStep,
@@ -22,6 +22,7 @@ from capture.runtime.reference import (
     rounding_floor,
 )
 from capture.step.program import replay
+from capture.tracing.planned import trace_for_plan
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 

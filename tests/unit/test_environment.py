@@ -13,6 +13,7 @@ import pytest
 from timeouts import TIMEOUT_SECONDS
 
 from capture import environment
+from capture.errors import ExecutionError
 
 SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 COUNT = "--xla_force_host_platform_device_count"
@@ -153,3 +154,18 @@ def test_patience_grows_with_the_load_alone(monkeypatch):
     for load, allowed in ((0.1, 10), (2, 10), (20, 100)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 99, 99))
         assert environment.patience(10) == allowed
+
+
+def test_the_host_of_a_run_is_said_in_whole_or_refused(monkeypatch):
+    assert environment.host_of_run() is None
+    monkeypatch.setenv("CAPTURE_COORDINATOR", "10.0.0.1:4321")
+    monkeypatch.setenv("CAPTURE_NUM_HOSTS", "2")
+    with pytest.raises(ExecutionError) as refused:
+        environment.host_of_run()
+    assert str(refused.value) == (
+        "CAPTURE_COORDINATOR=10.0.0.1:4321, CAPTURE_NUM_HOSTS=2, CAPTURE_HOST=None: set the "
+        "address and port of host 0, the number of hosts, and which this is, from 0. "
+        "[run-hosts-environment]"
+    )
+    monkeypatch.setenv("CAPTURE_HOST", "1")
+    assert environment.host_of_run() == ("10.0.0.1:4321", 2, 1)

@@ -33,6 +33,10 @@ LOAD_THROUGH_ANOTHER = (
 )
 
 
+#: They start and hear processes that execute, among modules that do.
+DRIVERS = ("capture.runtime.hosts.driver", "capture.runtime.hosts.process")
+
+
 def framework_free() -> list[str]:
     """All modules of the library but those that are named."""
     named = (*MAY_LOAD, *LOAD_THROUGH_ANOTHER)
@@ -45,6 +49,7 @@ def framework_free() -> list[str]:
     return [
         *(package.__name__ for package in packages),
         *(name for name in found if not name.startswith(named) and name != "capture.__main__"),
+        *DRIVERS,
     ]
 
 

@@ -1,0 +1,34 @@
+"""What the processes of a training say, as one document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+#: What a process says of itself alone.
+_OWN = ("allocator", "resident_set_peak_bytes", "resident_set_before_bytes", "dispatch_seconds")
+
+
+def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Devices of host 0, then those of host 1, and so on: node-major, as the plan counts them.
+
+    Args:
+        documents: As ``capture.runtime.training.train`` returns them, by host.
+    """
+    first = documents[0]
+    measured = [document["measured_peak_bytes_per_device"] for document in documents]
+    seconds = [document["step_seconds"] for document in documents]
+    return first | {
+        "measured_peak_bytes_per_device": [peak for peaks in measured for peak in peaks],
+        "ledger_checks": sum(document["ledger_checks"] for document in documents),
+        "step_seconds": [max(of_hosts) for of_hosts in zip(*seconds, strict=True)],
+        **dict.fromkeys(_OWN),
+        "hosts": [
+            {
+                "num_devices": len(document["measured_peak_bytes_per_device"]),
+                "ledger_checks": document["ledger_checks"],
+                **{name: document[name] for name in _OWN},
+            }
+            for document in documents
+        ],
+    }

@@ -1,0 +1,223 @@
+"""The part of a step that one of several processes executes: what happens at its own places, and
+the copies that it sends or receives."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from capture.runtime.hosts.across import BoundCopy, CopyAcross
+from capture.step.offers import Crossing, OfferedStep, with_offers
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait
+
+if TYPE_CHECKING:
+    from capture.runtime.dispatch import Action, Frame, Layout
+    from capture.runtime.multihost import Hosts
+
+
+@dataclass(frozen=True)
+class SharedStep:
+    """A step that several processes execute, the same in all of them.
+
+    Attributes:
+        offered: With what waits to be pulled.
+        copies: Per copy that leaves a process, by its number in the step.
+    """
+
+    offered: OfferedStep
+    copies: Mapping[int, CopyAcross]
+
+    @property
+    def step(self) -> Step:
+        return self.offered.step
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the list."""
+        text = repr((self.step.instructions, self.step.slots))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @classmethod
+    def of(
+        cls, step: Step, layout: Layout, devices: Sequence[jax.Device], window: int
+    ) -> SharedStep:
+        """Work out its copies.
+
+        Args:
+            step: As in one process.
+            layout: Of every slot that is copied.
+            devices: By device id of the step.
+            window: See ``capture.step.offers``.
+        """
+        copies = {}
+        for number, copy in enumerate(step.instructions):
+            if isinstance(copy, Copy) and _crosses(step, copy, devices):
+                sources = layout(step.slots[copy.source])
+                which = copy.index
+                if which is not None:
+                    which = (which,) if isinstance(which, int) else which
+                    sources = [sources[i] for i in which]
+                targets = [struct.sharding for struct in layout(step.slots[copy.target])]
+                copies[number] = CopyAcross(sources, targets, copy.label)  # type: ignore[arg-type]
+        ids = {device.id: number for number, device in enumerate(devices)}
+        crossings = {
+            number: Crossing(
+                crossing.pairs,
+                {ids[device]: nbytes for device, nbytes in crossing.piece_bytes.items()},
+            )
+            for number, crossing in ((n, copy.crossing) for n, copy in copies.items())
+        }
+        offered = with_offers(step, crossings, window)
+        return cls(offered, {new: copies[old] for new, old in offered.crossings.items()})
+
+
+class Part:
+    """What one process executes of a step.
+
+    Args:
+        shared: The step.
+        hosts: The processes.
+        devices: By device id of the step.
+    """
+
+    def __init__(self, shared: SharedStep, hosts: Hosts, devices: Sequence[jax.Device]):
+        self.step = shared.step
+        self._shared, self._hosts, self._devices = shared, hosts, devices
+        self._here = {
+            place.name
+            for place in self.step.places
+            if any(devices[d].process_index == hosts.process for d in place.devices)
+        }
+        self._copies = {
+            number: BoundCopy(copy, hosts.process, hosts.count, hosts.transport)
+            for number, copy in shared.copies.items()
+        }
+        self._pieces: dict[int, dict[jax.Device, int]] = {number: {} for number in self._copies}
+        for slot, (number, device) in shared.offered.pieces.items():
+            if self.has(self.step.slots[slot].place):
+                self._pieces[number][devices[device]] = slot
+        # Tells lists apart: processes that are not in the same one never take each other's arrays.
+        self._salt = int(shared.digest[:4], 16) >> 1 << 40
+        self._first = self._salt
+
+    def has(self, place: Place) -> bool:
+        """Whether it has devices of this process."""
+        return place.name in self._here
+
+    def begin(self) -> None:
+        """Every process has begun as many executions before."""
+        self._first = self._salt + self._hosts.reserve(len(self.step.instructions))
+
+    @property
+    def memories(self) -> list[int]:
+        """Of this process's devices."""
+        return [
+            number
+            for number, device in enumerate(self._devices)
+            if device.process_index == self._hosts.process
+        ]
+
+    @cached_property
+    def view(self) -> Step:
+        """The step as this process can wait in it: slots of others hold nothing, and only a sender
+        waits for what it sent."""
+        slots = [
+            slot if self.has(slot.place) else replace(slot, nbytes=0) for slot in self.step.slots
+        ]
+        instructions: list[Instruction] = [
+            Free(())
+            if isinstance(instruction, Wait) and not self._copies[self._copy_of[number]].sends
+            else instruction
+            for number, instruction in enumerate(self.step.instructions)
+        ]
+        return replace(self.step, slots=slots, instructions=instructions)
+
+    @cached_property
+    def _copy_of(self) -> dict[int, int]:
+        """Per wait, the number of the last copy before it into its slot."""
+        found, last = {}, {}
+        for number, instruction in enumerate(self.step.instructions):
+            match instruction:
+                case Copy(target=target) if number in self._copies:
+                    last[target] = number
+                case Wait(slot=slot):
+                    found[number] = last[slot]
+                case _:
+                    pass
+        return found
+
+    def bind(self, number: int, instruction: Instruction) -> Action | None:
+        """What this process does at an instruction; None if it is what one process would do."""
+        slots = self.step.slots
+        match instruction:
+            case Run(program=program):
+                here = self.has(self.step.programs[program].place)
+            case Wait():
+                return self._bind_wait(self._copy_of[number])
+            case Copy() if number in self._copies:
+                return self._bind_copy(number, instruction)
+            case Copy(target=slot) | Feed(slot=slot):
+                here = self.has(slots[slot].place)
+                if here and slot in self._shared.offered.pieces:
+                    return self._bind_cut(instruction)
+            case Free(slots=freed):
+                here = any(self.has(slots[slot].place) for slot in freed)
+        return None if here else _nothing
+
+    def _bind_wait(self, number: int) -> Action:
+        copy = self._copies[number]
+        return (lambda frame: copy.wait(self._first + number)) if copy.sends else _nothing
+
+    def _bind_cut(self, cut: Instruction) -> Action:
+        assert isinstance(cut, Copy)
+        number, device = self._shared.offered.pieces[cut.target]
+        program = self._copies[number].cutters(self._devices[device])
+        taken, target = self._taken(number), cut.target
+
+        def action(frame: Frame) -> None:
+            frame.slots[target] = program(taken(frame))
+
+        return action
+
+    def _bind_copy(self, number: int, instruction: Copy) -> Action:
+        copy, pieces, target = self._copies[number], self._pieces[number], instruction.target
+        sends = self.has(self.step.slots[instruction.source].place)
+        receives, taken = copy.receives, self._taken(number)
+
+        def action(frame: Frame) -> None:
+            here: dict[Any, jax.Array] = {}
+            if sends:
+                cuts = {device: frame.slots[slot] or [] for device, slot in pieces.items()}
+                here = copy.send(taken(frame), cuts, self._first + number)
+            if receives:
+                frame.slots[target] = copy.receive(here, self._first + number)
+
+        return action if sends or receives else _nothing
+
+    def _taken(self, number: int) -> Callable[[Frame], list[jax.Array]]:
+        """The arrays that a copy takes of its source."""
+        copy = self.step.instructions[number]
+        assert isinstance(copy, Copy)
+        source, index = copy.source, copy.index
+        which = (index,) if isinstance(index, int) else index
+
+        def taken(frame: Frame) -> list[jax.Array]:
+            arrays = frame.slots[source]
+            assert arrays is not None, f"{copy.label}: the source is not alive"
+            return arrays if which is None else [arrays[i] for i in which]
+
+        return taken
+
+
+def _crosses(step: Step, copy: Copy, devices: Sequence[jax.Device]) -> bool:
+    places = (step.slots[copy.source].place, step.slots[copy.target].place)
+    return len({devices[d].process_index for place in places for d in place.devices}) > 1
+
+
+def _nothing(frame: Frame) -> None:
+    """At an instruction of others."""

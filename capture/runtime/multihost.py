@@ -1,0 +1,339 @@
+"""Several processes, one per node of a plan's cluster, each with its own part of the one step.
+
+    hosts = multihost.initialize()
+    step = capture.pipeshard(workload, plan, hosts=hosts)
+
+Every process executes the same lines; what they must agree on is compared before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture import documents, environment
+from capture.errors import ExecutionError, Violation
+from capture.measured.stage_cost import StageCost
+from capture.plan.stages import Plan
+from capture.runtime.dispatch import Layout, to_host
+from capture.runtime.hosts.across import BoundCopy, CopyAcross
+from capture.runtime.hosts.driver import check_nodes
+from capture.runtime.hosts.part import Part, SharedStep
+from capture.runtime.hosts.sockets import Sockets
+from capture.step.program import Step
+
+#: Offers of a process to another that may wait to be pulled.
+WINDOW = 2
+#: Most that an idle machine waits for another process, in seconds.
+PATIENCE = 600.0
+HEARTBEAT_SECONDS = 60
+#: So many arrays of a state may wait to be pulled.
+_GATHERED = 8
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_hosts: int | None = None,
+    host: int | None = None,
+    *,
+    window: int = WINDOW,
+    patience_seconds: float = PATIENCE,
+    on_silence: Callable[[str], None] | None = None,
+) -> Hosts:
+    """Join the processes of a run; call it before anything asks JAX for devices.
+
+    Args:
+        coordinator: ``address:port`` at which host 0 listens, an address that all others reach;
+            without it JAX asks the scheduler (Slurm, Open MPI).
+        num_hosts, host: How many there are, and which this is.
+        window: See ``capture.step.offers``.
+        patience_seconds: After which a process gives up another one.
+        on_silence: What then happens, given the sentence; by default it is printed and the process
+            ends with code 3.
+
+    Raises:
+        ExecutionError: ``run-hosts-start`` if the others cannot be reached, ``run-hosts-differ`` if
+            they have other versions or flags.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_hosts,
+            host,
+            coordinator_bind_address=coordinator if host == 0 else None,
+            initialization_timeout=int(environment.patience(HEARTBEAT_SECONDS)),
+            heartbeat_timeout_seconds=int(environment.patience(HEARTBEAT_SECONDS)),
+            shutdown_timeout_seconds=5,
+        )
+    except Exception as error:  # of gRPC, as a RuntimeError or a class of its own
+        where = coordinator or "the address that the scheduler gives"
+        said = (str(error).splitlines() or [""])[0]
+        raise ExecutionError.of(
+            f"the processes of the run did not find each other at {where}: {said}; give an address "
+            "and a free port of host 0 that every host reaches.",
+            "run-hosts-start",
+        ) from error
+    from jax._src import distributed  # what it knows has no public name
+
+    known = distributed.global_state
+    hosts = Hosts(
+        jax.process_index(),
+        jax.process_count(),
+        known.client,
+        _own_address(coordinator or str(known.coordinator_address)),
+        window=window,
+        patience_seconds=patience_seconds,
+        on_silence=on_silence or _end,
+    )
+    hosts.compare(
+        {"versions": environment.versions(), "XLA_FLAGS": list(environment.active_flags())}
+    )
+    return hosts
+
+
+class Hosts:
+    """The processes of a run, seen by one of them. Made by ``initialize``.
+
+    Args:
+        process, count: This one, of how many.
+        store: Keys and values that all see: the client of ``jax.distributed``.
+        address: Of this host, for the others.
+        window, patience_seconds, on_silence: As for ``initialize``.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        count: int,
+        store: Any,
+        address: str,
+        *,
+        window: int = WINDOW,
+        patience_seconds: float = PATIENCE,
+        on_silence: Callable[[str], None],
+    ):
+        self.process, self.count, self.window = process, count, window
+        self._store, self._address = store, address
+        self._patience_seconds, self._on_silence = patience_seconds, on_silence
+        self._exchanges = self._numbers = 0
+        self._copies: dict[Any, BoundCopy] = {}
+
+    @cached_property
+    def transport(self) -> Sockets:
+        """How arrays travel; made when first used, in all processes together."""
+        return Sockets(
+            self._address,
+            self.process,
+            lambda own: self.exchange("addresses", own),
+            environment.patience(self._patience_seconds),
+            self._on_silence,
+        )
+
+    def exchange(self, what: str, mine: Any) -> list[Any]:
+        """Small documents, one per process; every process makes the same calls in the same order.
+
+        Raises:
+            ExecutionError: ``run-hosts-silent`` if one does not come in time.
+        """
+        self._exchanges += 1
+        key = f"capture/{what}/{self._exchanges}"
+        self._store.key_value_set(f"{key}/{self.process}", json.dumps(mine))
+        found = []
+        for process in range(self.count):
+            try:
+                milliseconds = int(1000 * environment.patience(self._patience_seconds))
+                text = self._store.blocking_key_value_get(f"{key}/{process}", milliseconds)
+            except Exception as error:
+                raise ExecutionError.of(
+                    f"host {process} has not said its {what} within "
+                    f"{milliseconds // 1000} s; look why it is late, or ended.",
+                    "run-hosts-silent",
+                ) from error
+            found.append(json.loads(text))
+        return found
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Refuse processes that would not do the same.
+
+        Raises:
+            ExecutionError: ``run-hosts-differ`` with every host and fact that differs from host
+                0's.
+        """
+        first, *others = self.exchange("facts", dict(facts))
+        ExecutionError.check(
+            Violation(
+                f"host {number} has {name}={other.get(name)!r} and host 0 {first[name]!r}; start "
+                "all hosts with the same files, packages and environment.",
+                "run-hosts-differ",
+            )
+            for number, other in enumerate(others, 1)
+            for name in first
+            if other.get(name) != first[name]
+        )
+
+    def first_does(self, what: str, call: Callable[[], None]) -> None:
+        """Host 0 does something, and the others wait for it.
+
+        Raises:
+            ExecutionError: what it raises there, in every process.
+        """
+        failed: list[tuple[str, str]] = []
+        if self.process == 0:
+            try:
+                call()
+            except ExecutionError as error:
+                failed = [(violation.message, violation.code) for violation in error.violations]
+        failed, *_ = self.exchange(what, failed)
+        ExecutionError.check(Violation(message, code) for message, code in failed)
+
+    def has(self, mesh: Mesh) -> bool:
+        """Whether a stage has devices of this process."""
+        return any(device.process_index == self.process for device in mesh.devices.flat)
+
+    def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> Part:
+        """What this process executes of a step.
+
+        Args:
+            step: As in one process.
+            layout: Of its slots.
+            devices: By device id.
+
+        Raises:
+            ExecutionError: ``run-hosts-differ`` if the others have another list.
+        """
+        shared = SharedStep.of(step, layout, devices, self.window)
+        self.compare({"list of instructions": shared.digest})
+        return Part(shared, self, devices)
+
+    def costs(self, own: Mapping[int, StageCost]) -> dict[int, StageCost]:
+        """Those of all stages: each process compiles its own, all at once.
+
+        Args:
+            own: By stage.
+        """
+        mine = {str(s): cost.to_json() for s, cost in own.items()}
+        return {
+            int(s): documents.read(cost, StageCost)
+            for found in self.exchange("costs of stages", mine)
+            for s, cost in found.items()
+        }
+
+    def gather(
+        self,
+        own: Mapping[tuple[int, int], jax.Array],
+        structs: Mapping[tuple[int, int], jax.ShapeDtypeStruct],
+    ) -> dict[tuple[int, int], Any]:
+        """Whole arrays of all processes, on the host of each; all ask together.
+
+        Args:
+            own: Those of this process.
+            structs: Of all, with the shardings that they have.
+        """
+        first, found = self.reserve(len(structs)), {}
+        sent: deque[tuple[BoundCopy, int]] = deque()
+        for number, key in enumerate(sorted(structs), first):
+            copy = self._to_all((structs[key],))
+            here = copy.send([own[key]], {}, number) if key in own else {}
+            (array,) = copy.receive(here, number)
+            found[key] = to_host(array.addressable_shards[0].data)
+            sent.append((copy, number))
+            if len(sent) > _GATHERED:
+                _wait(*sent.popleft())
+        for copy, number in sent:
+            _wait(copy, number)
+        return found
+
+    def broadcast(
+        self, own: Sequence[jax.Array], structs: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[jax.Array]:
+        """Small arrays of one process in every process; they need not be there yet.
+
+        Args:
+            own: In their owner; empty elsewhere.
+            structs: With the shardings that they have there.
+        """
+        number, copy = self.reserve(1), self._to_all(tuple(structs), acknowledged=False)
+        if own:
+            copy.send(own, {}, number)
+            return list(own)
+        return [array.addressable_shards[0].data for array in copy.receive({}, number)]
+
+    def _to_all(
+        self, structs: tuple[jax.ShapeDtypeStruct, ...], *, acknowledged: bool = True
+    ) -> BoundCopy:
+        """Arrays whole to the first device of every process."""
+        if (structs, acknowledged) not in self._copies:
+            first: dict[int, jax.Device] = {}
+            for device in jax.devices():
+                first.setdefault(device.process_index, device)
+            mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("host",))
+            everywhere = [NamedSharding(mesh, PartitionSpec())] * len(structs)
+            across = CopyAcross(structs, everywhere, "what all hosts asked for")
+            self._copies[structs, acknowledged] = BoundCopy(
+                across, self.process, self.count, self.transport, acknowledged=acknowledged
+            )
+        return self._copies[structs, acknowledged]
+
+    def devices(self, plan: Plan) -> list[Any]:
+        """Those of the plan: node n's are the first of process n.
+
+        Raises:
+            ExecutionError: ``run-hosts`` if there is not one process per node, or one has too few
+                devices.
+            PlanError: ``run-hosts-span``, see ``check_nodes``.
+        """
+        nodes, found = plan.cluster.nodes, []
+        if len(nodes) != self.count:
+            raise ExecutionError.of(
+                f"the plan's cluster {plan.cluster} has {len(nodes)} nodes and the run "
+                f"{self.count} processes; start one process per node.",
+                "run-hosts",
+            )
+        violations = []
+        for process, size in enumerate(nodes):
+            own = [device for device in jax.devices() if device.process_index == process]
+            found += own[:size]
+            if len(own) < size:
+                violations.append(
+                    Violation(
+                        f"node {process} of the plan has {size} devices and host {process} "
+                        f"{len(own)}; plan for what the hosts have.",
+                        "run-hosts",
+                    )
+                )
+        ExecutionError.check(violations)
+        check_nodes(plan)
+        return found
+
+    def reserve(self, count: int) -> int:
+        """The first of so many numbers, the same in every process."""
+        first, self._numbers = self._numbers, self._numbers + count
+        return first
+
+
+def _wait(copy: BoundCopy, number: int) -> None:
+    if copy.sends:
+        copy.wait(number)
+
+
+def _own_address(coordinator: str) -> str:
+    """The address of this host from which the coordinator is reached; nothing is sent."""
+    address, _, port = coordinator.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.strip("[]"), int(port)))
+        return probe.getsockname()[0]
+
+
+def _end(sentence: str) -> None:
+    print(f"error: {sentence} [run-hosts-silent]", file=sys.stderr, flush=True)
+    os._exit(3)

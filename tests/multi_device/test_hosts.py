@@ -1,0 +1,94 @@
+"""A plan over several processes does what it does in one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import host_cases
+import jax
+import numpy as np
+import pytest
+from processes import QUICK_CODE, REPOSITORY, environment_apart
+from timeouts import TIMEOUT_SECONDS
+
+from capture import pipeshard
+from capture.runtime import checkpoint
+
+
+def run_hosts(folder: Path, names: list[str], num_hosts: int = 2, delay: float = 0.0) -> None:
+    """Start the processes, wait until all have ended, and end them if one fails or it is late."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    program = [sys.executable, REPOSITORY / "tests/programs/host_process.py", coordinator]
+    started = []
+    try:
+        for host in range(num_hosts):
+            arguments = [str(num_hosts), str(host), str(folder), str(delay), *names]
+            with (folder / f"{host}.log").open("w") as log:
+                started.append(
+                    subprocess.Popen(
+                        [*program, *arguments],
+                        env=environment_apart(REPOSITORY / "tests", xla_flags=QUICK_CODE),
+                        stderr=log,
+                    )
+                )
+        end = time.monotonic() + TIMEOUT_SECONDS
+        while any(process.poll() is None for process in started):
+            failed = [host for host, process in enumerate(started) if process.poll()]
+            if failed or time.monotonic() > end:
+                host = failed[0] if failed else 0
+                pytest.fail(f"host {host}: {(folder / f'{host}.log').read_text()[-3000:]}")
+            time.sleep(0.05)
+        assert not any(process.returncode for process in started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
+    workload, plan, _ = host_cases.ALL[name]()
+    one = host_cases.train(
+        pipeshard(workload, plan, jax.devices()[: sum(plan.cluster.nodes)]), workload
+    )
+    found = [dict(np.load(folder / f"{name}.{host}.npz")) for host in range(num_hosts)]
+    alone = {"peaks", "replayed", "num_checks"}
+    for host, of_host in enumerate(found):
+        for what in one.keys() - alone:
+            np.testing.assert_array_equal(of_host[what], one[what], f"{name}, host {host}: {what}")
+        assert of_host["num_checks"] > len(plan.stages) * plan.num_microbatches
+        assert (of_host["replayed"] == found[0]["replayed"]).all()
+    measured = np.concatenate([of_host["peaks"] for of_host in found])
+    np.testing.assert_array_equal(measured, found[0]["replayed"], name)
+    assert (measured >= one["replayed"]).all(), "what waits to be pulled is held beside the rest"
+
+
+def test_two_hosts_are_one_process(tmp_path):
+    run_hosts(tmp_path, list(host_cases.CASES))
+    for name in host_cases.CASES:
+        assert_as_one_process(tmp_path, name)
+
+
+@pytest.mark.slow
+def test_more_plans_and_late_processes(tmp_path):
+    run_hosts(tmp_path, list(host_cases.SLOW_CASES), delay=0.02)
+    for name in host_cases.SLOW_CASES:
+        assert_as_one_process(tmp_path, name)
+    workload, plan, _ = host_cases.ALL[host_cases.SAVED]()
+    alone = pipeshard(workload, plan, jax.devices()[:4])
+    state = checkpoint.restore(alone, tmp_path / "saved")
+    found = np.load(tmp_path / f"{host_cases.SAVED}.0.npz")
+    for i, leaf in enumerate(jax.tree.leaves(alone.params(state))):
+        np.testing.assert_array_equal(leaf, found[f"params {i}"])
+
+
+@pytest.mark.slow
+def test_three_hosts_with_random_delays(tmp_path):
+    run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02)
+    for name in host_cases.THREE_HOSTS:
+        assert_as_one_process(tmp_path, name, num_hosts=3)

@@ -1,0 +1,81 @@
+"""The processes that a run over hosts starts: heard, ended, and what breaks in one of them named
+once."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import host_lives
+import pytest
+from plan_examples import two_stages
+
+from capture.errors import ExecutionError, PlanError
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.runtime.hosts.documents import joined
+from capture.runtime.hosts.driver import check_nodes, run_processes
+from capture.runtime.hosts.process import HostJob
+
+PLAN = two_stages(cluster=Cluster((2, 2)))
+JOBS = [
+    HostJob(PLAN, WorkloadSpec.parse("a.py:b"), {}, "127.0.0.1:1", 2, host, ()) for host in (0, 1)
+]
+
+
+def refusal(life, **options) -> ExecutionError:
+    with pytest.raises(ExecutionError) as refused:
+        run_processes(JOBS, life, **options)
+    assert not multiprocessing.active_children()
+    return refused.value
+
+
+def test_all_are_heard_and_ended():
+    said: list[str] = []
+    assert run_processes(JOBS, host_lives.done, said.append) == [{"host": 0}, {"host": 1}]
+    assert said == ["host 0 trains"] and not multiprocessing.active_children()
+
+
+def test_the_host_that_was_killed_is_named_not_those_that_notice():
+    error = refusal(host_lives.killed)
+    assert str(error) == (
+        "host 1: its process ended by signal 9 (killed, or out of memory?) [run-host-lost]"
+    )
+
+
+def test_an_exception_on_one_host_is_told_once_with_its_traceback():
+    error = refusal(host_lives.raising)
+    assert str(error) == (
+        "host 1: ValueError: no data\nTraceback: users_model.py, line 3 [exception]"
+    )
+
+
+def test_a_host_that_freezes_is_named():
+    error = refusal(host_lives.frozen, silent_seconds=3.0)
+    assert error.codes == ("run-host-lost",)
+    assert "host 1: its process gives no sign of life for" in str(error)
+
+
+def test_stages_on_parts_of_several_nodes_are_refused():
+    with pytest.raises(PlanError) as refused:
+        check_nodes(two_stages(cluster=Cluster((1, 3))))
+    assert str(refused.value) == (
+        "stage 0 has 2 devices of nodes 0, 1, which have 4; over several hosts a stage runs within "
+        "a node or on whole nodes: plan with --whole-nodes. [run-hosts-span]"
+    )
+    check_nodes(PLAN)
+    check_nodes(two_stages(cluster=Cluster((1, 1, 2))))
+
+
+def test_documents_of_hosts_are_one():
+    alone = {"allocator": 1, "resident_set_peak_bytes": 2, "resident_set_before_bytes": 3}
+    alone |= {"dispatch_seconds": 0.5}
+    first = alone | {"measured_peak_bytes_per_device": [5, 6], "ledger_checks": 7}
+    first |= {"step_seconds": [1.0, 4.0], "loss": [0.5, 0.25], "reference_loss": [0.5, 0.25]}
+    second = first | {"measured_peak_bytes_per_device": [8], "step_seconds": [2.0, 3.0]}
+    document = joined([first, second])
+    assert document["measured_peak_bytes_per_device"] == [5, 6, 8]
+    assert document["ledger_checks"] == 14 and document["step_seconds"] == [2.0, 4.0]
+    assert document["loss"] == document["reference_loss"] == [0.5, 0.25]
+    assert document["allocator"] is None, "that of one process says nothing of all"
+    assert [host["num_devices"] for host in document["hosts"]] == [2, 1]
+    assert document["hosts"][1]["allocator"] == 1

@@ -1,0 +1,121 @@
+"""What the processes of a run tell each other, and what they refuse."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from plan_examples import two_stages
+
+from capture.errors import ExecutionError
+from capture.machine.cluster import Cluster
+from capture.runtime.layout import first_devices
+from capture.runtime.multihost import Hosts
+
+
+class Store:
+    """As the client of ``jax.distributed``, for threads."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1000):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            return self.values[key]
+
+
+def hosts_of(count: int, patience_seconds: float = 60.0) -> list[Hosts]:
+    store = Store()
+    return [
+        Hosts(n, count, store, "127.0.0.1", patience_seconds=patience_seconds, on_silence=print)
+        for n in range(count)
+    ]
+
+
+def together(hosts: list[Hosts], call) -> list[Any]:
+    """What each gives, or raises."""
+    found: list[Any] = [None] * len(hosts)
+
+    def run(host: Hosts) -> None:
+        try:
+            found[host.process] = call(host)
+        except ExecutionError as error:
+            found[host.process] = error
+
+    threads = [threading.Thread(target=run, args=(host,)) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_everybody_learns_what_each_says():
+    hosts = hosts_of(3)
+    for again in (1, 2):
+        said = together(hosts, lambda host, again=again: host.exchange("x", host.process * again))
+        assert said == [[0, again, 2 * again]] * 3
+
+
+def test_hosts_that_differ_are_refused_everywhere_with_host_and_difference():
+    def compare(host):
+        host.compare({"jax": "0.10.2", "flags": ["-a"] if host.process == 1 else []})
+
+    for error in together(hosts_of(3), compare):
+        assert str(error) == (
+            "host 1 has flags=['-a'] and host 0 []; start all hosts with the same files, packages "
+            "and environment. [run-hosts-differ]"
+        )
+
+
+def test_nobody_is_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr("capture.environment.os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    with pytest.raises(ExecutionError) as refused:
+        hosts_of(2, patience_seconds=0.05)[0].exchange("costs", {})
+    assert str(refused.value) == (
+        "host 1 has not said its costs within 0 s; look why it is late, or ended. "
+        "[run-hosts-silent]"
+    )
+
+
+def test_a_node_needs_its_process_and_devices(monkeypatch):
+    devices = [SimpleNamespace(process_index=host, id=i) for i, host in enumerate([0, 0, 0, 1])]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    host = hosts_of(2)[0]
+    plan = two_stages(cluster=Cluster((2, 2)))
+    with pytest.raises(ExecutionError) as refused:
+        host.devices(plan)
+    assert str(refused.value) == (
+        "node 1 of the plan has 2 devices and host 1 1; plan for what the hosts have. [run-hosts]"
+    )
+    with pytest.raises(ExecutionError) as refused:
+        host.devices(plan.with_(cluster=Cluster((2, 1, 1))))
+    assert str(refused.value) == (
+        "the plan's cluster 2+1+1 has 3 nodes and the run 2 processes; start one process per node. "
+        "[run-hosts]"
+    )
+    devices.append(SimpleNamespace(process_index=1, id=4))
+    assert [device.id for device in host.devices(plan)] == [0, 1, 3, 4], "node-major"
+
+
+def test_devices_of_other_processes_are_refused_where_nobody_shares_the_plan():
+    devices = [SimpleNamespace(process_index=host, platform="cpu") for host in (0, 1)]
+    assert first_devices(devices, 1) == devices[:1]  # type: ignore[arg-type]
+    with pytest.raises(ExecutionError) as refused:
+        first_devices(devices, 2)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "the plan uses 2 devices, some of which are of processes [1], and this is process 0; give "
+        "pipeshard the processes that share the plan "
+        "(hosts=capture.runtime.multihost.initialize()), or devices of this one. [run-devices]"
+    )
