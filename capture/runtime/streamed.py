@@ -74,8 +74,8 @@ def streamed(
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
 
     Raises:
-        PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``,
-            ``packs-sizes`` where the loss is another program at another micro-batch size,
+        PlanError: ``plan-other-model`` if the plan was made for another model, ``packs-sizes``
+            where the loss is another program at another micro-batch size,
             ``packs-coupled`` where its examples meet and both directions cut them differently,
             ``packs-stream`` where no parameter is read as the plan streams it.
         WorkloadError: ``packs-optimizer`` for an optimizer that needs parameters which the loss
