@@ -168,7 +168,7 @@ def test_swaps_in_shares(tmp_path, monkeypatch, capsys):
 
 def test_the_least_limit_is_that_of_the_search(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    wide = ("--algorithm", "wide", "--global-batch", "32")
+    wide = ("--algorithm", "wide", "--global-batch", "8")
     _, document = answer(capsys, *asked("transformer15", "--memory", "200MB", *wide))
     least = document["why"]["least_peak_bytes"]
     for limit, status in ((least, "ok"), (least - 10**6, "infeasible")):
@@ -177,7 +177,7 @@ def test_the_least_limit_is_that_of_the_search(tmp_path, monkeypatch, capsys):
     # Every layer alone is below it, and its task is not.
     assert document["why"]["code"] == "packs-none" and document["why"]["least_peak_bytes"] == least
     assert "or --algorithm paper" in document["why"]["summary"]
-    papers = ("--algorithm", "paper", "--global-batch", "32")
+    papers = ("--algorithm", "paper", "--global-batch", "8")
     code, _ = answer(capsys, *asked("transformer15", "--memory", str(limit), *papers))
     assert code == 0
 
