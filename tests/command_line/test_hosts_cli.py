@@ -105,7 +105,7 @@ def _arguments(process: int) -> str:
 
 
 def is_gone(process: int) -> bool:
-    end = time.monotonic() + 30
+    end = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < end:
         try:
             os.kill(process, 0)
