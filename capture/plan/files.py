@@ -97,7 +97,7 @@ def traced_for(
     graph = graph_of(traced)
     if plan.num_layers not in (0, graph.num_layers):
         raise other_model(plan, workload, f"has num_layers={graph.num_layers}")
-    if plan.model_hash not in ("", graph.model_hash):
+    if plan.model_hash and plan.model_hash != graph.model_hash:
         has = f"has model_hash={graph.model_hash}"
         raise other_model(plan, workload, has)
     return traced

@@ -161,16 +161,20 @@ class PipelinedStep:
             )
             for s, stage in enumerate(plan.stages)
         ]
-        self._own = [
-            (s, stage)
-            for s, stage in enumerate(self.stages)
-            if hosts is None or hosts.has(stage.mesh)
-        ]
         self._param_bytes = {
             split: sharding.param_bytes(split)
             for split in {stage.choice.param_split for stage in plan.stages}
         }
         self._graph = sharding.graph(stage.choice for stage in plan.stages)
+
+    @property
+    def _own(self) -> list[tuple[int, StagePrograms]]:
+        """Stages with devices of this process, by number."""
+        return [
+            (s, stage)
+            for s, stage in enumerate(self.stages)
+            if self.hosts is None or self.hosts.has(stage.mesh)
+        ]
 
     @cached_property
     def program(self) -> Step:
@@ -421,8 +425,8 @@ class PipelinedStep:
         return self._bind(self.evaluation)
 
     def _bind(self, step: Step) -> BoundStep:
-        own = {stage for _, stage in self._own}
-        calls = stage_calls(step, [stage if stage in own else None for stage in self.stages])
+        own = dict(self._own)
+        calls = stage_calls(step, [own.get(s) for s in range(len(self.stages))])
         layout = partial(layout_of, step, self.stages)
         return BoundStep(step, calls, layout, self._parts.get(id(step)))
 
