@@ -227,6 +227,7 @@ def planned(tmp_path, monkeypatch, capsys):
     return plan
 
 
+@pytest.mark.slow
 def test_several_numbers_of_micro_batches_are_compared_compiled(planned):
     code, document, _ = planned("--try-microbatches", "4,2,8")
     assert code == 0 and document["search"]["optimal"]

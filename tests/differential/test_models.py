@@ -116,12 +116,15 @@ def loss_and_mean_of_halves(workload: Workload, params: Any, batch: Any) -> tupl
     return float(loss_fn(params, batch)), (first + second) / 2
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "moe", "unet"])
+@pytest.mark.parametrize(
+    "model", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.slow), "unet"]
+)
 def test_loss_is_the_mean_over_micro_batches(model):
     whole, halves = loss_and_mean_of_halves(small(model), tiny_params(model), tiny_batch(model))
     np.testing.assert_allclose(whole, halves, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_wide_resnet_loss_is_not_the_mean_over_micro_batches():
     """Batch statistics: see the module's docstring. Scales are set to one, so that the residual
     branches count."""

@@ -47,7 +47,11 @@ def same(found, wanted, tolerance: float = 2e-5) -> None:
         )
 
 
-@pytest.mark.parametrize("mode", [DP, ZDP, Mode(4, 4), Mode(4, 1), Mode(3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(DP, marks=pytest.mark.slow), ZDP, Mode(4, 4), Mode(4, 1), Mode(3, 2)],
+    ids=str,
+)
 def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
     check("mlp", sharded_by("mlp", mode))
 

@@ -87,7 +87,7 @@ def test_batch_statistics_do_not_split(method):
     ("name", "splits"),
     [
         ("moe.py:moe?size=380M", True),  # expert groups of two examples
-        ("wide_resnet.py:wide_resnet?size=250M", False),
+        pytest.param("wide_resnet.py:wide_resnet?size=250M", False, marks=pytest.mark.slow),
         ("gpt.py:gpt?dropout=0.1", True),
     ],
 )
