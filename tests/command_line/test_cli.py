@@ -158,6 +158,7 @@ def test_evaluate_keeps_its_contract_for_both_modes(planned):
     )
 
 
+@pytest.mark.slow
 def test_the_truth_of_evaluate_is_no_prediction(inside_planned, capsys, monkeypatch):
     """A predictor that says twice as much is found to be wrong, and what it is held against
     stays."""

@@ -265,6 +265,7 @@ def test_the_allocator_gives_out_no_more_than_the_ledger_books():
     assert losses == same_losses
 
 
+@pytest.mark.slow
 def test_devices_that_send_to_each_other_hold_no_more_together_than_is_booked_for_each():
     booked_bytes, added, _ = heaps(compiled((2, 2)), 3)
     assert 0.5 * booked_bytes < min(added) < booked_bytes + OVERHEAD_BYTES

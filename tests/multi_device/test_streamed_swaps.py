@@ -97,6 +97,7 @@ def test_what_layers_read_through_a_cast_is_found():
     assert error.value.codes == ("packs-stream",)
 
 
+@pytest.mark.slow
 def test_casts_in_shares_train_to_the_same_bits():
     """Of devices with a single micro-batch each, too, which add the gradients of parameters."""
     plan = replace(packs_plan((1, 1), 3, "dp", batch=3), swaps=Swaps(sharded=True))
