@@ -43,6 +43,8 @@ from capture.tracing.recompute import (
 
 #: Computed inside of what reads the result.
 _FUSED = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS | {"pad", "rev", "slice", "transpose"}
+#: An argument of which nothing else is made may be read by a product as it is.
+_READ_AS_IT_IS = RENAMED | {"transpose"}
 #: Of which every compiler puts results into memory, and takes operands from there.
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 
@@ -242,15 +244,15 @@ class Memory:
 
     @cached_property
     def _computed(self) -> dict[Any, int]:
-        """The bytes of values that are computed and not only renamed or cast, at their narrowest
-        since: an argument that is may be read as it is."""
+        """The bytes of values that are computed and not only renamed, cast or transposed, at their
+        narrowest since: an argument that is may be read as it is."""
         found: dict[Any, int] = {}
         for equation in self._equations:
             if _is_product(equation):
                 continue
             reach = max((found.get(v, 0) for v in self._inner(equation.invars)), default=0)
             for v in equation.outvars:
-                own = 0 if equation.primitive.name in RENAMED else self._nbytes(v)
+                own = 0 if equation.primitive.name in _READ_AS_IT_IS else self._nbytes(v)
                 found[v] = max(min(reach, self._nbytes(v)), own)
         return found
 
