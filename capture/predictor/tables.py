@@ -3,9 +3,9 @@ for every choice and micro-batch size; those of mixtures from the tables of thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from capture.plan.choices import StageChoice, num_full_layers
 from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
-from capture.predictor.statistics import extend_windows
+from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
 #: split backward pass, where it was measured; and those that belong to parameters and optimizer.
@@ -94,7 +94,14 @@ class ComponentTables:
         graph = self.profile.graph
         keys = [layer.key for layer in graph.layers]
         try:
-            table, drift = extend_windows(windows, graph.num_layers, keys)
+            if self.profile.splits_backward:
+                kept, _, backward, deferred, inputs, weights = range(self.num_passes)
+                like = {deferred: kept, weights: backward}
+                table, drift = extend_split(
+                    windows, graph.num_layers, keys, inputs=inputs, like=like
+                )
+            else:
+                table, drift = extend_windows(windows, graph.num_layers, keys)
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
@@ -110,45 +117,9 @@ class ComponentTables:
                 ),
                 "profile-missing",
             ) from None
-        if self.profile.splits_backward:
-            self._split_parts(table, drift, windows, keys)
         if self.profile.is_lower_bound:
             self._bound_parts(table, drift, windows, choice, microbatch_size)
         return table, drift
-
-    def _split_parts(
-        self,
-        table: np.ndarray,
-        drift: np.ndarray,
-        windows: Mapping[tuple[int, int], np.ndarray],
-        keys: Sequence[Hashable],
-    ) -> None:
-        """Where a stage takes nothing that needs a gradient, the whole backward pass is the program
-        of the weights, and what it keeps is what it defers; nothing of the parts of others follows
-        from its."""
-        deferred, inputs, weights = rows = [self.components.index(part) for part in SPLIT_PASSES]
-        like = {"kept": deferred, "backward": weights}
-        whole = 0
-        while whole < len(keys) and not any(
-            parts[inputs] != 0 for (first, _), parts in windows.items() if first == whole
-        ):
-            longest = next(n for n in count(whole + 1) if (whole, n + 1) not in windows)
-            known, beyond = table[:, whole, longest].copy(), slice(longest, None)
-            for part, row in like.items():
-                same = self.components.index(part)
-                table[row, whole, beyond] = table[same, whole, beyond] + (known[row] - known[same])
-                drift[row, whole] = drift[same, whole]
-            table[inputs, whole], drift[inputs, whole] = 0, 0
-            whole += 1
-        if whole < len(keys):
-            behind = {
-                (first - whole, stop - whole): parts[rows]
-                for (first, stop), parts in windows.items()
-                if first >= whole
-            }
-            found = extend_windows(behind, len(keys) - whole, keys[whole:])
-            for sums, inner in zip((table, drift), found, strict=True):
-                sums[rows, whole:, whole:] = inner
 
     def _bound_parts(
         self,
