@@ -138,7 +138,7 @@ class _Measured:
                 backend="run" if executes else "compile",
                 target=question.target,
                 memory_limit_bytes=question.memory_limit_bytes if executes else None,
-                layers_alone=True,
+                measures="layers",
             )
         )
 

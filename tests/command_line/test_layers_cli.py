@@ -66,10 +66,10 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     assert all(
         p >= m for p, m in zip(predicted, ran["measured_peak_bytes_per_device"], strict=True)
     )
-    code, compiled = answer(capsys, "verify", "plan.json")
+    code, compiled = answer(capsys, "verify", "plan.json", *HERE)
     assert (code, compiled["status"]) == (0, "ok")
     assert compiled["peak_bytes_per_device"] == ran["replayed_peak_bytes_per_device"][:2]
-    code, compiled = answer(capsys, "verify", "plan.json", "--memory", "4KB")
+    code, compiled = answer(capsys, "verify", "plan.json", "--memory", "4KB", *HERE)
     assert (code, compiled["status"]) == (1, "infeasible")
 
 
