@@ -87,13 +87,15 @@ def within(
 
 
 def _faster(refused: Sequence[Chosen], chosen: Chosen, compiled: Compile, limit: int) -> Chosen:
-    """The first that compiles within the limit."""
+    """The first that is faster and compiles within the limit."""
     estimated = max(step_times_of(chosen.plan).device_peak_bytes)
     too_high = estimated / chosen.plan.known_peak_bytes
     near = [
         one
         for one in {str(one.plan.configuration): one for one in refused}.values()
-        if not one.plan.compiled and one.plan.known_peak_bytes <= too_high * limit
+        if not one.plan.compiled
+        and one.seconds < chosen.seconds
+        and one.plan.known_peak_bytes <= too_high * limit
     ]
     for one in near[:_MOST_FASTER]:
         if (found := one.through(compiled)).plan.known_peak_bytes <= limit:
