@@ -261,6 +261,7 @@ class _Measured:
             model_hashes={u: backend.graph(u).model_hash for u in every},
             coupled=backend.coupled(*apart) if every[-1] > 1 else "",
             shared=backend.shared(),
+            batch=backend.batch(),
             summary_bytes=backend.summary_bytes(),
             made={
                 **backend.provenance,
