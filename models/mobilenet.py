@@ -11,8 +11,8 @@ A block widens its channels by a 1x1 convolution, filters each of them alone, we
 they are on average (squeeze and excite, in some), and narrows them again. Images 224 x 224, SGD
 with momentum, whose hyperparameters are injected, so that an array of models may vary them; tiny
 has images 32 x 32. The stem, every block, the last convolution with the pooling, the head and the
-loss are layers of their own: four more than blocks. What ``wide_resnet.py`` says of batch statistics
-holds here, too: micro-batches of another size are another loss.
+loss are layers of their own: four more than blocks. What ``wide_resnet.py`` says of batch
+statistics holds here, too: micro-batches of another size are another loss.
 
 Source: Howard et al. 2019 (MobileNetV3), Table 1; squeezed channels are a fourth of the widened
 ones, rounded to a multiple of 8, as in torchvision's code, whose count of parameters it is.

@@ -12,8 +12,10 @@ Parameters as counted by ``jax.eval_shape``:
 Two 3x3 convolutions around a shortcut, of 64, 128, 256 and 512 channels; every group but the first
 halves height and width. Images 224 x 224, 1000 classes, SGD with momentum 0.9; tiny has 8 to 64
 channels, images 32 x 32 and 8 classes. The stem, every block, the head and the loss are layers of
-their own, as in the profile of Harmony's authors. What ``wide_resnet.py`` says of batch statistics
-holds here, too: micro-batches of another size are another loss.
+their own, as in the profile of Harmony's authors. 101L is the network of ``wide_resnet.py``, of
+three convolutions in a block, with the channels of the original; there the stem and the head belong
+to the first and the last block. What that module says of batch statistics holds here, too:
+micro-batches of another size are another loss.
 
 Source: He et al. 2016 (ResNet), Table 1; Goyal et al. 2017, section 5.1 (initialisation); Li et al.
 2022 (Harmony), 5.1, whose profile says the groups. Departure: no running averages, the authors'

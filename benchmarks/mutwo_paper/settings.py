@@ -2,21 +2,21 @@
 Table C and of today, and arrays of models weighed on them.
 
 Programs are compiled for their target, which need not be there, and kept in a store, so that a
-script goes on where it was ended. Seconds are simulated: a roofline by kernel, copies by the host's link.
+script goes on where it was ended. Seconds are simulated: a roofline by kernel, and copies by the
+link with the host.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import optax
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import documents
 from capture import environment
@@ -24,16 +24,19 @@ from capture.documents import read
 from capture.machine.cluster import Cluster
 from capture.machine.target import HostLink, Link, Rates, Sourced, Target
 from capture.measured.store import Store
-from capture.measured.work import ProgramWork
+from capture.measured.work import Kernel, ProgramWork
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadSpec
-from capture.profiler.array import ArrayProfile
 from capture.step.multiplexed import HOST
 from capture.step.sub_array import Call, ProgramFacts, SubArray
 from capture.step.times import TimeModel
 from recommender.mutwo.problem import ArrayProblem, Chosen, Space
 
+if TYPE_CHECKING:
+    from capture.profiler.array import ArrayProfile
+
 ZOO = Path(__file__).parents[2] / "models"
+RESULTS = Path(__file__).parents[1] / "results"
 #: Where programs are kept, unless said.
 STORE = Path("mutwo.sqlite")
 #: Name in the paper -> workload, and both batch sizes of Table 1.
@@ -44,6 +47,11 @@ MODELS = {
     "MobileNet": ("mobilenet.py:mobilenet?size=5.4M", (64, 128)),
     "ResNet101": ("resnet.py:resnet?size=101L", (48, 64)),
     "Recommender": ("deep_recommender.py:deep_recommender?size=40M", (512, 1024)),
+}
+#: That leave a device idle, which those of the paper do not.
+SMALL = {
+    "GPT of width 64": ("gpt.py:gpt?size=tiny", (8, 16)),
+    "MobileNet, 32 x 32": ("mobilenet.py:mobilenet?size=tiny", (64, 128)),
 }
 #: Table C: PCIe 4 x16, 32 GB/s, full duplex.
 _PCIE = Link(Sourced(1e-5, "one cudaMemcpyAsync launch"), Sourced(32e9, "mu-TWO, Table C"))
@@ -58,7 +66,9 @@ finish = partial(documents.finish, simulated=True)
 
 def workload_of(name: str) -> Any:
     """A model of the paper, with its optimizer: SGD (B.1.3), here with momentum."""
-    workload = WorkloadSpec.parse(f"{ZOO}/{MODELS[name][0]}").load()
+    import optax
+
+    workload = WorkloadSpec.parse(f"{ZOO}/{(MODELS | SMALL)[name][0]}").load()
     return replace(workload, optimizer=optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9))
 
 
@@ -98,11 +108,14 @@ class StoredProfile:
         floor = Sourced(seconds, "assumed")
         return replace(self, rates=replace(self.rates, kernel_seconds=floor), _known={})
 
-    def num_kernels(self, sub_array: Any, call: Call) -> int:
+    def kernels(self, sub_array: Any, call: Call) -> tuple[Kernel, ...]:
         """That a program launches."""
         name = self.array.programs.name_of(sub_array, call)
-        _, work = self._work(name, sub_array, call)
-        return sum(kernel.count for kernel in work.kernels or ())
+        return self._work(name, sub_array, call)[1].kernels or ()
+
+    def seconds_of(self, kernel: Kernel) -> float:
+        """One of them."""
+        return TimeModel(self.rates, 1).kernel_seconds(kernel)
 
     def _work(self, name: str, sub_array: Any, call: Call) -> tuple[int, ProgramWork]:
         if name not in self._works:
@@ -144,17 +157,24 @@ class Case:
     target: str
 
     def profile(self, store: Store) -> StoredProfile:
-        cluster = Cluster((1,), self.target)
-        array = ArrayProfile(workload_of(self.model), cluster, self.batch_size)
-        rates = Target.load(self.target).rates
-        assert rates is not None, "every target of the evaluation has rates"
-        return StoredProfile(array, store, rates)
+        """Call ``prepare`` first."""
+        return profile_of(workload_of(self.model), self.batch_size, self.target, store)
 
     def problem(self, profile: StoredProfile, count: int) -> ArrayProblem:
         """So many models, in equal sub-arrays or as one."""
         limit = int(profile.array.machine.memory_limit_bytes)
         link, host_bytes = HOSTS.get(self.target, (profile.rates.host, None))
         return ArrayProblem(profile, count, link, limit, host_bytes, rule="equal")
+
+
+def profile_of(workload: Any, batch_size: int, target: str, store: Store) -> StoredProfile:
+    """Of arrays of a task; call ``prepare`` first."""
+    from capture.profiler.array import ArrayProfile
+
+    array = ArrayProfile(workload, Cluster((1,), target), batch_size)
+    rates = Target.load(target).rates
+    assert rates is not None, "every target of the evaluation has rates"
+    return StoredProfile(array, store, rates)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -211,3 +231,15 @@ def overlapped(runs: Sequence[tuple[float, float]], copies: Sequence[tuple[float
             total += max(0.0, min(end, runs[at][1]) - max(begin, runs[at][0]))
             at += 1
     return total
+
+
+def newest(name: str) -> tuple[Path, dict[str, Any]]:
+    """The last result of a script, by date.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    path = max(RESULTS.glob(f"*-{name}.json"), default=None)
+    if path is None:
+        raise FileNotFoundError(f"no result of {name} in {RESULTS}; run its script first")
+    return path, json.loads(path.read_text())
