@@ -63,6 +63,8 @@ def bounds(
         if config.num_layers <= question.num_neighbours + 1
     ]
     backend = BoundsBackend(measurements.backend)
+    # Those that differ in degrees alone one after the other: they share their traces.
+    configs.sort(key=lambda c: (c.num_layers, c.first, c.choice.remat))
     found: dict[StageConfig, StageBounds] = {}
     for done, config in enumerate(configs, start=1):
         found[config] = backend.measure(config)
