@@ -69,7 +69,7 @@ def bounds(
     for done, config in enumerate(configs, start=1):
         found[config] = backend.measure(config)
         progress(BOUNDS, done, len(configs))
-    facts = replace(unmeasured(question, measurements), microbatch_sizes=(size,))
+    facts = unmeasured(question, measurements, (size,))
 
     def profile(name: str) -> Profile:
         return replace(

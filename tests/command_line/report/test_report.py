@@ -21,11 +21,13 @@ from capture.machine.target import Target
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.plan.why import CompiledPlans, Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
 from capture.report.page import page
-from capture.report.words import paragraph
+from capture.report.words import last_lines, paragraph
+from profiling_runs.explain import Explanation
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
@@ -176,6 +178,16 @@ def test_the_paragraph_of_a_plan_that_fits_and_is_verified():
         "flight. Were all passes equally long, stages would wait 25% of a step on average. How "
         "long a step takes is not known."
     )
+
+
+def test_reports_and_explanations_end_with_how_the_plan_was_found():
+    said = "2 plans with 3 new stages compiled; proven within 1.0%."
+    why = Why("", verified=CompiledPlans(2, False, said))
+    facts = report_facts(verified(written_plan().with_(why=why), 0.99))
+    assert paragraph(facts).endswith(f" How it was found: {said}")
+    assert last_lines(facts)[-1] == f"How it was found: {said}"
+    explained = Explanation(facts.plan, (1,), {}, (), ()).to_json()
+    assert explained["found"] == said
 
 
 def test_the_paragraph_of_a_plan_that_may_not_fit():
