@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
 from timeouts import TIMEOUT_SECONDS
 
+from capture.cli.explain import as_text
 from capture.cli.main import main
 from capture.errors import CaptureError
 from capture.extras import install_command
@@ -186,8 +188,11 @@ def test_reports_and_explanations_end_with_how_the_plan_was_found():
     facts = report_facts(verified(written_plan().with_(why=why), 0.99))
     assert paragraph(facts).endswith(f" How it was found: {said}")
     assert last_lines(facts)[-1] == f"How it was found: {said}"
-    explained = Explanation(facts.plan, (1,), {}, (), ()).to_json()
-    assert explained["found"] == said
+    peak = SimpleNamespace(peak_bytes=1, instant="update", parts={"activations": 1})
+    stage = SimpleNamespace(peak=peak, layers={0: peak.parts}, attributed_fraction=1.0, buffers=[])
+    document = Explanation(facts.plan, (1,), {}, (stage,) * facts.plan.num_stages, ()).to_json()
+    assert as_text(document).endswith(f"how the plan was found: {said}")
+    assert "how the plan" not in as_text({**document, "found": None})
 
 
 def test_the_paragraph_of_a_plan_that_may_not_fit():
