@@ -87,6 +87,7 @@ class _Run:
         breaks: What ended attempts, as the document has it.
         in_a_row: Hosts in which attempts broke since a step was finished for the first time.
         broken_at: When, until the next step is finished.
+        others: Checkpoints of other trainings where this one's go.
     """
 
     plan: Plan
@@ -98,6 +99,12 @@ class _Run:
     breaks: list[dict[str, Any]] = field(default_factory=list)
     in_a_row: list[int | None] = field(default_factory=list)
     broken_at: float | None = None
+    others: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        save, restore = self.training.get("save"), self.training.get("restore")
+        if save is not None and save != restore:
+            self.others = frozenset(complete_steps(save))
 
     def note(self, said: Said | Stepped) -> None:
         if isinstance(said, Said):
@@ -165,7 +172,8 @@ class _Run:
         """The step of the last complete checkpoint of this run."""
         if self.first is None or self.training.get("save") is None:
             return None
-        return max(complete_steps(self.training["save"]), default=None)
+        own = set(complete_steps(self.training["save"])) - self.others
+        return max(own, default=None)
 
     def _gone(self, starter: Starter) -> frozenset[int]:
         """Nodes without which there is still one, that are not there or are lost every time."""
