@@ -26,6 +26,7 @@ from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
 from capture.runtime.hosts.restarts import Restarts
+from capture.runtime.hosts.watching import SILENT_SECONDS
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -71,6 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint, at most N times without a new step (default: 3 with --save-every, else 0)",
     )
     parser.add_argument(
+        "--heartbeat",
+        type=float,
+        metavar="SECONDS",
+        help="with --hosts local: a process that gives no sign of life for so long is lost "
+        f"(default: {SILENT_SECONDS:g}; more on a busy machine)",
+    )
+    parser.add_argument(
         "--hosts",
         choices=["local", "none"],
         help="one process per node of the plan's cluster, each executing its part; local: started "
@@ -109,7 +117,12 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     if options.hosts == "local":
         restarts = Restarts(_most_restarts(options))
         document = run_on_this_machine(
-            plan, spec, training, lambda text: say(options, text), restarts
+            plan,
+            spec,
+            training,
+            lambda text: say(options, text),
+            restarts,
+            SILENT_SECONDS if options.heartbeat is None else options.heartbeat,
         )
         emit(options, document, as_text(document))
         return 0
@@ -146,15 +159,16 @@ def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
     Raises:
         PlanError: ``run-restarts`` where nothing is started again, ``run-save-every`` of an array.
     """
-    violations = []
-    if options.max_restarts is not None and options.hosts != "local":
-        violations.append(
-            Violation(
-                f"--max-restarts {options.max_restarts}: only --hosts local starts processes; "
-                "elsewhere your scheduler does. Leave it out.",
-                "run-restarts",
-            )
+    of_driver = {"--max-restarts": options.max_restarts, "--heartbeat": options.heartbeat}
+    violations = [
+        Violation(
+            f"{name} {value}: only --hosts local starts processes and watches them; elsewhere your "
+            "scheduler does. Leave it out.",
+            "run-restarts",
         )
+        for name, value in of_driver.items()
+        if value is not None and options.hosts != "local"
+    ]
     if options.save_every is not None and isinstance(plan, ArrayPlan):
         violations.append(
             Violation(
