@@ -149,12 +149,14 @@ def fail(kind: str, victim: int, chance: random.Random) -> str:
     return kind
 
 
-def disturb(run: Run, count: int, chance: random.Random, kinds: list[str], save: Path) -> dict:
-    """Make failures until there are so many or the run is over."""
+def disturb(
+    run: Run, count: int, chance: random.Random, kinds: list[str], save: Path, end: float
+) -> dict:
+    """Make failures until there are so many, or the run or the time is over."""
     done: Counter[str] = Counter()
     seen: set[int] = set()
     newest, start_seconds = 0, 6.0
-    while run.running and sum(done.values()) < count:
+    while run.running and sum(done.values()) < count and time.monotonic() < end:
         hosts, begin = run.hosts(), time.monotonic()
         while run.running and (len(hosts) < 2 or all(host in seen for host in hosts)):
             assert time.monotonic() - begin < HANG_SECONDS, "it does not start again"
@@ -209,6 +211,9 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="after which the run is left in peace"
+    )
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -216,7 +221,8 @@ def main() -> int:
     undisturbed = Run(plan, options.steps, folder / "undisturbed").document()
     run = Run(plan, options.steps, folder / "disturbed")
     chance = random.Random(options.seed)
-    found = disturb(run, options.failures, chance, options.kinds, folder / "disturbed")
+    end = time.monotonic() + 60 * options.minutes
+    found = disturb(run, options.failures, chance, options.kinds, folder / "disturbed", end)
     document = run.document()
     one, other = (parameters(plan, folder / name) for name in ("undisturbed", "disturbed"))
     left = [process for process in found["processes"] if state_of(process)]
@@ -238,6 +244,7 @@ def main() -> int:
         steps=options.steps,
         save_every=SAVE_EVERY,
         heartbeat_seconds=HEARTBEAT_SECONDS,
+        failures_asked=options.failures,
         failures=found["failures"],
         num_failures=sum(found["failures"].values()),
         num_restarts=len(restarts),

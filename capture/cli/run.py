@@ -17,11 +17,13 @@ from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table
+from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
@@ -72,6 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint, at most N times without a new step (default: 3 with --save-every, else 0)",
     )
     parser.add_argument(
+        "--on-loss",
+        choices=[REPLAN],
+        help="with --hosts local: a node that is lost more than --max-restarts times without a new "
+        "step is gone; go on without it, under the best plan of --profile for the others",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="of the model, for --on-loss; again: put several together",
+    )
+    parser.add_argument(
         "--heartbeat",
         type=float,
         metavar="SECONDS",
@@ -115,7 +130,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     plan = of_stages(plan)
     spec, training = asked.workload_of(plan, options.workload), _training(options)
     if options.hosts == "local":
-        restarts = Restarts(_most_restarts(options))
+        restarts = _restarts(options, plan)
         document = run_on_this_machine(
             plan,
             spec,
@@ -147,10 +162,11 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:
     return {"num_steps": options.steps, **{name: getattr(options, name) for name in names}}
 
 
-def _most_restarts(options: argparse.Namespace) -> int:
-    if options.max_restarts is not None:
-        return options.max_restarts
-    return 0 if options.save_every is None else 3
+def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:
+    most = options.max_restarts
+    if most is None:
+        most = 0 if options.save_every is None else 3
+    return Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
 
 
 def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
@@ -159,7 +175,11 @@ def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
     Raises:
         PlanError: ``run-restarts`` where nothing is started again, ``run-save-every`` of an array.
     """
-    of_driver = {"--max-restarts": options.max_restarts, "--heartbeat": options.heartbeat}
+    of_driver = {
+        "--max-restarts": options.max_restarts,
+        "--heartbeat": options.heartbeat,
+        "--on-loss": options.on_loss,
+    }
     violations = [
         Violation(
             f"{name} {value}: only --hosts local starts processes and watches them; elsewhere your "
@@ -169,6 +189,15 @@ def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
         for name, value in of_driver.items()
         if value is not None and options.hosts != "local"
     ]
+    if bool(options.profile) != bool(options.on_loss):
+        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
+        violations.append(
+            Violation(
+                f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
+                f"else; give both --on-loss {REPLAN} and --profile FILE.",
+                "run-restarts",
+            )
+        )
     if options.save_every is not None and isinstance(plan, ArrayPlan):
         violations.append(
             Violation(

@@ -21,7 +21,15 @@ from capture.runtime.hosts.saved import complete_steps
 from capture.runtime.hosts.watching import SILENT_SECONDS, HostError, Starter, watch
 
 #: What may not be there the next time. A broken rule is broken again.
-_PASSING = {"exception", "run-host-lost", "run-host-memory", "run-hosts-silent", "run-hosts-start"}
+_PASSING = {
+    "checkpoint-write",
+    "exception",
+    "run-host-lost",
+    "run-host-memory",
+    "run-hosts-cut",
+    "run-hosts-silent",
+    "run-hosts-start",
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,8 @@ class _Run:
         first: The first step that was ever finished; None before.
         steps: Loss and seconds of every step that was finished, as often as it was.
         breaks: What ended attempts, as the document has it.
-        in_a_row: Hosts in which attempts broke since a step was finished for the first time.
+        in_a_row: Per attempt since a step was finished for the first time, the host that was lost;
+            None for other failures.
         broken_at: When, until the next step is finished.
         others: Checkpoints of other trainings where this one's go.
     """
@@ -128,14 +137,15 @@ class _Run:
         if not _PASSING.issuperset(error.codes):
             raise error
         self.broken_at = time.monotonic()
-        self.in_a_row.append(error.host if isinstance(error, HostError) else None)
+        host = error.host if isinstance(error, HostError) else None
+        self.in_a_row.append(host if "run-host-lost" in error.codes else None)
         gone = self._gone(starter) if self.restarts.replan is not None else frozenset[int]()
         if not gone and len(self.in_a_row) > self.restarts.most:
             raise error
         self._resume()
         self.breaks.append(
             {
-                "host": self.in_a_row[-1],
+                "host": host,
                 "codes": list(error.codes),
                 "said": error.violations[0].message.splitlines()[0],
                 "finished_steps": max(self.steps, default=None),
