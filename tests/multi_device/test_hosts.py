@@ -57,7 +57,12 @@ def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
         pipeshard(workload, plan, jax.devices()[: sum(plan.cluster.nodes)]), workload
     )
     found = [dict(np.load(folder / f"{name}.{host}.npz")) for host in range(num_hosts)]
-    alone = {"peaks", "replayed", "num_checks"}
+    alone = {"peaks", "replayed", "num_checks", "examples read"}
+    each = np.array([of_host["examples read"] for of_host in found])
+    assert (each.sum(0) >= one["examples read"]).all() and (each <= one["examples read"]).all()
+    assert each.sum() < num_hosts * one["examples read"].sum(), (
+        "nobody needs all that the others do"
+    )
     for host, of_host in enumerate(found):
         for what in one.keys() - alone:
             np.testing.assert_array_equal(of_host[what], one[what], f"{name}, host {host}: {what}")
