@@ -17,6 +17,7 @@ from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table
+from capture.errors import PlanError, Violation
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
@@ -24,6 +25,7 @@ from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
+from capture.runtime.hosts.restarts import Restarts
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -56,6 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue from a saved state, also of another plan of the model",
     )
     parser.add_argument(
+        "--save-every",
+        type=shared.at_least(1),
+        metavar="K",
+        help="save it after every K steps, too; the next steps do not wait for the disk",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=shared.at_least(0),
+        metavar="N",
+        help="with --hosts local: when a process is lost, start all again from the last complete "
+        "checkpoint, at most N times without a new step (default: 3 with --save-every, else 0)",
+    )
+    parser.add_argument(
         "--hosts",
         choices=["local", "none"],
         help="one process per node of the plan's cluster, each executing its part; local: started "
@@ -67,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
+    _refuse_unread(options, plan)
     if options.hosts is not None:
         return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):
@@ -81,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
         environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
 
-    training = Training(options.steps, options.seed, options.check, options.save, options.restore)
+    training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
     emit(options, document, as_text(document))
     return 0
@@ -89,16 +105,12 @@ def main(options: argparse.Namespace) -> int:
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     plan = of_stages(plan)
-    spec = asked.workload_of(plan, options.workload)
-    training = {
-        "num_steps": options.steps,
-        "seed": options.seed,
-        "check": options.check,
-        "save": options.save,
-        "restore": options.restore,
-    }
+    spec, training = asked.workload_of(plan, options.workload), _training(options)
     if options.hosts == "local":
-        document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
+        restarts = Restarts(_most_restarts(options))
+        document = run_on_this_machine(
+            plan, spec, training, lambda text: say(options, text), restarts
+        )
         emit(options, document, as_text(document))
         return 0
     environment.prepare(num_devices=max(plan.cluster.nodes))
@@ -114,6 +126,44 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
         document = joined(documents)
         emit(options, document, as_text(document))
     return 0
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``capture.runtime.training.Training`` that are asked for."""
+    names = ("seed", "check", "save", "save_every", "restore")
+    return {"num_steps": options.steps, **{name: getattr(options, name) for name in names}}
+
+
+def _most_restarts(options: argparse.Namespace) -> int:
+    if options.max_restarts is not None:
+        return options.max_restarts
+    return 0 if options.save_every is None else 3
+
+
+def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
+    """Options of other runs.
+
+    Raises:
+        PlanError: ``run-restarts`` where nothing is started again, ``run-save-every`` of an array.
+    """
+    violations = []
+    if options.max_restarts is not None and options.hosts != "local":
+        violations.append(
+            Violation(
+                f"--max-restarts {options.max_restarts}: only --hosts local starts processes; "
+                "elsewhere your scheduler does. Leave it out.",
+                "run-restarts",
+            )
+        )
+    if options.save_every is not None and isinstance(plan, ArrayPlan):
+        violations.append(
+            Violation(
+                f"--save-every {options.save_every}: the training of an array is saved at its end; "
+                "leave it out.",
+                "run-save-every",
+            )
+        )
+    PlanError.check(violations)
 
 
 def as_text(document: dict[str, Any]) -> str:

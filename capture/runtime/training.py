@@ -44,18 +44,23 @@ class Training:
         seed: What parameters and data are drawn with.
         check: Compare loss and gradients with one device, and the ledger with live arrays.
         save: Where the state goes at the end, with Orbax.
+        save_every: It goes there after every so many steps, too.
         restore: Where it comes from, also of another plan of the model.
+        until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
         fast_compile: See ``Compiler``.
 
     Raises:
-        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``.
+        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``,
+            ``run-save-every`` for ``save_every`` without ``save``.
     """
 
     num_steps: int = 3
     seed: int = 0
     check: bool = False
     save: Path | None = None
+    save_every: int | None = None
     restore: Path | None = None
+    until: int | None = None
     fast_compile: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +70,11 @@ class Training:
                 "continues one; give one of them.",
                 "run-check-restored",
             )
+        if self.save_every is not None and self.save is None:
+            raise PlanError.of(
+                f"--save-every {self.save_every} has no directory to save in; add --save DIR.",
+                "run-save-every",
+            )
 
 
 def train(
@@ -73,9 +83,16 @@ def train(
     training: Training,
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
+    stepped: Callable[[int, float, float], None] = lambda num_steps, loss, seconds: None,
 ) -> dict[str, Any]:
     """Run some steps, the first under the meters and, of several, the last under malloc's; the
     document of ``capture run --json``.
+
+    Args:
+        plan, workload, training: What is executed.
+        report: Takes lines of progress.
+        hosts: The processes that share it.
+        stepped: Takes each step that is finished: its number in the training, loss, seconds.
 
     Of several processes each runs this: what was measured is then of this one's devices, and host 0
     compares with one device (``capture.runtime.hosts.documents`` joins what they say).
@@ -95,13 +112,14 @@ def train(
     restored = None if training.restore is None else checkpoint.restore(step, training.restore)
     # A restored training goes on with the data that come next.
     done = 0 if restored is None else restored.num_steps
+    num_steps = training.num_steps if training.until is None else training.until - done
     batches = [
         workload.batch(jax.random.fold_in(keys[1], done + i), sum(step.microbatch_sizes))
-        for i in range(training.num_steps)
+        for i in range(num_steps)
     ]
     step_keys = [
         jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None
-        for i in range(training.num_steps)
+        for i in range(num_steps)
     ]
     document: dict[str, Any] = {}
     if training.check:
@@ -119,7 +137,7 @@ def train(
         if measured is None:
             measured = measure_step(step, state, batch, key, strict=training.check)
             state, loss = measured.state, measured.loss
-        elif i + 1 < training.num_steps:
+        elif i + 1 < num_steps:
             state, metrics = step(state, batch, key)
             loss = metrics.loss
             dispatch.append(metrics.dispatch_seconds)
@@ -129,8 +147,12 @@ def train(
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
         report(f"step {done + i + 1}: loss {loss:.6f}")
-    if training.save is not None:
-        document["saved"] = str(checkpoint.save(step, state, training.save))
+        stepped(done + i + 1, loss, seconds[-1])
+        if training.save is not None and (
+            i + 1 == num_steps
+            or (training.save_every and state.num_steps % training.save_every == 0)
+        ):
+            document["saved"] = str(checkpoint.save(step, state, training.save))
     replayed, target = step.replay(), _target_of(plan)
     document |= {
         "kind": "packs" if isinstance(plan, PacksPlan) else "stages",

@@ -58,6 +58,21 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Stepped:
+    """A step that is finished.
+
+    Attributes:
+        num_steps: Of the training, this one included.
+        loss: Before its update.
+        seconds: That it took.
+    """
+
+    num_steps: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Done:
     """The document of the training, for this process's devices."""
 
@@ -70,6 +85,9 @@ class Failed:
 
     violations: tuple[Violation, ...]
     traceback: str = ""
+
+
+Message = Alive | Said | Stepped | Done | Failed
 
 
 def serve(job: HostJob, connection: Connection, parent: int) -> None:
@@ -98,7 +116,9 @@ def _train(job: HostJob, voice: _Voice) -> dict[str, Any]:
 
     hosts = multihost.initialize(job.coordinator, job.num_hosts, job.host, on_silence=voice.give_up)
     training: Training = Training(**job.training)
-    return train(job.plan, job.workload.load(), training, voice.report, hosts)
+    return train(
+        job.plan, job.workload.load(), training, voice.report, hosts, stepped=voice.stepped
+    )
 
 
 class _Voice:
@@ -108,7 +128,7 @@ class _Voice:
         self._connection, self._parent, self._lock = connection, parent, threading.Lock()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def say(self, message: Alive | Said | Done | Failed) -> None:
+    def say(self, message: Message) -> None:
         try:
             with self._lock:
                 self._connection.send(message)
@@ -117,6 +137,9 @@ class _Voice:
 
     def report(self, text: str) -> None:
         self.say(Said(text))
+
+    def stepped(self, num_steps: int, loss: float, seconds: float) -> None:
+        self.say(Stepped(num_steps, loss, seconds))
 
     def give_up(self, sentence: str) -> None:
         self.say(Failed((Violation(sentence, "run-hosts-silent"),)))
