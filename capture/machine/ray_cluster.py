@@ -170,16 +170,23 @@ class RayCluster:
             this machine alone, or an address.
         error: The class of what is raised.
         num_processes: That a cluster of this machine alone has at least room for.
+        left_out: Folders of the working directory that do not travel.
 
     Raises:
         CaptureError: ``ray-missing`` without Ray, ``ray-address`` if there is no cluster,
             ``ray-lost`` from all its methods if it is gone.
     """
 
-    def __init__(self, address: str, error: type[CaptureError], num_processes: int = 1):
+    def __init__(
+        self,
+        address: str,
+        error: type[CaptureError],
+        num_processes: int = 1,
+        left_out: Sequence[str] = (),
+    ):
         self._error, self._heard = error, time.monotonic()
         self._looked = float("-inf")
-        self._joined = _join(address, error, num_processes)
+        self._joined = _join(address, error, num_processes, left_out)
 
     def close(self) -> None:
         """Leave it, if it was joined here; one of this machine alone ends."""
@@ -293,11 +300,8 @@ class RayCluster:
             said = (str(error).strip().splitlines() or ["no message"])[0]
             raise ProcessLostError(said, silent) from None
 
-    @contextmanager
-    def places(
-        self, demands: Sequence[Demand], apart: bool, seconds: float
-    ) -> Iterator[list[Mapping[str, Any]]]:
-        """Room for processes that run together: options for each of them.
+    def reserve(self, demands: Sequence[Demand], apart: bool, seconds: float) -> Room:
+        """Room for processes that run together.
 
         Args:
             demands: Of the processes.
@@ -307,34 +311,24 @@ class RayCluster:
         Raises:
             CaptureError: ``ray-resources`` if there is none.
         """
-        import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from ray.util.placement_group import placement_group
 
+        start = time.monotonic()
         with self.may_be_lost():
             group = placement_group(
                 [demand.resources for demand in demands],
                 strategy="STRICT_SPREAD" if apart else "PACK",
             )
-        try:
-            with self.may_be_lost():
-                start = time.monotonic()
-                if not group.wait(seconds):
-                    raise self._error.of(
-                        self._missing(demands, apart, time.monotonic() - start), "ray-resources"
-                    )
-            yield [
-                {
-                    **demand.options(),
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        group, placement_group_bundle_index=number
-                    ),
-                }
-                for number, demand in enumerate(demands)
-            ]
-        finally:
-            with suppress(ray.exceptions.RayError, ConnectionError, TimeoutError):
-                remove_placement_group(group)
+            room = Room(group, demands)
+            try:
+                while not group.wait(_SECONDS_BETWEEN_LOOKS):
+                    waited = time.monotonic() - start
+                    if self.hears_head() and waited > seconds:
+                        raise self._error.of(self._missing(demands, apart, waited), "ray-resources")
+            except BaseException:
+                room.release()
+                raise
+        return room
 
     def _missing(self, demands: Sequence[Demand], apart: bool, seconds: float) -> str:
         """What the cluster lacks for processes that were not placed."""
@@ -356,12 +350,42 @@ class RayCluster:
         )
 
 
+class Room:
+    """Where processes of a cluster will be: a placement group of Ray's.
+
+    Args:
+        group: Ray's.
+        demands: Of the processes.
+    """
+
+    def __init__(self, group: Any, demands: Sequence[Demand]):
+        self._group, self._demands = group, demands
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """What Ray is asked for, for the actor of each."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Place
+
+        return [
+            {**demand.options(), "scheduling_strategy": Place(self._group, number)}
+            for number, demand in enumerate(self._demands)
+        ]
+
+    def release(self) -> None:
+        """Give it back; what is in it ends."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(ray.exceptions.RayError, ConnectionError, TimeoutError):
+            remove_placement_group(self._group)
+
+
 class Actor:
     """A process on a node of the cluster, which holds an object.
 
     Args:
         made_of: Class of the object, importable there.
-        options: As ``Demand.options`` or ``RayCluster.places`` gives them.
+        options: As ``Demand.options`` or ``Room.options`` gives them.
         num_threads: Calls that it answers at the same time.
     """
 
@@ -453,7 +477,9 @@ def resources_text(nodes: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-def _join(address: str, error: type[CaptureError], num_processes: int) -> bool:
+def _join(
+    address: str, error: type[CaptureError], num_processes: int, left_out: Sequence[str]
+) -> bool:
     """False if this process has done so before."""
     try:
         environment.prepare_ray(local=address == "local")
@@ -490,7 +516,7 @@ def _join(address: str, error: type[CaptureError], num_processes: int) -> bool:
             address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"working_dir": str(Path.cwd())},
+            runtime_env={"working_dir": str(Path.cwd()), "excludes": list(left_out)},
             **own,
         )
     except Exception as refused:  # Ray raises nothing more special where a node starts too late
