@@ -107,6 +107,9 @@ def train(
             found["peaks"] = np.array(measured.peak_bytes_per_device)
             found["num_checks"] = np.array(measured.num_checks)
         else:
+            if i == 1:  # only what this process reads; of one process that is all
+                batch = jax.tree.map(lambda need, leaf: need.part(leaf), step.needs(), batch)
+                found["examples read"] = _examples_read(step)
             state, metrics = step(state, batch, key, observer=observer)
             loss = metrics.loss
         found[f"loss {i}"] = np.float64(loss)
@@ -127,6 +130,11 @@ def train(
         | _named("params", step.params(state))
         | _named("optimizer", step.optimizer_state(state))
     )
+
+
+def _examples_read(step: PipelinedStep) -> np.ndarray:
+    """Of each leaf of a batch."""
+    return np.array([need.num_examples for need in jax.tree.leaves(step.needs())])
 
 
 def _named(what: str, tree: Any) -> dict[str, np.ndarray]:

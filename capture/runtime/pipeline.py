@@ -21,6 +21,7 @@ from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
+from capture.runtime.batch_parts import Need, needs_of
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
 from capture.runtime.leaf_parts import traced_optimizer
@@ -317,6 +318,20 @@ class PipelinedStep:
 
     # ---- execution -------------------------------------------------------------------------------
 
+    def needs(self) -> PyTree:
+        """What this process reads of a global batch: a tree like it, of ``Need``.
+
+        Example::
+
+            batch = jax.tree.map(lambda need, leaf: need.part(leaf), step.needs(), whole)
+        """
+        return self.traced.batch_of(self._needs)
+
+    @cached_property
+    def _needs(self) -> list[Need]:
+        own = [stage for _, stage in self.own_stages]
+        return needs_of(self.traced.graph, self.plan.num_microbatches, own)
+
     def __call__(
         self,
         state: PipelineState,
@@ -330,7 +345,7 @@ class PipelinedStep:
         Args:
             state: Consumed: its arrays are donated.
             batch: A global batch on the host or a device, as ``workload.batch(key,
-                global_batch_size)`` returns it.
+                global_batch_size)`` returns it; of every leaf the whole or what ``needs`` names.
             key: The step's random key, if the loss takes one; micro-batch m uses
                 ``jax.random.fold_in(key, m)``.
             observer: Called before every instruction with the instruction and the environment, for
@@ -340,7 +355,8 @@ class PipelinedStep:
             The new state and the metrics; they need not be ready yet.
 
         Raises:
-            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's.
+            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's,
+                ``run-batch-part`` if a leaf is neither whole nor what ``needs`` names.
         """
         slots, metrics = self._execute(self._bound, state, batch, key, observer=observer)
         return PipelineState(slots, state.num_steps + 1, state.unused), metrics
@@ -413,7 +429,7 @@ class PipelinedStep:
         check_state(state, self._state_shardings)
         slots, losses = bound(
             state.slots,
-            split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
+            split_microbatches(self.traced, self.plan.num_microbatches, batch, key, self._needs),
             stop=stop,
             bound_run_ahead=self.bound_run_ahead,
             observer=observer,

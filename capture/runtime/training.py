@@ -31,6 +31,7 @@ from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.state import PipelineState
 from capture.runtime.streamed import StreamedStep, streamed
+from capture.runtime.trace import StepTrace
 from capture.step.ledger import Ledger
 from capture.step.program import replay
 
@@ -50,11 +51,13 @@ class Training:
         save_every: It goes there after every so many steps, too.
         restore: Where it comes from, also of another plan of the model.
         until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
+        trace: Note what the devices do when in the last step, instead of malloc's bytes.
         fast_compile: See ``Compiler``.
 
     Raises:
         PlanError: ``run-check-restored`` for both of ``check`` and ``restore``,
-            ``run-save-every`` for ``save_every`` without ``save``.
+            ``run-save-every`` for ``save_every`` without ``save``, ``run-trace`` for ``trace`` of
+            the first step.
     """
 
     num_steps: int = 3
@@ -64,6 +67,7 @@ class Training:
     save_every: int | None = None
     restore: Path | None = None
     until: int | None = None
+    trace: bool = False
     fast_compile: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +82,12 @@ class Training:
                 f"--save-every {self.save_every} has no directory to save in; add --save DIR.",
                 "run-save-every",
             )
+        if self.trace and self.num_steps < 2:
+            raise PlanError.of(
+                "--trace draws an ordinary step, and the first is under the meters; run at least "
+                "--steps 2.",
+                "run-trace",
+            )
 
 
 def train(
@@ -88,8 +98,8 @@ def train(
     hosts: Hosts | None = None,
     stepped: Callable[[int, float, float], None] = lambda num_steps, loss, seconds: None,
 ) -> dict[str, Any]:
-    """Run some steps, the first under the meters and, of several, the last under malloc's; the
-    document of ``capture run --json``.
+    """Run some steps, the first under the meters and, of several, the last under malloc's, or
+    traced; the document of ``capture run --json``.
 
     Args:
         plan, workload, training: What is executed.
@@ -149,6 +159,11 @@ def train(
             state, metrics = step(state, batch, key)
             loss = metrics.loss
             dispatch.append(metrics.dispatch_seconds)
+        elif training.trace:
+            trace = StepTrace(step)
+            state, metrics = step(state, batch, key, observer=trace)
+            loss = metrics.loss
+            document["trace"] = trace.events()
         else:
             if saves is not None:  # what is written would be in malloc's count
                 saves.finish()
@@ -199,6 +214,9 @@ def train(
     }
     if isinstance(step, PipelinedStep) and hosts is not None:
         document["offered_peak_bytes_per_device"] = _offered_bytes(step)
+        # What the check saw of it; 0 without --check.
+        waiting = () if measured is None else measured.waiting_peak_bytes
+        document["waiting_peak_bytes_per_device"] = list(waiting)
     if isinstance(plan, PacksPlan):
         document["host"] = _host_bytes(plan, replayed, measured)
     if "reference_loss" in document:

@@ -24,7 +24,7 @@ from timeouts import TIMEOUT_SECONDS
 from capture.errors import ProfileError
 from capture.model.workload import WorkloadSpec
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.pools.ray_pool import Demand, travelling
+from profiling_runs.pools.ray_pool import demand_of, travelling
 from profiling_runs.pools.where import Where, setting_of
 
 QUESTION = [
@@ -45,20 +45,20 @@ SPEC = WorkloadSpec("model.py", "model")
 
 
 def test_a_worker_that_compiles_needs_a_processor_and_memory():
-    demand = Demand.of(Setting(SPEC, target="a100-40g"), None)
+    demand = demand_of(Setting(SPEC, target="a100-40g"), None)
     assert demand.room({"CPU": 4, "memory": 64e9}) == 4
     assert demand.room({"CPU": 4, "memory": 2.5e9}) == 2
     assert demand.options()["num_gpus"] == 0
 
 
 def test_a_run_for_a_kind_of_device_fits_nowhere_else():
-    demand = Demand.of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"), None)
+    demand = demand_of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"), None)
     node = {"CPU": 16, "GPU": 4, "memory": 64e9}
     assert demand.room({**node, "accelerator_type:A100": 1}) == 2
     assert demand.room({**node, "accelerator_type:H100": 1}) == demand.room(node) == 0
     assert demand.options()["resources"] == {"accelerator_type:A100": 0.001}
     assert (
-        Demand.of(
+        demand_of(
             Setting(SPEC, num_devices=2, backend="run", target="h100"), "H100-SXM"
         ).accelerator_type
         == "H100-SXM"

@@ -22,7 +22,9 @@ from capture.runtime import checkpoint
 from capture.runtime.hosts.saved import MARKER, complete_steps
 
 
-def run_hosts(folder: Path, names: list[str], num_hosts: int = 2, delay: float = 0.0) -> None:
+def run_hosts(
+    folder: Path, names: list[str], num_hosts: int = 2, delay: float = 0.0, seeds: int = 1
+) -> None:
     """Start the processes, wait until all have ended, and end them if one fails or it is late."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -31,11 +33,11 @@ def run_hosts(folder: Path, names: list[str], num_hosts: int = 2, delay: float =
     started = []
     try:
         for host in range(num_hosts):
-            arguments = [str(num_hosts), str(host), str(folder), str(delay), *names]
+            numbers = [str(num_hosts), str(host), str(folder), str(delay), str(seeds)]
             with (folder / f"{host}.log").open("w") as log:
                 started.append(
                     subprocess.Popen(
-                        [*program, *arguments],
+                        [*program, *numbers, *names],
                         env=environment_apart(REPOSITORY / "tests", xla_flags=QUICK_CODE),
                         stderr=log,
                     )
@@ -60,7 +62,12 @@ def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
         pipeshard(workload, plan, jax.devices()[: sum(plan.cluster.nodes)]), workload
     )
     found = [dict(np.load(folder / f"{name}.{host}.npz")) for host in range(num_hosts)]
-    alone = {"peaks", "replayed", "num_checks"}
+    alone = {"peaks", "replayed", "num_checks", "examples read"}
+    each = np.array([of_host["examples read"] for of_host in found])
+    assert (each.sum(0) >= one["examples read"]).all() and (each <= one["examples read"]).all()
+    assert each.sum() < num_hosts * one["examples read"].sum(), (
+        "nobody needs all that the others do"
+    )
     for host, of_host in enumerate(found):
         for what in one.keys() - alone:
             np.testing.assert_array_equal(of_host[what], one[what], f"{name}, host {host}: {what}")
@@ -125,5 +132,12 @@ def test_more_plans_and_late_processes(tmp_path):
 @pytest.mark.slow
 def test_three_hosts_with_random_delays(tmp_path):
     run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02)
+    for name in host_cases.THREE_HOSTS:
+        assert_as_one_process(tmp_path, name, num_hosts=3)
+
+
+@pytest.mark.exhaustive
+def test_twenty_orders_of_events_give_the_same(tmp_path):
+    run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02, seeds=20)
     for name in host_cases.THREE_HOSTS:
         assert_as_one_process(tmp_path, name, num_hosts=3)

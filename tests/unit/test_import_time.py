@@ -36,7 +36,7 @@ LOAD_THROUGH_ANOTHER = (
 #: They start and hear processes that execute, among modules that do.
 DRIVERS = tuple(
     f"capture.runtime.hosts.{name}"
-    for name in ("documents", "driver", "process", "restarts", "saved", "watching")
+    for name in ("documents", "driver", "process", "ray_hosts", "restarts", "saved", "watching")
 )
 
 

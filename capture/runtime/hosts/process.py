@@ -1,5 +1,5 @@
-"""One of the processes that ``capture run --hosts local`` starts: runs its part of a training, and
-tells the one that started it."""
+"""One of the processes that ``capture run --hosts local`` or ``--ray`` starts: runs its part of a
+training, and tells the one that started it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class HostJob:
         coordinator: Where host 0 listens.
         num_hosts, host: How many there are, and which this is.
         flags: ``environment.active_flags()`` of the one that started it.
+        virtual: Whether it runs on virtual CPU devices; else on those that it finds.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class HostJob:
     num_hosts: int
     host: int
     flags: tuple[str, ...]
+    virtual: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,19 @@ def serve(job: HostJob, connection: Connection, parent: int) -> None:
     _end_with_parent()
     # Ctrl-C reaches the whole group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    voice = _Voice(connection, parent)
+    # A process whose parent was killed ends too.
+    live(job, Voice(connection.send, lambda: os.getppid() == parent))
+    threading.Event().wait()  # others may still pull what this process offered
+
+
+def live(job: HostJob, voice: Voice) -> None:
+    """Do the job, and say what has come of it."""
     try:
         voice.say(Done(_train(job, voice)))
     except BaseException as error:
         violations = _told(error)
         known = [violation.code for violation in violations] != ["exception"]
         voice.say(Failed(violations, "" if known else users_traceback(error)))
-    threading.Event().wait()  # others may still pull what this process offered
 
 
 def _told(error: BaseException) -> tuple[Violation, ...]:
@@ -136,11 +144,13 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _train(job: HostJob, voice: _Voice) -> dict[str, Any]:
-    environment.prepare_worker(job.plan.cluster.nodes[job.host], "cpu", job.flags)
+def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
+    num_devices = job.plan.cluster.nodes[job.host] if job.virtual else None
+    environment.prepare_worker(num_devices, "cpu", job.flags)
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
+    if job.virtual:
+        jax.config.update("jax_platforms", "cpu")
     from capture.runtime import multihost
     from capture.runtime.training import Training, train
 
@@ -151,17 +161,22 @@ def _train(job: HostJob, voice: _Voice) -> dict[str, Any]:
     )
 
 
-class _Voice:
-    """What this process tells; one thread at a time speaks."""
+class Voice:
+    """What this process tells; one thread at a time speaks.
 
-    def __init__(self, connection: Connection, parent: int):
-        self._connection, self._parent, self._lock = connection, parent, threading.Lock()
+    Args:
+        send: Takes a message.
+        is_heard: Whether there is still somebody who hears; else this process ends.
+    """
+
+    def __init__(self, send: Callable[[Message], None], is_heard: Callable[[], bool]):
+        self._send, self._is_heard, self._lock = send, is_heard, threading.Lock()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def say(self, message: Message) -> None:
         try:
             with self._lock:
-                self._connection.send(message)
+                self._send(message)
         except OSError:  # nobody is there any more
             os._exit(1)
 
@@ -175,8 +190,7 @@ class _Voice:
         self.say(Failed((Violation(sentence, "run-hosts-silent"),)))
 
     def _beat(self) -> None:
-        """A process whose parent was killed ends too."""
-        while os.getppid() == self._parent:
+        while self._is_heard():
             self.say(Alive())
             time.sleep(BEAT_SECONDS)
         os._exit(1)
