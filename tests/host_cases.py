@@ -106,6 +106,7 @@ def train(
             state, loss = measured.state, measured.loss
             found["peaks"] = np.array(measured.peak_bytes_per_device)
             found["num_checks"] = np.array(measured.num_checks)
+            found["waiting"] = np.array(measured.waiting_peak_bytes)
         else:
             if i == 1:  # only what this process reads; of one process that is all
                 batch = jax.tree.map(lambda need, leaf: need.part(leaf), step.needs(), batch)

@@ -62,7 +62,7 @@ def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
         pipeshard(workload, plan, jax.devices()[: sum(plan.cluster.nodes)]), workload
     )
     found = [dict(np.load(folder / f"{name}.{host}.npz")) for host in range(num_hosts)]
-    alone = {"peaks", "replayed", "num_checks", "examples read"}
+    alone = {"peaks", "replayed", "num_checks", "examples read", "waiting"}
     each = np.array([of_host["examples read"] for of_host in found])
     assert (each.sum(0) >= one["examples read"]).all() and (each <= one["examples read"]).all()
     assert each.sum() < num_hosts * one["examples read"].sum(), (
@@ -73,6 +73,7 @@ def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
             np.testing.assert_array_equal(of_host[what], one[what], f"{name}, host {host}: {what}")
         assert of_host["num_checks"] > len(plan.stages) * plan.num_microbatches
         assert (of_host["replayed"] == found[0]["replayed"]).all()
+        assert of_host["waiting"].any() and (of_host["waiting"] < of_host["peaks"]).all()
     measured = np.concatenate([of_host["peaks"] for of_host in found])
     np.testing.assert_array_equal(measured, found[0]["replayed"], name)
     assert (measured >= one["replayed"]).all(), "what waits to be pulled is held beside the rest"
