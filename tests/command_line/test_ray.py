@@ -347,7 +347,7 @@ def test_hosts_are_placed_apart_and_started_again_on_other_nodes(
     monkeypatch.chdir(directory)
     cluster = RayCluster(ray_cluster.address, ExecutionError)
     starter = RayStarter(cluster, plan.workload, place_seconds=2.0)
-    first = ray_cluster.add()
+    ray_cluster.add()
     try:
         with pytest.raises(ExecutionError) as refused:
             starter.start(plan, {})
