@@ -135,9 +135,14 @@ class Hosts:
             self._address,
             self.process,
             lambda own: self.exchange("addresses", own),
-            environment.patience(self._patience_seconds),
+            self.limit_seconds,
             self._on_silence,
         )
+
+    @property
+    def limit_seconds(self) -> float:
+        """Most that is waited for another process."""
+        return environment.patience(self._patience_seconds)
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
         """Small documents, one per process; every process makes the same calls in the same order.
@@ -159,7 +164,7 @@ class Hosts:
         found = []
         for process in range(self.count):
             try:
-                milliseconds = int(1000 * environment.patience(self._patience_seconds))
+                milliseconds = int(1000 * self.limit_seconds)
                 text = self._store.blocking_key_value_get(f"{key}/{process}", milliseconds)
             except Exception as error:
                 raise ExecutionError.of(

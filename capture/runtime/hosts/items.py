@@ -101,7 +101,9 @@ def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Co
     handler = ocp.type_handlers.ArrayHandler(
         primary_host=first, use_replica_parallel=False, enable_write_sharding_file=False
     )
-    registry = ocp.type_handlers.create_type_handler_registry((Shards, handler))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (Shards, handler), (jax.Array, handler)
+    )
     with ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(
             multiprocessing_options=together, type_handler_registry=registry

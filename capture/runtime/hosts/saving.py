@@ -71,7 +71,7 @@ class Saver:
         path = self._directory / str(state.num_steps)
         items = _items(self._step, state)
         arguments = (path, items, marker_of(self._step, state.num_steps), self._hosts.reserve(1))
-        self._thread = threading.Thread(target=self._run, args=arguments)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
         return path
 
@@ -108,7 +108,13 @@ class Saver:
             ExecutionError: ``checkpoint-write``.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._hosts.limit_seconds)
+            if self._thread.is_alive():
+                raise ExecutionError.of(
+                    f"a checkpoint in {str(self._directory)!r} is not complete after "
+                    f"{self._hosts.limit_seconds:.0f} s; look at its disk or network.",
+                    "checkpoint-write",
+                )
             self._thread = None
         self.check()
 
