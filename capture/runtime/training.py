@@ -266,8 +266,8 @@ def _offered_bytes(step: PipelinedStep) -> list[int]:
 def _predicted_bytes(plan: Plan | PacksPlan) -> list[int] | None:
     """Per device; of a plan of stages by hand that was verified alone, what its compiler says."""
     if isinstance(plan, PacksPlan):
-        step = plan.prediction.step if plan.prediction else None
-        return None if step is None else list(step.device_peak_bytes)
+        memory = plan.prediction.memory if plan.prediction else None
+        return None if memory is None else list(memory.device_peak_bytes)
     predicted = plan.prediction or plan.verification
     return None if predicted is None else list(predicted.peak_bytes_per_device)
 
@@ -281,7 +281,7 @@ def _host_bytes(
     plan: PacksPlan, replayed: Ledger, measured: Measurement | None
 ) -> dict[str, int | None]:
     """Of the memory of the host."""
-    predicted = plan.prediction.step if plan.prediction else None
+    predicted = plan.prediction.memory if plan.prediction else None
     return {
         "predicted_peak_bytes": None if predicted is None else predicted.host_peak_bytes,
         "replayed_peak_bytes": replayed.peak_of("host").peak_bytes,
