@@ -152,7 +152,7 @@ def grouped_bars(
     """
     heights = [value for _, bars in groups for value in bars.values() if not isinstance(value, str)]
     ticks = [(i + 0.5, name) for i, (name, _) in enumerate(groups)]
-    top = 1.08 * max(heights, default=1.0)
+    top = 1.08 * (max(heights, default=1.0) or 1.0)
     panel = Panel(title, "", y_label, (0, len(groups)), (0, top), ticks, width, height, bottom)
     for i, (name, bars) in enumerate(groups):
         step = 0.88 / len(bars)

@@ -21,7 +21,7 @@ SCRIPTS = (
     "mutwo-figure-8",
     "mutwo-figure-9",
     "mutwo-saturation",
-    "mutwo-limits",
+    "mutwo-limit",
 )
 
 

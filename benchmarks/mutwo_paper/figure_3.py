@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.drawing import ALPA, COLORS, OURS, Panel, draw, grouped_bars
@@ -93,6 +94,11 @@ def array_rows(store: Store, models: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def _risen(nbytes: Sequence[int]) -> str:
+    rises = sum(one < other for one, other in pairwise(nbytes))
+    return f"{rises} of {len(nbytes) - 1}"
+
+
 def panels_of(
     idle: Sequence[dict[str, Any]],
     memory: Sequence[dict[str, Any]],
@@ -120,7 +126,7 @@ def panels_of(
         own = [row for row in arrays if row["model"] == model]
         sizes = zip(("smaller batch", "larger batch"), own, strict=False)
         groups.append((model, {name: row["peak_bytes"] / 1e9 for name, row in sizes}))
-    fused = grouped_bars("(c) four models as one program", "GB", groups, 560, 330)
+    fused = grouped_bars("(c) four models as one program", "GB", groups, 440, 330)
     fused.level(arrays[0]["limit_bytes"] / 1e9, "#333333")
     return [rests, rises, fused]
 
@@ -148,8 +154,8 @@ def main() -> int:
     half = len(nbytes) // 2
     claims = {
         "feature maps rest for, of a step": [min(spans), sum(spans) / len(spans), max(spans)],
-        "memory rises through the forward pass": nbytes[:half] == sorted(nbytes[:half]),
-        "memory falls through the backward pass": nbytes[half:] == sorted(nbytes[half:])[::-1],
+        "programs forward at which memory rises": _risen(nbytes[:half]),
+        "programs backward at which memory falls": _risen(nbytes[half:][::-1]),
         "four fused models over the limit": {
             f"{row['model']}, batch {row['batch_size']}": row["peak_bytes"] / row["limit_bytes"]
             for row in arrays

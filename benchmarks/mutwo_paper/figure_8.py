@@ -5,9 +5,8 @@
 Models of Table 1 on an A100-40G and a V100-32G with the links and hosts of Table C, and on a B200,
 an H200 and a GH200 with their own; float32 as the compiler computes it (TF32 on an A100). Programs
 are compiled for their target, seconds are simulated: a roofline by kernel, in which no kernel takes
-less than a launch. What launches cost decides what fusion is for, so the first two models are
-also weighed as if every kernel took 30 or 100 us, which is what eager frameworks need for an
-operation; then a step takes as long as there are launches.
+less than a launch. What launches cost decides what fusion is for, so BERT and ViT are also weighed
+as if no kernel took less than 100 us, as where a framework issues operations one by one.
 
 HFTA-NoMemOpt trains the largest subsets that fit, one after the other; HFTA-Capuchin all models
 fused, with swaps and recomputation; ``multiplexed`` is the best of multiplexed sub-arrays,
@@ -45,14 +44,14 @@ from recommender.mutwo.ways import ways
 
 #: Name -> the case, numbers of models, and least seconds of kernels beside the target's.
 CASES: dict[str, tuple[Case, Sequence[int], Sequence[float]]] = {
-    "a BERT": (Case("BERT", 16, "a100-40g"), (2, 4, 8, 16), (30e-6, 100e-6)),
+    "a BERT": (Case("BERT", 16, "a100-40g"), (2, 4, 8, 16), (100e-6,)),
     "b GPT2": (Case("GPT2", 8, "a100-40g"), (2, 4, 8), ()),
-    "c ViT": (Case("ViT", 8, "a100-40g"), (4, 8, 16, 32), (30e-6, 100e-6)),
-    "d Recommender": (Case("Recommender", 512, "a100-40g"), (8, 16, 32, 64), ()),
+    "c ViT": (Case("ViT", 8, "a100-40g"), (8, 16, 32, 64), (100e-6,)),
+    "d Recommender": (Case("Recommender", 512, "a100-40g"), (32, 64, 128), ()),
     "e ResNet101": (Case("ResNet101", 48, "a100-40g"), (2, 4, 8), ()),
     "f MobileNet": (Case("MobileNet", 64, "a100-40g"), (2, 4, 8), ()),
     "g BERT, V100": (Case("BERT", 12, "v100-32g"), (2, 4, 8, 16), ()),
-    "h Recommender, V100": (Case("Recommender", 384, "v100-32g"), (8, 16, 32, 64), ()),
+    "h Recommender, V100": (Case("Recommender", 384, "v100-32g"), (32, 64, 128), ()),
     "BERT, H200": (Case("BERT", 24, "h200"), (8, 16), ()),
     "BERT, B200": (Case("BERT", 24, "b200"), (8, 16), ()),
     "BERT, GH200": (Case("BERT", 24, "gh200"), (8, 16), ()),
@@ -196,10 +195,15 @@ def panels_of(rows: Sequence[dict[str, Any]]) -> Iterator[Panel]:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--cases", nargs="*", choices=CASES, help="instead of all")
+    parser.add_argument(
+        "--cases", nargs="*", help="instead of all; what the output has of others stays in it"
+    )
     options = parser.parse_args()
-    names = options.cases or list(CASES)
-    prepare(CASES[name][0].target for name in names)
+    names = list(CASES) if options.cases is None else options.cases
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"no case {unknown[0]!r}; choose of {', '.join(CASES)}")
+    if names:
+        prepare(CASES[name][0].target for name in names)
     rows: list[dict[str, Any]] = []
     if options.output is not None and options.output.exists():  # of cases that are not asked for
         rows = json.loads(options.output.read_text())["rows"]

@@ -99,10 +99,11 @@ def panels_of(model: str, rows: Sequence[dict[str, Any]]) -> list[Panel]:
 
 def table_e(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What a strategy adds to the programs of an update without a limit, and how long it waits; of
-    the largest array of each model."""
+    the largest array of each model that all of them train."""
     found: dict[str, Any] = {}
     for model in MODELS:
-        own = [row for row in rows if row["model"] == model]
+        named = [row for row in rows if row["model"] == model]
+        own = [row for row in named if all(parts_of(row, of) for of in TABLE_E.values())]
         if not own:
             continue
         row = max(own, key=lambda one: one["num_models"])
