@@ -18,9 +18,11 @@ from capture.cli.options import Option
 from capture.cli.output import Totals, compared, emit, say, table
 from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
+from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from profiling_runs.arrays import array_profile
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.search import ALGORITHMS
 
@@ -51,7 +53,7 @@ OPTIONS = (
 OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
-SHARED |= {"algorithm"}
+SHARED |= {"algorithm", "backend", *(option.name for option in shared.STORE)}
 SEARCHES = tuple(ALGORITHMS)
 
 
@@ -147,7 +149,6 @@ def plan(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: WORKLOAD")
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
     members = models_of(options.models, options.vary)
-    asked.prepare(cluster)
     question = ArrayQuestion(
         WorkloadSpec.parse(options.workload),
         tuple(members),
@@ -159,9 +160,23 @@ def plan(options: argparse.Namespace) -> int:
         options.num_layers or 0,
         algorithm=options.algorithm or SEARCHES[0],
         shared=tuple(options.shared),
+        backend=options.backend,
     )
-    say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
-    answer = plan_array(question, progress(options))
+    environment.prepare(
+        num_devices=1, platform="cpu" if question.executes else Target.load(cluster.target).platform
+    )
+    said = "executing" if question.executes else "compiling"
+    say(options, f"{said} segments of {counted(len(members), 'model')} for {cluster.target}")
+    with array_profile(
+        WorkloadSpec.parse(options.workload),
+        cluster,
+        question.shape,
+        executes=question.executes,
+        store=asked.open_store(options),
+        where=asked.where_of(options),
+        progress=progress(options),
+    ) as profile:
+        answer = plan_array(question, profile=profile)
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [
@@ -361,7 +376,7 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
         lines += [
             f"{format_seconds(found.step_seconds)} for an update of every model, simulated for "
-            f"{plan.cluster.target}",
+            f"{plan.cluster.target}" + (f": {plan.seconds_from}" if plan.seconds_from else ""),
             f"device: {format_bytes(found.peak_bytes)} at its peak ({parts})",
             f"feature maps: {format_bytes(found.retained_bytes)} retained, "
             f"{format_bytes(found.swapped_bytes)} swapped, "

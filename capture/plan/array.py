@@ -30,6 +30,9 @@ A plan is JSON:
     prediction                peak_bytes and parts_bytes of the device, host_peak_bytes,
                               step_seconds (simulated), swapped_bytes in one direction,
                               recomputed_bytes, retained_bytes
+    seconds_from              where the seconds of programs and copies are from, of which a step is
+                              simulated: "rates of h200", or what they were executed on; "" if
+                              nothing is predicted
     why, candidates           what the search says of its choice, and the others that it weighed
 
 Source: Purandare et al. 2023 (mu-TWO), 3.2.
@@ -153,6 +156,7 @@ class ArrayPlan:
     model_hash: str = ""
     workload: WorkloadSpec | None = None
     prediction: ArrayPrediction | None = field(default=None, compare=False)
+    seconds_from: str = field(default="", compare=False)
     why: Why | None = field(default=None, compare=False)
     candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
@@ -284,6 +288,7 @@ class _Document:
     bundle_bytes: int = BUNDLE_BYTES
     memory_limit_bytes: int | None = None
     prediction: ArrayPrediction | None = None
+    seconds_from: str = ""
     why: Why | None = None
     candidates: tuple[Mapping[str, Any], ...] = ()
 

@@ -47,6 +47,7 @@ def _regrouped(
         order=plan.order if len(groups) > 1 else "in turn",
         decisions=tuple(decisions),
         prediction=None,
+        seconds_from="",
         why=None,
         candidates=(),
     )

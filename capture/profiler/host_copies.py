@@ -1,0 +1,41 @@
+"""Copies between the first device of this process and the memory of its host, timed: each direction
+alone, and both at once.
+
+Source: Purandare et al. 2023 (mu-TWO), 4.1 (swap_time of the intermediates).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from capture.compiler.executable import HOST_MEMORY
+from capture.profiler.array_pass import HostCopy
+from capture.profiler.timing import median_seconds
+
+
+def copy_seconds(
+    what: HostCopy,
+    num_executions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The median of so many copies, after one that is not counted."""
+    device = jax.devices()[0]
+    here, there = (SingleDeviceSharding(device, memory_kind=k) for k in (None, HOST_MEMORY))
+    array = jax.device_put(jnp.ones(max(1, what.nbytes // 4), jnp.float32), here)
+    copied = jax.device_put(array, there, may_alias=False)
+    given = {"to device": [copied], "to host": [array], "both": [copied, array]}[what.direction]
+    places = {"to device": [here], "to host": [there], "both": [here, there]}[what.direction]
+
+    def end(used: tuple[object, list[jax.Array]]) -> None:
+        for made in used[1]:
+            made.delete()
+
+    jax.block_until_ready(given)
+    return median_seconds(
+        lambda: jax.device_put(given, places, may_alias=False), num_executions, clock, end=end
+    )
