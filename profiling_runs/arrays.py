@@ -56,11 +56,15 @@ def array_profile(
     where = replace(where, num_workers=1) if executes and not where.here else where
     setting = None
     if not where.here:
-        backend = "run" if executes else "compile"
-        named = Setting(
-            workload, shape.num_layers or None, backend=backend, target=cluster.target, array=shape
+        setting = setting_of(
+            Setting(
+                workload,
+                shape.num_layers or None,
+                backend="run" if executes else "compile",
+                target=cluster.target,
+                array=shape,
+            )
         )
-        setting = setting_of(named)
     profile = ArrayProfile(
         workload.load(),
         cluster,
@@ -71,7 +75,7 @@ def array_profile(
         shape.bundle_bytes,
         progress,
         executes,
-        store or Store(),
+        Store() if store is None else store,
         machine_of_workers(setting, where) if executes and setting is not None else None,
         lambda wanted, told: jobs.measure(wanted, told),
     )

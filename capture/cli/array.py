@@ -376,7 +376,7 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
         lines += [
             f"{format_seconds(found.step_seconds)} for an update of every model, simulated for "
-            f"{plan.cluster.target}" + (f": {plan.seconds_from}" if plan.seconds_from else ""),
+            f"{plan.cluster.target} by {plan.seconds_from or 'its rates'}",
             f"device: {format_bytes(found.peak_bytes)} at its peak ({parts})",
             f"feature maps: {format_bytes(found.retained_bytes)} retained, "
             f"{format_bytes(found.swapped_bytes)} swapped, "

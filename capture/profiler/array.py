@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from capture.compiler.target_compiler import TargetCompiler
 from capture.documents import read, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
-from capture.machine.link_fit import MeasuredCopies, fit_host_link
+from capture.machine.link_fit import fit_host_link
 from capture.machine.target import HostLink, Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
@@ -37,7 +38,7 @@ from capture.plan.array import BUNDLE_BYTES, Member, Shared
 from capture.profiler.array_pass import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
 from capture.profiler.compile import CompileBackend
 from capture.profiler.execution import Machine as ExecutingMachine
-from capture.profiler.host_copies import copy_seconds
+from capture.profiler.host_copies import COPY_BYTES, copies_of, copy_seconds, rows_of
 from capture.profiler.run import machine_here
 from capture.profiler.timing import OUT_OF_MEMORY, filled, median_seconds
 from capture.runtime.array_programs import ArrayPrograms, program_name
@@ -56,8 +57,6 @@ Measure = Callable[[Mapping[str, What], Callable[[int], None]], Mapping[str, Arr
 ARRAY_VERSION = 1
 #: Executions whose median counts, after one more.
 NUM_EXECUTIONS = 3
-#: Of the copies to which the host's link is fitted.
-COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
 #: Programs that are asked for while choices are weighed.
 MORE = "more programs"
 _DEVICE = Place("device", (0,))
@@ -89,7 +88,7 @@ class ArrayBackend:
         machine: ExecutingMachine | None = None,
     ):
         self._workload, self._shape, self._target = workload, shape, target
-        self.store = store or Store()
+        self.store = Store() if store is None else store
         self.machine = None if target is not None else machine or machine_here()
 
     @cached_property
@@ -273,17 +272,10 @@ class ArrayProfile:
         """
         if not self.executes:
             return self.machine.rates.host
-        directions = ("to device", "to host", "both")
-        wanted = [HostCopy(way, nbytes) for nbytes in COPY_BYTES for way in directions]
+        wanted = copies_of(COPY_BYTES)
         keys = {what: self.backend.key(what) for what in wanted}
         self._require("copies", {key: what for what, key in keys.items()})
-        rows = [
-            MeasuredCopies(
-                nbytes,
-                *(self._seconds(self._needs[keys[HostCopy(way, nbytes)]]) for way in directions),
-            )
-            for nbytes in COPY_BYTES
-        ]
+        rows = rows_of({what: self._seconds(self._needs[key]) for what, key in keys.items()})
         return fit_host_link(rows, self.source).link
 
     @property
@@ -291,8 +283,8 @@ class ArrayProfile:
         """Where seconds are from, for people."""
         machine = self.backend.machine
         if machine is None:
-            return f"rates of {self.target.name}"
-        return f"executed on {machine.device_kind}, median of {NUM_EXECUTIONS}"
+            return f"the rates of {Path(self.target.name).name}"
+        return f"executions on {machine.device_kind} (median of {NUM_EXECUTIONS})"
 
     @property
     def shared_patterns(self) -> tuple[str, ...]:

@@ -7,15 +7,31 @@ Source: Purandare et al. 2023 (mu-TWO), 4.1 (swap_time of the intermediates).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from capture.compiler.executable import HOST_MEMORY
-from capture.profiler.array_pass import HostCopy
+from capture.machine.link_fit import MeasuredCopies
+from capture.profiler.array_pass import Direction, HostCopy
 from capture.profiler.timing import median_seconds
+
+DIRECTIONS: tuple[Direction, ...] = ("to device", "to host", "both")
+#: To which a link is fitted.
+COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
+
+
+def copies_of(sizes: Sequence[int]) -> list[HostCopy]:
+    """What tells the host's link."""
+    return [HostCopy(way, nbytes) for nbytes in sizes for way in DIRECTIONS]
+
+
+def rows_of(seconds: Mapping[HostCopy, float]) -> list[MeasuredCopies]:
+    """All that was measured of each size."""
+    sizes = dict.fromkeys(what.nbytes for what in seconds)
+    return [MeasuredCopies(n, *(seconds[HostCopy(way, n)] for way in DIRECTIONS)) for n in sizes]
 
 
 def copy_seconds(

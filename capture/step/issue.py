@@ -278,6 +278,9 @@ class Issue:
             if self._listener.has_left(*key, self._at - since):
                 self.behind[key] = self._at - since
                 self._left(*key)
+        # What is still going out is in nobody's way, unless something comes early beside it.
+        leaving = sum(self._bytes[of][number] for of, number in self._leaving)
+        self._least[self._at] += leaving
         waiting = []
         for until, of, number in sorted(self._pending):
             if until <= self._at or number in self._here[of]:
@@ -290,6 +293,7 @@ class Issue:
             else:
                 waiting.append((until, of, number))
         self._pending = waiting
+        self._least[self._at] -= leaving
 
     def _fetch(self, a: int, number: int) -> None:
         self._room(self._bytes[a][number])
