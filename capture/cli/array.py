@@ -272,10 +272,13 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
     ]
     lines.append(table(["model", "with", "losses"], rows))
     if "reference_losses" in document:
+        worst = document["worst_param"]
         lines.append(
             "largest relative error beside each model alone: losses "
             f"{document['max_relative_loss_error']:.1e}, parameters "
-            f"{document['max_relative_param_error']:.1e}"
+            f"{document['max_relative_param_error']:.1e} ({worst['leaf']} of model "
+            f"{worst['model']}, which one rounding of its gradients moves by "
+            f"{worst['rounding_error']:.1e} when it is alone)"
         )
     return "\n".join(lines)
 
