@@ -330,6 +330,11 @@ class ArrayProfile:
             self._known[known] = ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
         return self._known[known]
 
+    def seconds_of(self, num_models: int) -> float:
+        """Of the programs of so many models that are fused, one after the other."""
+        array = self.fuser.of(num_models)
+        return sum(self.facts(array, issued.call).seconds for issued in Uses(array).issued)
+
     def end(self) -> None:
         """Nothing more will be asked for."""
         if self._more:

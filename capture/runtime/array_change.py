@@ -48,6 +48,7 @@ def _regrouped(
         decisions=tuple(decisions),
         prediction=None,
         seconds_from="",
+        saturation=(),
         why=None,
         candidates=(),
     )

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Shared
+from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Saturation, Shared
 from capture.plan.why import Why
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import format_bytes, format_seconds, parse_bytes
@@ -155,6 +156,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
                 "recompute": found.recomputed_bytes,
             }
             written["plan"] = {**written["plan"], **facts}
+        written["saturation"] = write(self.plan.saturation) if self.plan is not None else []
         written["ways"] = [one.to_json() for one in self.proof.candidates]
         return {**written, "baselines": [one.to_json() for one in self.proof.baselines]}
 
@@ -215,8 +217,8 @@ def plan_array(
     problem = ArrayProblem(
         profile, len(question.models), profile.host, limit, question.host_memory_bytes
     )
-    sizes = (size for way in ways(problem.num_models, problem.rule) for size in way.sizes)
-    profile.prepare([1, *sizes])
+    sizes = {size for way in ways(problem.num_models, problem.rule) for size in way.sizes} | {1}
+    profile.prepare(sizes)
     result = beside_baselines(problem, search(problem, question.algorithm))
     profile.end()
     best = result.best
@@ -237,6 +239,7 @@ def plan_array(
         workload=named if isinstance(named, WorkloadSpec) else None,
         prediction=best.evaluation.prediction(),
         seconds_from=profile.source,
+        saturation=tuple(Saturation(size, profile.seconds_of(size)) for size in sorted(sizes)),
         why=why,
         candidates=tuple(one.to_json() for one in result.candidates),
     )
