@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capture import environment
 from capture.cli import asked
@@ -21,10 +21,15 @@ from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
+from capture.plan.files import traced_for
+from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
 from profiling_runs.arrays import array_profile
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.search import ALGORITHMS
+
+if TYPE_CHECKING:
+    from capture.report.array import ArrayFacts
 
 SYSTEM = "mutwo"
 
@@ -301,22 +306,54 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
 
 
 def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
-    """What is predicted, and what it leaves.
-
-    Raises:
-        PlanError: ``array-page`` for a page or a trace.
-    """
-    if options.output is not None or options.trace is not None:
-        raise PlanError.of(
-            "plans of arrays have no page and no trace in this version; leave out -o and --trace.",
-            "array-page",
-        )
-    asked.refuse_unread(options, "array", "memory")
+    """What is predicted, and what it leaves; a page or a trace of the step, whose programs are in
+    the store or measured again."""
+    writes = options.output is not None or options.trace is not None
+    read = ("output", "trace", "workload", *(option.name for option in shared.STORE))
+    asked.refuse_unread(options, "array", "memory", *(read if writes else ()))
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
-    emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
+    document: dict[str, Any] = {"plan": plan.to_json(), "headroom": room and room.to_json()}
+    written, lines = dict[str, str](), [*plan_lines(plan), *([str(room)] if room else [])]
+    if writes:
+        from capture.report.array import HEADER, page, rows
+        from capture.step.trace_events import save_trace
+
+        facts = _facts(options, plan)
+        document["bundles"] = rows(facts)
+        lines.append(table(HEADER, rows(facts)))
+        if options.output is not None:
+            options.output.write_text(page(facts, lines, room), encoding="utf-8")
+            written["page"] = str(options.output)
+        if options.trace is not None:
+            save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
+            written["trace"] = str(options.trace)
+    lines += [f"{what} -> {path}" for what, path in written.items()]
+    emit(options, {**document, "written": written}, "\n".join(lines))
     return 0
+
+
+def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
+    """The plan's step, built again and simulated."""
+    from capture.report.array import array_facts
+
+    executes = plan.seconds_from.startswith("executions")
+    platform = Target.load(plan.cluster.target).platform
+    environment.prepare(num_devices=1, platform="cpu" if executes else platform)
+    shape = ArrayShape(
+        plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
+    )
+    with array_profile(
+        asked.workload_of(plan, options.workload),
+        plan.cluster,
+        shape,
+        executes=executes,
+        store=asked.open_store(options),
+        where=asked.where_of(options),
+        progress=progress(options),
+    ) as profile:
+        traced_for(plan, profile.workload, lambda: profile.fuser.traced.graph)
+        return array_facts(plan, profile, profile.sub_array, profile.host)
 
 
 def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:

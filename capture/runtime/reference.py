@@ -115,7 +115,8 @@ def rounded(gradients: PyTree, roundings: int) -> PyTree:
     """
     if not roundings:
         return gradients
-    leaves, tree = jax.tree.flatten(gradients)
+    leaves = jax.tree.leaves(gradients)
+    tree: Any = jax.tree.structure(gradients)  # JAX's stubs leave its methods out
 
     def off(n: int, leaf: Any) -> Any:
         signs = jax.random.rademacher(jax.random.key(n), leaf.shape, leaf.dtype)
