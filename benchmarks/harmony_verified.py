@@ -20,6 +20,7 @@ from capture.cli import asked
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.model.workload import WorkloadSpec
+from profiling_runs import Where
 from recommender.harmony import PacksQuestion, harmony
 
 HOST_BYTES = 10**12
@@ -28,7 +29,7 @@ HOST_BYTES = 10**12
 def row_of(name: str, target: str) -> dict[str, Any]:
     model, cluster = MODELS[name], Cluster.parse("1x1", target)
     asked.prepare(cluster)
-    from capture.profiler.packs import compile_packs
+    from profiling_runs.packs import PackCompiler
 
     start = time.process_time()
     profile = replace(profile_of(model, target, None), workload=None)
@@ -39,7 +40,7 @@ def row_of(name: str, target: str) -> dict[str, Any]:
     planned = time.process_time()
     # The hash is that of the three blocks.
     spec = WorkloadSpec.parse(f"{ZOO}/{model.workload.format(blocks=model.num_blocks)}")
-    ledger = compile_packs(replace(plan, model_hash=""), spec.load())
+    ledger = PackCompiler(spec, where=Where(0)).ledger(replace(plan, model_hash=""))
     step, forward, backward = (
         plan.prediction.step,
         plan.configuration.forward,

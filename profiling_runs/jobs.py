@@ -13,8 +13,11 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.profiler.execution import ProfilingRun
 from capture.profiler.layer_pass import LayerPass
+from capture.profiler.pack_program import PackProgram
 
-Part = Literal["stage", "update", "split", "buffers", "split buffers", "run", "layer", "machine"]
+Part = Literal[
+    "stage", "update", "split", "buffers", "split buffers", "run", "layer", "pack", "machine"
+]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Setting:
         backend: ``"compile"`` for parts of stages, ``"run"`` for executed partitionings.
         target: Compiled for, or run on: a name or a file (``Target.load``).
         memory_limit_bytes: Most that a run may need, per device.
-        layers_alone: Whether layers are measured one by one (``capture.profiler.layers``).
+        measures: Parts of stages or runs; layers, one by one (``capture.profiler.layers``); or
+            programs of plans of packs (``capture.profiler.packs``).
         fresh_process: Whether every job gets a process of its own, so that an allocator's
             high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
@@ -46,7 +50,7 @@ class Setting:
     backend: Literal["compile", "run"] = "compile"
     target: str = "cpu"
     memory_limit_bytes: int | None = None
-    layers_alone: bool = False
+    measures: Literal["stages", "layers", "packs"] = "stages"
     fresh_process: bool = False
     flags: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -58,18 +62,18 @@ class Job:
 
     Attributes:
         key: The measurement's, in the store.
-        what: Is measured: layers at a degree and batch size, a partitioning of all layers, or one
-            layer in one direction; None for the worker's machine.
+        what: Is measured: layers at a degree and batch size, a partitioning of all layers, one
+            layer in one direction, or a program of a plan of packs; None for the worker's machine.
         part: All of a stage, the end of a step alone, its split backward pass, what the buffers of
-            a stage are with a whole or a split one, an executed run, a layer alone, or what devices
-            there are.
+            a stage are with a whole or a split one, an executed run, a layer alone, a program of
+            packs, or what devices there are.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.
     """
 
     key: str
-    what: StageConfig | ProfilingRun | LayerPass | None
+    what: StageConfig | ProfilingRun | LayerPass | PackProgram | None
     part: Part = "stage"
     kind: str = ""
     needs: str | None = None
@@ -82,6 +86,8 @@ class Job:
             return self.part, self.what.choice, self.what.num_microbatches
         if isinstance(self.what, LayerPass):
             return self.part, self.what.microbatch_size
+        if isinstance(self.what, PackProgram):
+            return (self.part,)
         return (
             (self.part,)
             if self.what is None
@@ -107,6 +113,8 @@ class Job:
             layer, size = self.what.layer, self.what.microbatch_size
             facts |= {"layers": [layer, layer], "direction": self.what.direction}
             facts |= {"microbatch_size": size}
+        elif isinstance(self.what, PackProgram):
+            facts["program"] = self.what.name
         elif self.what is not None:
             run = asdict(self.what)
             facts |= {**run.pop("choice"), **run}

@@ -138,7 +138,7 @@ class _Measured:
                 backend="run" if executes else "compile",
                 target=question.target,
                 memory_limit_bytes=question.memory_limit_bytes if executes else None,
-                layers_alone=True,
+                measures="layers",
             )
         )
 
@@ -261,6 +261,7 @@ class _Measured:
             model_hashes={u: backend.graph(u).model_hash for u in every},
             coupled=backend.coupled(*apart) if every[-1] > 1 else "",
             shared=backend.shared(),
+            batch=backend.batch(),
             summary_bytes=backend.summary_bytes(),
             made={
                 **backend.provenance,

@@ -16,6 +16,7 @@ from capture.machine.cluster import Cluster
 from capture.model.workload import Workload, takes_key
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep
 
@@ -76,7 +77,7 @@ ALL = CASES | SLOW_CASES | THREE_HOSTS
 
 
 #: The case whose training is saved, and restored.
-SAVED = "data"
+SAVED = "unequal"
 
 
 def train(
@@ -88,9 +89,11 @@ def train(
     Args:
         step, workload: Of a plan.
         observer: As for the step.
-        directory: To save the training in; what is read from there again is compared with it.
+        directory: To save the training in after two steps, while it goes on, and at its end; what
+            is read from there again is compared with it.
     """
     state = step.init(jax.random.key(0))
+    saver = None if directory is None else Saver(step, directory)
     found: dict[str, Any] = {}
     for i in range(3):
         batch = workload.batch(jax.random.key(100 + i), step.plan.global_batch_size)
@@ -107,8 +110,10 @@ def train(
             state, metrics = step(state, batch, key, observer=observer)
             loss = metrics.loss
         found[f"loss {i}"] = np.float64(loss)
-    if directory is not None:
-        checkpoint.save(step, state, directory)
+        if saver is not None and i > 0:
+            saver.save(state)
+    if saver is not None and directory is not None:
+        saver.finish()
         read = checkpoint.restore(step, directory)
         again = _named("optimizer", step.optimizer_state(read)) | _named(
             "params", step.params(read)

@@ -128,13 +128,19 @@ def _splits_backward(values: Values) -> bool:
 def prepare(*clusters: Cluster) -> None:
     """Make this process one that compiles for the clusters: as many virtual devices, and no search
     for devices that need not be there."""
-    _prepare((cluster.num_devices, Target.load(cluster.target).platform) for cluster in clusters)
+    _prepare(map(_of, clusters))
 
 
-def prepare_for(questions: Iterable[ProfileQuestion | LayersQuestion]) -> None:
-    """Make this process one that can answer all these: they decide its devices, once, before JAX is
-    loaded."""
-    _prepare(map(_need, questions))
+def _of(cluster: Cluster) -> tuple[int, str]:
+    return cluster.num_devices, Target.load(cluster.target).platform
+
+
+def prepare_for(
+    questions: Iterable[ProfileQuestion | LayersQuestion], compiles_for: Cluster | None = None
+) -> None:
+    """Make this process one that can answer all these, and compile for a cluster: they decide its
+    devices, once, before JAX is loaded."""
+    _prepare([*map(_need, questions), *([_of(compiles_for)] if compiles_for else [])])
 
 
 def _need(asked: ProfileQuestion | LayersQuestion) -> tuple[int, str]:

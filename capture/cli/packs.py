@@ -4,26 +4,30 @@ them."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from capture.cli import asked, layers
 from capture.cli.options import STORE, Option
 from capture.cli.output import Totals, compared, emit, table
+from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.progress import progress
 from capture.errors import PlanError
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
+from capture.model.workload import WorkloadProtocol, WorkloadSpec
 from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, STREAMED, Swaps
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import with_model_hash
+from profiling_runs.packs import PackCompiler
 from recommender.harmony import PacksQuestion, harmony
-from recommender.harmony.baselines import Baseline, all_baselines
+from recommender.harmony.baselines import all_baselines
 from recommender.harmony.packing import PACKING_NAMES
 from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
+from recommender.harmony.recommendation import PacksAnswer, not_compiled
 from recommender.harmony.search import ALGORITHMS
 
 MODES = ("pp", "dp", BOTH)
@@ -83,6 +87,12 @@ OPTIONS = (
         "harmony: rank what holds the whole model in one pack first, however slow",
         False,
     ),
+    Option(
+        "no_verify",
+        "harmony: do not compile the plan's packs for the target: faster, and memory is an "
+        "estimate",
+        False,
+    ),
 )
 #: And those that it shares; of a workload, also those of a layer profile.
 _SHARED = {"workload", "global_batch", "memory", "algorithm", "mode", "output", "cluster"}
@@ -97,7 +107,8 @@ OWN = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
 def known_options(options: argparse.Namespace) -> set[str]:
     """Those that a plan of packs has a meaning for."""
     known = {option.name for option in OPTIONS} | _SHARED
-    return known | (OF_A_WORKLOAD if options.layers is None else set())
+    # Of layers alone nothing can be compiled.
+    return known | OF_A_WORKLOAD if options.layers is None else known - {"no_verify"}
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -130,16 +141,15 @@ def plan(options: argparse.Namespace) -> int:
     measured = None
     if options.layers is None:
         measured = layers.layers_question(vars(options))
-        asked.prepare_for([measured])
+        asked.prepare_for([measured], compiles_for=question.cluster)
         profile = layers.make_layers(options, measured, progress(options))
         question = replace(question, profile=profile)
     server = question.server
-    answer = harmony(question)
-    if answer.plan is not None and measured is not None:
-        answer = replace(answer, plan=with_model_hash(answer.plan, measured))
+    answer = _answer(options, question, measured)
     lines = layers.as_text(question.profile) if measured is not None else []
     lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
     lines += [f"{answer.status}: {answer.why.summary}"]
+    lines += [f"not compiled: {answer.why.uncompiled}"] if answer.why.uncompiled else []
     if answer.plan is not None:
         if answer.status != "ok":
             lines.append("the nearest plan, which is not saved:")
@@ -172,20 +182,30 @@ def plan(options: argparse.Namespace) -> int:
     return 0 if answer.status == "ok" else 1
 
 
-def baseline_table(found: Sequence[Baseline]) -> str:
-    """One line per system."""
-    rows = [
-        [
-            row.name,
-            "-" if row.seconds is None else format_seconds(row.seconds),
-            "-" if row.seconds is None else format_bytes(row.swap_bytes),
-            format_bytes(row.device_bytes) if row.device_bytes else "-",
-            format_bytes(row.host_bytes) if row.host_bytes else "-",
-            row.reason or "-",
-        ]
-        for row in found
-    ]
-    return table(["beside it", "a step", "swapped", "device", "host", "cannot run because"], rows)
+def _answer(
+    options: argparse.Namespace, question: PacksQuestion, measured: LayersQuestion | None
+) -> PacksAnswer:
+    """What is recommended; of a workload, with packs that are compiled for the target."""
+    if measured is None:
+        return harmony(question)
+    uncompiled = "--no-verify" if options.no_verify else None
+    if question.cluster is None:
+        uncompiled = f"--machine {options.machine} says nothing of how to compile for it"
+    compiled = None if uncompiled else _compiler(options, measured.workload)
+    answer = harmony(question, compiled)
+    if uncompiled:
+        answer = not_compiled(answer, uncompiled)
+    if answer.plan is not None:
+        answer = replace(answer, plan=with_model_hash(answer.plan, measured))
+    return answer
+
+
+def _compiler(
+    options: argparse.Namespace, workload: WorkloadProtocol | WorkloadSpec
+) -> PackCompiler:
+    return PackCompiler(
+        workload, asked.open_store(options), asked.where_of(options), progress(options)
+    )
 
 
 def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
@@ -238,13 +258,12 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     """
     if options.output is not None:
         raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
-    asked.refuse_unread(options, "packs", "workload", "memory")
+    read = ("workload", "memory", *(option.name for option in STORE))
+    asked.refuse_unread(options, "packs", *read)
     spec = asked.workload_of(plan, options.workload)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
-    from capture.profiler.packs import compile_packs
-
-    ledger = compile_packs(plan, spec.load())
+    ledger = _compiler(options, spec).ledger(plan)
     peaks, host = ledger.peaks[: plan.machine.devices], ledger.peak_of("host")
     limit = asked.read_limit(vars(options)) or int(plan.machine.usable_bytes.value)
     found = [peak.peak_bytes for peak in peaks]
@@ -366,74 +385,13 @@ def _decided(plan: PacksPlan) -> dict[str, str]:
 def _needs(plan: PacksPlan) -> Totals:
     prediction = plan.prediction
     step = prediction.step if prediction else None
-    paper = prediction.paper if prediction else None
+    paper, memory = (prediction.paper, prediction.memory) if prediction else (None, None)
     return {
         "peak_bytes": plan.known_peak_bytes if prediction else None,
-        "host_peak_bytes": step.host_peak_bytes if step else None,
+        "host_peak_bytes": memory.host_peak_bytes if memory else None,
         "step_seconds": step.step_seconds if step else None,
         "paper_step_seconds": paper.step_seconds if paper else None,
     }
-
-
-def pack_table(plan: PacksPlan) -> str:
-    """One line per direction."""
-    rows = [
-        [
-            name,
-            packs.microbatch_size,
-            len(packs.packs),
-            " ".join(map(str, packs.lengths[:16])) + (" ..." if len(packs.lengths) > 16 else ""),
-        ]
-        for name, packs in (
-            ("forward", plan.configuration.forward),
-            ("backward", plan.configuration.backward),
-        )
-    ]
-    return table(["pass", "examples", "packs", "layers of each"], rows)
-
-
-def prediction_lines(plan: PacksPlan) -> list[str]:
-    """Both estimates, each named."""
-    if plan.prediction is None:
-        return []
-    paper, dtype = plan.prediction.paper, plan.swaps.stream
-    return [
-        *([f"parameters that layers read as {dtype} alone are streamed so"] if dtype else []),
-        *(["every device swaps its share of weights and gradients"] if plan.swaps.sharded else []),
-        f"by the paper's rules: {format_seconds(paper.step_seconds)} a step, "
-        f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
-        f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
-        f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
-        *_step_lines(plan),
-    ]
-
-
-def _step_lines(plan: PacksPlan) -> list[str]:
-    step = plan.prediction and plan.prediction.step
-    if not step:
-        return []
-    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in step.volumes_bytes.items() if n)
-    fullest, host = (_parts(of) for of in (step.device_parts_bytes, step.host_parts_bytes))
-    rate, idle = plan.machine.swap_bytes_per_second.value, step.idle_fractions
-    ways = {
-        way: sum(n for name, n in step.volumes_bytes.items() if name.endswith(f" {way}")) / rate
-        for way in ("in", "out")
-    }
-    least, most = (format_seconds(of(idle) * step.step_seconds) for of in (min, max))
-    return [
-        f"as instructions: {format_seconds(step.step_seconds)} a step, "
-        f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
-        f"not hidden: devices compute nothing for {least} to {most} of it, beside "
-        f"{format_seconds(ways['in'])} of copies in and {format_seconds(ways['out'])} out",
-        f"device: {format_bytes(max(step.device_peak_bytes))} at its peak ({fullest})",
-        f"host: {format_bytes(step.host_peak_bytes)} at its peak ({host})",
-        f"moved in a step: {moved}",
-    ]
-
-
-def _parts(parts: Mapping[str, int]) -> str:
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
 
 
 def _server(options: argparse.Namespace) -> Server:

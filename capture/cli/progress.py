@@ -82,6 +82,7 @@ _WORDS = {
     "layers": ("measuring", "measured", "layer", "layers"),
     "segments": ("compiling", "compiled", "segment", "segments"),
     "more programs": ("compiling", "compiled", "more program", "more programs"),
+    "programs of packs": ("compiling", "compiled", "program of packs", "programs of packs"),
     "updates on the host": ("measuring", "measured", "update", "updates"),
     "sums of gradients": ("measuring", "measured", "sum", "sums"),
     "profiling runs": ("making", "made", "profiling run", "profiling runs"),
@@ -104,6 +105,7 @@ _DETAILS = {
     "segments": "the passes of every layer, for each number of models that may be fused",
     "more programs": "what makes feature maps again, and other numbers of models",
     "buffers of the stages": "what their memory consists of",
+    "programs of packs": "of the plan, for its exact memory",
 }
 
 

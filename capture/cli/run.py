@@ -17,13 +17,18 @@ from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table
+from capture.cli.replan import REPLAN, replanner
+from capture.errors import PlanError, Violation
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
+from capture.runtime.hosts.restarts import Restarts
+from capture.runtime.hosts.watching import SILENT_SECONDS
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -56,6 +61,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue from a saved state, also of another plan of the model",
     )
     parser.add_argument(
+        "--save-every",
+        type=shared.at_least(1),
+        metavar="K",
+        help="save it after every K steps, too; the next steps do not wait for the disk",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=shared.at_least(0),
+        metavar="N",
+        help="with --hosts local: when a process is lost, start all again from the last complete "
+        "checkpoint, at most N times without a new step (default: 3 with --save-every, else 0)",
+    )
+    parser.add_argument(
+        "--on-loss",
+        choices=[REPLAN],
+        help="with --hosts local: a node that is lost more than --max-restarts times without a new "
+        "step is gone; go on without it, under the best plan of --profile for the others",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="of the model, for --on-loss; again: put several together",
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        metavar="SECONDS",
+        help="with --hosts local: a process that gives no sign of life for so long is lost "
+        f"(default: {SILENT_SECONDS:g}; more on a busy machine)",
+    )
+    parser.add_argument(
         "--hosts",
         choices=["local", "none"],
         help="one process per node of the plan's cluster, each executing its part; local: started "
@@ -67,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
+    _refuse_unread(options, plan)
     if options.hosts is not None:
         return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):
@@ -81,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
         environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
 
-    training = Training(options.steps, options.seed, options.check, options.save, options.restore)
+    training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
     emit(options, document, as_text(document))
     return 0
@@ -89,16 +128,17 @@ def main(options: argparse.Namespace) -> int:
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     plan = of_stages(plan)
-    spec = asked.workload_of(plan, options.workload)
-    training = {
-        "num_steps": options.steps,
-        "seed": options.seed,
-        "check": options.check,
-        "save": options.save,
-        "restore": options.restore,
-    }
+    spec, training = asked.workload_of(plan, options.workload), _training(options)
     if options.hosts == "local":
-        document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
+        restarts = _restarts(options, plan)
+        document = run_on_this_machine(
+            plan,
+            spec,
+            training,
+            lambda text: say(options, text),
+            restarts,
+            SILENT_SECONDS if options.heartbeat is None else options.heartbeat,
+        )
         emit(options, document, as_text(document))
         return 0
     environment.prepare(num_devices=max(plan.cluster.nodes))
@@ -114,6 +154,59 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
         document = joined(documents)
         emit(options, document, as_text(document))
     return 0
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``capture.runtime.training.Training`` that are asked for."""
+    names = ("seed", "check", "save", "save_every", "restore")
+    return {"num_steps": options.steps, **{name: getattr(options, name) for name in names}}
+
+
+def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:
+    most = options.max_restarts
+    if most is None:
+        most = 0 if options.save_every is None else 3
+    return Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
+
+
+def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
+    """Options of other runs.
+
+    Raises:
+        PlanError: ``run-restarts`` where nothing is started again, ``run-save-every`` of an array.
+    """
+    of_driver = {
+        "--max-restarts": options.max_restarts,
+        "--heartbeat": options.heartbeat,
+        "--on-loss": options.on_loss,
+    }
+    violations = [
+        Violation(
+            f"{name} {value}: only --hosts local starts processes and watches them; elsewhere your "
+            "scheduler does. Leave it out.",
+            "run-restarts",
+        )
+        for name, value in of_driver.items()
+        if value is not None and options.hosts != "local"
+    ]
+    if bool(options.profile) != bool(options.on_loss):
+        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
+        violations.append(
+            Violation(
+                f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
+                f"else; give both --on-loss {REPLAN} and --profile FILE.",
+                "run-restarts",
+            )
+        )
+    if options.save_every is not None and isinstance(plan, ArrayPlan):
+        violations.append(
+            Violation(
+                f"--save-every {options.save_every}: the training of an array is saved at its end; "
+                "leave it out.",
+                "run-save-every",
+            )
+        )
+    PlanError.check(violations)
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -23,6 +23,8 @@ and, where ``capture profile`` wrote it:
                               not
     shared                    of every parameter that several layers read: bytes, the layer that it
                               belongs to, and the others; they are in b_bytes of these
+    batch                     of every leaf of the batch: bytes per example, and the layers that
+                              read it; without it, the batch is what the first layer reads
     summary_bytes             of what an update needs of the gradients of each other pack, such as
                               their norm; 0 if nothing, and updates need not come last
     casts                     by dtype, what devices need of layers whose parameters they get as
@@ -113,6 +115,7 @@ class LayerProfile:
     model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
     coupled: str = ""
     shared: tuple[tuple[int, ...], ...] = ()
+    batch: tuple[tuple[int, ...], ...] = ()
     summary_bytes: int = 0
     made: Mapping[str, Any] = field(default_factory=dict, hash=False)
     casts: Mapping[str, Casts] = field(default_factory=dict, hash=False)
@@ -155,8 +158,8 @@ class LayerProfile:
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
         known = (
-            *("add_seconds", "workload", "model_hashes", "coupled", "shared", "summary_bytes"),
-            *("made", "casts", "streamed"),
+            *("add_seconds", "workload", "model_hashes", "coupled", "shared", "batch"),
+            *("summary_bytes", "made", "casts", "streamed"),
         )
         return {key: value for key, value in document.items() if value or key not in known}
 
@@ -216,6 +219,10 @@ class LayerProfile:
     def state_bytes(self, first: int, stop: int) -> int:
         """Optimizer state of the same."""
         return self._sum("state", first, stop)
+
+    def batch_bytes(self, first: int, stop: int) -> int:
+        """Of the batch, what layers read beside their input, per example; each counts its own."""
+        return self._sum("batch", first, stop)
 
     def update_seconds(self, first: int, stop: int) -> float:
         """Of their updates on the host."""
@@ -315,6 +322,13 @@ class LayerProfile:
             "masters": sums(self.w_bytes, [-w for w in casts.w_bytes], casts.cast_bytes),
             "state": sums(self.k_bytes),
             "updated": sums(*[self.w_bytes] * 3, *[self.k_bytes] * 2),
+            # The input of the first layer is the batch.
+            "batch": sums(
+                [
+                    sum(nbytes for nbytes, *readers in self.batch if 0 < layer in readers)
+                    for layer in range(self.num_layers)
+                ]
+            ),
         }
 
     @cached_property
@@ -380,6 +394,14 @@ class LayerProfile:
                     "layers-shared",
                 )
         yield from self._shared_violations()
+        for nbytes, *layers in self.batch:
+            ascend = all(one < other for one, other in pairwise([-1, *layers, num_layers]))
+            if nbytes < 0 or not ascend:
+                yield Violation(
+                    f"batch has {[nbytes, *layers]}; give bytes and, ascending, some of layers 0 "
+                    f"to {num_layers - 1}.",
+                    "layers-batch",
+                )
         for name, what in (("time", "seconds"), ("memory", "bytes")):
             for size in sorted({*self.fwd.u} & {*self.bwd.u}):
                 forward = _rows(self.fwd, name).get(size, ())

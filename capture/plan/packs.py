@@ -17,7 +17,8 @@ A plan is JSON:
     swaps                     stream: the dtype of the casts that devices get instead of parameters;
                               sharded: true where each fetches a share, and all make them whole
     prediction                paper: by the released scheduler's rules; step: of the plan's own
-                              instructions, with what every memory holds
+                              instructions, with what every memory holds, from layers alone;
+                              compiled: what they hold by the compiler of the target, or null
     why, points               what the search says of its choice, and the best that it evaluated
 """
 
@@ -84,39 +85,61 @@ class PaperTimes:
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """A step as the plan's own instructions, replayed and simulated.
+class StepBytes:
+    """What memories hold in a step of the plan's own instructions, replayed.
 
     Attributes:
-        step_seconds: Simulated on the server's links.
         device_peak_bytes: Per device.
         device_parts_bytes: Of the device that needs most, by category.
         host_peak_bytes: Of the host.
         host_parts_bytes: By category.
+    """
+
+    device_peak_bytes: tuple[int, ...]
+    device_parts_bytes: Mapping[str, int]
+    host_peak_bytes: int
+    host_parts_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes(StepBytes):
+    """A step as those instructions, from measurements of layers alone, replayed and simulated.
+
+    Attributes:
+        step_seconds: Simulated on the server's links.
         idle_fractions: Per device, the part of the step in which it computes nothing.
         volumes_bytes: Copied between the places, by tensor and direction.
     """
 
     step_seconds: float
-    device_peak_bytes: tuple[int, ...]
-    device_parts_bytes: Mapping[str, int]
-    host_peak_bytes: int
-    host_parts_bytes: Mapping[str, int]
     idle_fractions: tuple[float, ...]
     volumes_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class PacksPrediction:
-    """Two estimates, each named."""
+    """Estimates, each named.
+
+    Attributes:
+        paper: By the released scheduler's rules.
+        step: Of the plan's own instructions, from layers alone.
+        compiled: What the compiler of the plan's target says of its packs; None where they were not
+            compiled.
+    """
 
     paper: PaperTimes
     step: StepTimes | None = None
+    compiled: StepBytes | None = None
+
+    @property
+    def memory(self) -> StepBytes | None:
+        """The best that is known."""
+        return self.compiled or self.step
 
     @property
     def peak_bytes(self) -> int:
         """Of the device that needs most."""
-        return max(self.step.device_peak_bytes if self.step else self.paper.task_bytes)
+        return max(self.memory.device_peak_bytes if self.memory else self.paper.task_bytes)
 
 
 @dataclass(frozen=True)
@@ -164,8 +187,8 @@ class PacksPlan:
 
     @property
     def compiled(self) -> bool:
-        """Whether its own packs were compiled: never yet."""
-        return False
+        """Whether its own packs were compiled."""
+        return self.prediction is not None and self.prediction.compiled is not None
 
     @property
     def known_peak_bytes(self) -> int:
@@ -185,13 +208,16 @@ class PacksPlan:
         )
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """What the prediction, which nothing calibrates, leaves of a limit, or of what packs were
-        planned for."""
+        """What the plan leaves of a limit, or of what packs were planned for, by the compiler or by
+        the prediction, which nothing calibrates."""
         if self.prediction is None:
             return None
         peak, memory = self.known_peak_bytes, self.machine.usable_bytes.value
         limit = int(memory) if memory_limit_bytes is None else memory_limit_bytes
-        return Headroom.of([peak], [(peak, peak)], None, limit, None, extrapolated=True)
+        sure = 1.0 if self.compiled else None
+        return Headroom.of(
+            [peak], [(peak, peak)], sure, limit, None, extrapolated=not self.compiled
+        )
 
     def to_json(self) -> dict[str, Any]:
         forward, backward = self.configuration.forward, self.configuration.backward

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
-from capture.plan.packs import StepTimes
+from capture.plan.packs import StepBytes, StepTimes
 from capture.plan.task_graph import TaskGraph
 from capture.predictor.pack_times import Estimate, estimate
+from capture.step.ledger import Ledger
 from capture.step.pack_order import as_the_first
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Step
 from capture.step.streamed import Begins, StreamedBuilder, streamed_seconds, volumes_bytes
 from capture.step.timeline import StepTimeline, simulate_step
 
+#: By what fraction of them the peaks of devices were above those of the compiled packs, at most
+#: (``benchmarks/harmony_memory.py``).
+LAYERS_ABOVE_PACKS = 0.36
 #: To be counted, not refused.
 _ENDLESS_BYTES = 2**62
 
@@ -54,15 +58,15 @@ def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> S
 def step_times(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimes:
     """What a plan keeps of its timeline."""
     timeline = packs_timeline(graph, profile, server)
-    ledger = timeline.program_order
-    fullest = max(ledger.peaks, key=lambda peak: peak.peak_bytes)
-    host = ledger.peak_of("host")
     return StepTimes(
-        timeline.step_seconds,
-        ledger.peak_bytes_per_device,
-        fullest.parts,
-        host.peak_bytes,
-        host.parts,
-        timeline.bubble_fraction[: graph.num_devices],
-        volumes_bytes(timeline.step),
+        **vars(step_bytes(timeline.program_order)),
+        step_seconds=timeline.step_seconds,
+        idle_fractions=timeline.bubble_fraction[: graph.num_devices],
+        volumes_bytes=volumes_bytes(timeline.step),
     )
+
+
+def step_bytes(ledger: Ledger) -> StepBytes:
+    """What a plan keeps of a replay."""
+    fullest, host = max(ledger.peaks, key=lambda peak: peak.peak_bytes), ledger.peak_of("host")
+    return StepBytes(ledger.peak_bytes_per_device, fullest.parts, host.peak_bytes, host.parts)

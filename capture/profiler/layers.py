@@ -131,6 +131,19 @@ class LayerBackend:
             (graph.params[p].nbytes, *graph.param_readers(p)) for p in shared_params(graph)
         )
 
+    def batch(self) -> tuple[tuple[int, ...], ...]:
+        """Of every leaf of the batch that is read: bytes per example, and the layers that do."""
+        graph = self.graph()
+        readers = [
+            [layer.layer_id for layer in graph.layers if b in layer.batch]
+            for b in range(len(graph.batch))
+        ]
+        return tuple(
+            (_per_example(leaf, graph.microbatch_size), *layers)
+            for leaf, layers in zip(graph.batch, readers, strict=True)
+            if layers
+        )
+
     def summary_bytes(self) -> int:
         """Of what an update needs of the gradients of other layers; 0 if nothing."""
         stages = self._update[1].stages
@@ -295,11 +308,14 @@ def input_bytes(graph: LayerGraph) -> list[int]:
     counts for each."""
 
     def per_example(tensors: Sequence[Tensor]) -> int:
-        size = graph.microbatch_size
-        return sum(t.nbytes if t.batch_dim is None else t.nbytes // size for t in tensors)
+        return sum(_per_example(tensor, graph.microbatch_size) for tensor in tensors)
 
     entering = [[graph.values[v] for v in graph.crossing(i)] for i in range(1, graph.num_layers)]
     return [per_example(graph.batch), *map(per_example, entering)]
+
+
+def _per_example(tensor: Tensor, microbatch_size: int) -> int:
+    return tensor.nbytes if tensor.batch_dim is None else tensor.nbytes // microbatch_size
 
 
 def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:

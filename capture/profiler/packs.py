@@ -1,44 +1,105 @@
-"""The exact memory of a plan of packs: its programs, compiled for the target that it was made for,
-and the step replayed over the compiler's reports. Nothing is run."""
+"""The exact memory of plans of packs: their programs, compiled for the target that they were made
+for, and the step replayed over the compiler's reports. Nothing is run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from capture.compiler.target_compiler import TargetCompiler
 from capture.compiler.target_devices import devices_of
-from capture.errors import PlanError
+from capture.errors import TargetError
 from capture.machine.target import Target
-from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
-from capture.plan.choices import StageChoice
 from capture.plan.packs import PacksPlan
 from capture.profiler.compile import CompileBackend
+from capture.profiler.pack_program import PackNeeds, PackProgram
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger
 from capture.step.program import replay
 
+#: Bump when the programs of a pack change for the same model and plan.
+PACKS_VERSION = 1
+#: To be counted, not refused.
+_ENDLESS_BYTES = 2**62
 
-def compile_packs(plan: PacksPlan, workload: WorkloadProtocol) -> Ledger:
-    """The ledger of a plan's step, with what the compiler says of its programs.
+
+class PackBackend:
+    """The programs of plans of packs of a model.
 
     Args:
-        plan: Of a target (``plan.cluster``).
-        workload: Its task.
-
-    Raises:
-        PlanError: ``packs-target`` for a plan of a server that is no target, and those of
-            ``streamed``; TargetError: as ``devices_of``; ExecutionError: ``step-host-memory``.
+        workload: The task.
+        target: To compile for, beside the processor of the host.
+        store: Where measurements are kept.
     """
-    if plan.cluster is None:
-        raise PlanError.of(
-            f"the plan's machine {plan.machine.name!r} says nothing of how to compile for it; plan "
-            "with --cluster 1xG and --target.",
-            "packs-target",
-        )
-    target = Target.load(plan.cluster.target)
-    # A compiler that is stopped at its report takes virtual CPU devices for the target's.
-    stand_in = Target.load("cpu") if target.compiler.get("stop_at_report") else target
-    devices = list(devices_of(stand_in, plan.machine.devices))
-    size = plan.configuration.backward.microbatch_size
-    compiler = CompileBackend(workload, target=target)
-    chosen = compiler.compiler_of(StageConfig(0, plan.num_layers, StageChoice(), size))
-    host = devices_of(Target.load("cpu"), 1)[0]
-    return replay(StreamedStep(workload, plan, devices, chosen, host=host).compiled)
+
+    def __init__(self, workload: WorkloadProtocol, target: Target, store: Store | None = None):
+        self._workload, self.target = workload, target
+        self._facts = CompileBackend(workload, store=store, target=target).provenance
+        self.store = Store() if store is None else store
+        self._step: StreamedStep | None = None
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What beside the program decides a measurement."""
+        not_of_packs = ("program_version", "work_version")
+        facts = {name: fact for name, fact in self._facts.items() if name not in not_of_packs}
+        return {**facts, "packs_version": PACKS_VERSION}
+
+    @cached_property
+    def _compiler(self) -> TargetCompiler:
+        return TargetCompiler(self.target)
+
+    def step(self, plan: PacksPlan) -> StreamedStep:
+        """The step of a plan, uncompiled; that of the last one is kept.
+
+        Raises:
+            PlanError, WorkloadError: those of ``streamed``; TargetError: as ``devices_of``.
+        """
+        machine = plan.machine.with_(host_memory_bytes=_ENDLESS_BYTES)
+        plan = replace(plan, machine=machine)
+        if self._step is None or self._step.plan != plan:
+            devices = list(self._compiler.devices(machine.devices))
+            host = devices_of(Target.load("cpu"), 1)[0]
+            self._step = StreamedStep(self._workload, plan, devices, self._compiler, host=host)
+        return self._step
+
+    def programs(self, plan: PacksPlan) -> list[PackProgram]:
+        """All of a plan's step."""
+        # Nothing else of it is asked.
+        bare = replace(plan, prediction=None, why=None, points=())
+        return [PackProgram(bare, name) for name in self.step(plan).programs.runs]
+
+    def key(self, what: PackProgram) -> str:
+        """Content hash of everything that can change a measurement; equal for packs that do the
+        same."""
+        return content_hash([self.provenance, self.step(what.plan).programs.key(what.name)])
+
+    def measure(self, what: PackProgram) -> PackNeeds:
+        """Compile a program.
+
+        Raises:
+            TargetError: ``target-refused`` if the compiler does not take it, ``target-report``.
+        """
+        try:
+            return PackNeeds(self.step(what.plan).programs.executable(what.name).transient_bytes)
+        except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise TargetError.of(
+                f"program {what.name!r} cannot be compiled for target={self.target.name!r}: {said}",
+                "target-refused",
+            ) from error
+
+    def ledger(self, plan: PacksPlan, needs: Mapping[str, PackNeeds]) -> Ledger:
+        """The replay of a plan's step.
+
+        Args:
+            plan: Of the model.
+            needs: Of all its programs, by name; of a host, as if it had memory enough.
+        """
+        known = {name: need.transient_bytes for name, need in needs.items()}
+        return replay(self.step(plan).given(known))

@@ -59,7 +59,8 @@ class Exchange:
     def key(self) -> Any:
         """What tells it from others."""
         structs = (*self.given, *self.made)
-        return self.kind, tuple((struct.shape, str(struct.dtype)) for struct in structs)
+        shapes = tuple((struct.shape, str(struct.dtype)) for struct in structs)
+        return self.kind, len(self.shardings), shapes
 
     @cached_property
     def _mesh(self) -> Mesh:

@@ -58,7 +58,8 @@ class PackFunctions:
         """What the pack computes of whole parameters, and which arguments it reads."""
         layers, graph = self._layers, self._graph
         ids = {v: i for i, v in enumerate((*self._entering, *layers.outputs))}
-        flows = [bool(graph.values[v].differentiable) for v in (*self._entering, *self._leaving)]
+        passed = [graph.values[v] for v in (*self._entering, *self._leaving)]
+        flows = [(bool(value.differentiable), value.batch_dim) for value in passed]
         return (
             layers.key,
             self._pieces,
@@ -67,6 +68,7 @@ class PackFunctions:
             tuple(ids[v] for v in self._leaving),
             tuple(self._leaves.index(b) for b in layers.batch),
             tuple(flows),
+            tuple(graph.batch[b].batch_dim for b in self._leaves),
         )
 
     def forward(

@@ -192,10 +192,29 @@ class PackPrograms:
         return other
 
     @cached_property
+    def runs(self) -> dict[str, Run]:
+        """By program, an instruction that runs it."""
+        return {each.program: each for each in self._step.instructions if isinstance(each, Run)}
+
+    @cached_property
     def executables(self) -> dict[str, Executable]:
         """By name; compiles them."""
-        runs = [each for each in self._step.instructions if isinstance(each, Run)]
-        return {name: self._executable(run) for name, run in {r.program: r for r in runs}.items()}
+        return {name: self.executable(name) for name in self.runs}
+
+    def executable(self, name: str) -> Executable:
+        """A program, compiled once for each place where it runs."""
+        place, (key, compiled) = self._step.programs[name].place, self._program(self.runs[name])
+        if (whole := (place.name, key)) not in self._compiled:
+            self._compiled[whole] = compiled(
+                Compiler() if self._stands_in(place) else self._compiler
+            )
+        return self._compiled[whole]
+
+    def key(self, name: str) -> Any:
+        """What tells a program from others, in plain data: which device of several runs it does
+        not."""
+        on_host = self._step.programs[name].place.host is not None
+        return "host" if on_host else "device", self._program(self.runs[name])[0]
 
     @property
     def num_compiled(self) -> int:
@@ -319,13 +338,12 @@ class PackPrograms:
         shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs[::count]]
         return Exchange(parts_of_name(run.program)[0], given, made, shardings)
 
-    def _executable(self, run: Run) -> Executable:
+    def _program(self, run: Run) -> tuple[Any, Callable[[AnyCompiler], Executable]]:
+        """What tells a program from others, and its compilation."""
         kind = parts_of_name(run.program)[0]
         if kind in EXCHANGES:
             exchange = self._exchange(run)
-            if exchange.key not in self._compiled:
-                self._compiled[exchange.key] = exchange.compiled(self._compiler)
-            return self._compiled[exchange.key]
+            return exchange.key, exchange.compiled
         if kind in ("update", "summarize"):
             function, key = self._update(run, kind)
         elif kind in ("cast", "widen"):
@@ -336,14 +354,14 @@ class PackPrograms:
         args = [self._layout[slot] for slot in slots]
         out = [[struct.sharding for struct in self._layout[slot]] for slot in run.outputs]
         donated = tuple(i for i, slot in enumerate(slots) if slot in run.donated)
-        place = self._step.programs[run.program].place
         shapes = tuple(tuple((s.shape, str(s.dtype)) for s in arg) for arg in args)
         made = tuple(tuple(str(s.dtype) for s in self._layout[slot]) for slot in run.outputs)
-        whole = (kind, place.name, key, shapes, donated, made)
-        if whole not in self._compiled:
-            compiler = Compiler() if self._stands_in(place) else self._compiler
-            self._compiled[whole] = compiler(function, args, donate=donated, out_shardings=out)
-        return self._compiled[whole]
+        groups = tuple(map(len, run.inputs))
+
+        def compiled(compiler: AnyCompiler) -> Executable:
+            return compiler(function, args, donate=donated, out_shardings=out)
+
+        return (kind, key, shapes, donated, made, groups), compiled
 
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """A forward or backward pass, and what tells it from others of the same arguments."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -199,17 +199,20 @@ class StreamedStep:
     def compiled(self) -> Step:
         """The same, whether or not a device has room for it."""
         executables = self.programs.executables
-        for name, executable in executables.items():
+        return self.given({name: one.transient_bytes for name, one in executables.items()})
+
+    def given(self, transient_bytes: Mapping[str, int]) -> Step:
+        """The same, where it is known what its programs, by name, need beside what they read."""
+        for name, nbytes in transient_bytes.items():
             kind, first, stop, size, _ = parts_of_name(name)
             key, known = (kind, (first, stop), size), self._sizes.compiled
-            known[key] = max(executable.transient_bytes, known.get(key, 0))
+            known[key] = max(nbytes, known.get(key, 0))
         tasks, machine = self.plan.tasks(), self.plan.machine
         self._builder = self.builder(tasks, self._sizes, machine, self._begins)
         step = self._builder.build()
         self.programs = self.programs.of(self._builder)
-        for name, executable in executables.items():
-            transient = executable.transient_bytes
-            step.programs[name] = replace(step.programs[name], transient_bytes=transient)
+        for name, nbytes in transient_bytes.items():
+            step.programs[name] = replace(step.programs[name], transient_bytes=nbytes)
         return step
 
     def _check_memory(self, ledger: Ledger) -> None:

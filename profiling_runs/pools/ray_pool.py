@@ -38,6 +38,8 @@ ACCELERATOR_TYPES = {
     "h100": "H100",
     "h200": "H200",
     "b200": "B200",
+    "gh200": "GH200",
+    "gb300": "GB300",
     "v4": "TPU-V4",
     "v5e": "TPU-V5LITEPOD",
     "v5p": "TPU-V5P",

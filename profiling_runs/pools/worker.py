@@ -40,7 +40,11 @@ class Worker:
     @cached_property
     def _backend(self) -> Any:
         setting = self.setting
-        if setting.layers_alone:
+        if setting.measures == "packs":
+            from capture.profiler.packs import PackBackend
+
+            return PackBackend(self._workload, Target.load(setting.target))
+        if setting.measures == "layers":
             from capture.profiler.layers import LayerBackend
 
             return LayerBackend(
@@ -102,6 +106,7 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
         "buffers": "measure_buffers",
         "split buffers": "measure_split_buffers",
         "layer": "measure",
+        "pack": "measure",
     }
     return Outcome(job, write(getattr(backend, measure[job.part])(job.what)))
 

@@ -69,6 +69,11 @@ class PacksQuestion:
         return tuple(mode for mode in MODES if self.mode in (mode, BOTH))
 
     @property
+    def limit_bytes(self) -> int:
+        """Of a device."""
+        return int(self.server.usable_bytes.value)
+
+    @property
     def switches(self) -> Switches:
         return Switches.without(name for name in self.without if name != SEARCH)
 

@@ -50,7 +50,8 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     code, document = answer(capsys, *asked, "tiny.py:model?layers=4")
     plan = load_plan("plan.json")
     assert code == 0 and isinstance(plan, PacksPlan) and plan.model_hash
-    assert max(plan.prediction.step.device_peak_bytes) <= 8000
+    assert plan.compiled and max(plan.prediction.step.device_peak_bytes) <= 8000
+    assert document["headroom"]["verdict"] == "fits" and "uncompiled" not in document["why"]
     said = {name: number["source"] for name, number in document["plan"]["machine"].items()
             if isinstance(number, dict)}  # fmt: skip
     assert said["host_memory_bytes"] == "given" and all(said.values())
@@ -62,15 +63,22 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
 
     code, ran = answer(capsys, "run", "plan.json", "--steps", "2", "--check")
     assert code == 0 and ran["max_relative_loss_error"] < 1e-6
-    predicted = ran["predicted_peak_bytes_per_device"]
-    assert all(
-        p >= m for p, m in zip(predicted, ran["measured_peak_bytes_per_device"], strict=True)
-    )
-    code, compiled = answer(capsys, "verify", "plan.json")
+    measured = ran["measured_peak_bytes_per_device"]
+    assert ran["predicted_peak_bytes_per_device"] == measured
+    predicted = plan.prediction.step.device_peak_bytes
+    assert all(p >= m for p, m in zip(predicted, measured, strict=True))
+    kept = Path("store.sqlite").read_bytes()
+    code, compiled = answer(capsys, "verify", "plan.json", *HERE)
     assert (code, compiled["status"]) == (0, "ok")
     assert compiled["peak_bytes_per_device"] == ran["replayed_peak_bytes_per_device"][:2]
-    code, compiled = answer(capsys, "verify", "plan.json", "--memory", "4KB")
+    assert Path("store.sqlite").read_bytes() == kept, "nothing is compiled again"
+    code, compiled = answer(capsys, "verify", "plan.json", "--memory", "4KB", *HERE)
     assert (code, compiled["status"]) == (1, "infeasible")
+
+    code, document = answer(capsys, *asked, "tiny.py:model?layers=4", "--no-verify")
+    assert (code, document["why"]["uncompiled"]) == (0, "--no-verify")
+    assert not load_plan("plan.json").compiled
+    assert document["headroom"]["verdict"] == "fits by extrapolation"
 
 
 @pytest.mark.slow
@@ -95,7 +103,8 @@ def test_a_workload_is_streamed_as_casts(folder, capsys):
     assert measured == ran["replayed_peak_bytes_per_device"]
     predicted = ran["predicted_peak_bytes_per_device"]
     assert all(p >= m for p, m in zip(predicted, measured, strict=True))
-    code, compiled = answer(capsys, "verify", "plan.json")
+    # In worker processes.
+    code, compiled = answer(capsys, "verify", "plan.json", "--store", "other.sqlite")
     assert (code, compiled["peak_bytes_per_device"]) == (0, measured[:2])
     assert compiled["headroom"]["memory_limit_bytes"] == 8000 and "limit_bytes" not in compiled
     assert [row["device_id"] for row in compiled["devices"]] == [0, 1]

@@ -237,6 +237,7 @@ def test_what_fits_one_device_says_so(tmp_path, monkeypatch, capsys):
         (("--algorithm", "minmax"), ["search-algorithm"]),
         (("--remat", "full", "--try-schedules"), ["plan-system", "plan-system"]),
         (("--cluster", "1x2"), ["plan-system"]),
+        (("--no-verify",), ["plan-system"]),
         (("--mode", "paper"), ["packs-mode"]),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from array_kit import Kit
 
 from benchmarks.mutwo_graphs import chain, host_link, random_graph
+from recommender.mutwo.baselines import _largest_subsets, resident_bytes
 from recommender.mutwo.bound import bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
@@ -144,6 +145,28 @@ def test_partitions_are_those_of_their_rules():
     assert [way.name for way in ways(3)] == [
         "multiplexed 2+1", "all fused", "in turn 2+1", "none fused"
     ]  # fmt: skip
+    assert {way.sizes for way in ways(6, "equal")} == {(6,), (3, 3), (2, 2, 2), (1,) * 6}
+
+
+def test_the_largest_subsets_are_found_without_programs_of_those_that_are_too_large():
+    """By their state and feature maps alone; those that these leave are asked for."""
+
+    class Asked(Kit):
+        asked: set[int]
+
+        def facts(self, sub_array, call):
+            self.asked.add(sub_array.num_models)
+            return super().facts(sub_array, call)
+
+    kit = Asked(3)
+    object.__setattr__(kit, "asked", set())
+    free = ArrayProblem(kit, 16, host_link(1e9), 10**9)
+    three = replace(free, num_models=3).space(Way(((0, 1, 2),), "in turn"))
+    limit = three.weigh(three.retained).peak_bytes
+    kit.asked.clear()
+    found = _largest_subsets(replace(free, limit_bytes=limit))
+    assert found.sizes == (3, 3, 3, 3, 3, 1) and found.fits
+    assert max(kit.asked) <= 4 and resident_bytes(kit.sub_array(3)) < limit
 
 
 @pytest.mark.parametrize("part", [0.9, 0.4, 0.1])

@@ -16,7 +16,7 @@ def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         documents: As ``capture.runtime.training.train`` returns them, by host.
     """
     first = documents[0]
-    measured = [document["measured_peak_bytes_per_device"] for document in documents]
+    measured = [document["measured_peak_bytes_per_device"] or [] for document in documents]
     seconds = [document["step_seconds"] for document in documents]
     return first | {
         "measured_peak_bytes_per_device": [peak for peaks in measured for peak in peaks],
