@@ -82,6 +82,7 @@ def make_plan(workload: str, degrees: tuple[tuple[int, int], ...]) -> Plan:
 
 def serve(host: int, coordinator: str, flags: tuple[str, ...], connection: Connection) -> None:
     """Does what it is told, together with the other host, until nobody tells it anything."""
+    os.dup2(2, 1)  # standard output is the document's
     environment.prepare_worker(2, "cpu", flags)
     from capture.runtime import multihost
 

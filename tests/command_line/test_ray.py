@@ -30,6 +30,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.stage import Stage
 from capture.runtime.hosts.ray_hosts import RayStarter
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
+from capture.runtime.hosts.saved import complete_steps
 from capture.runtime.hosts.watching import watch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.ray_pool import demand_of, travelling
@@ -357,7 +358,7 @@ def test_hosts_are_placed_apart_and_started_again_on_other_nodes(
         )
         assert "waited" in str(refused.value) and starter.missing(plan) == {1}
         second = ray_cluster.add()
-        training = {"num_steps": 6, "save": directory / "state", "save_every": 2}
+        training = {"num_steps": 600, "save": directory / "state", "save_every": 100}
         nodes: list[set[str]] = []
         started = RayStarter.start
 
@@ -370,7 +371,7 @@ def test_hosts_are_placed_apart_and_started_again_on_other_nodes(
         killed: list[str] = []
 
         def report(text: str) -> None:
-            if text.startswith("step 3:") and not killed:
+            if not killed and complete_steps(directory / "state"):
                 killed.append(second.node_id)
                 ray_cluster.kill(second)
                 ray_cluster.add()
@@ -378,9 +379,9 @@ def test_hosts_are_placed_apart_and_started_again_on_other_nodes(
         patient = replace(starter, place_seconds=60.0)
         document = train_over_hosts(patient, plan, training, Restarts(2), report)
         assert [len(each) for each in nodes] == [2, 2] and killed[0] in nodes[0] - nodes[1]
-        assert len(document["loss"]) == 6 and len(document["restarts"]) == 1
-        assert document["restarts"][0]["resumed_from_step"] == 2
-        alone, _ = run(directory, "--steps", "6", "--json").communicate(timeout=TIMEOUT_SECONDS)
+        assert len(document["loss"]) == 600 and len(document["restarts"]) == 1
+        assert document["restarts"][0]["resumed_from_step"] in range(100, 600, 100)
+        alone, _ = run(directory, "--steps", "600", "--json").communicate(timeout=TIMEOUT_SECONDS)
         assert document["loss"] == json.loads(alone)["loss"]
         # One that is stopped is found, and ended all the same.
         processes = starter.start(plan, {"num_steps": 100_000})
