@@ -135,7 +135,12 @@ def main(options: argparse.Namespace) -> int:
     }
     pose = ShardingQuestion if plan is None else partial(ShardingQuestion.of_plan, plan)
     question = pose(spec.load(), **further)
-    result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
+    result = osdp(
+        question,
+        verify=not options.no_verify,
+        watch=lambda text: say(options, text),
+        left_out="--no-verify",
+    )
     facts = {**result.to_json(), "verified": result.compiled}
     if result.plan is None:
         emit(options, facts, str(result))

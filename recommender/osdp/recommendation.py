@@ -69,6 +69,7 @@ def osdp(
     *,
     verify: bool = True,
     watch: Callable[[str], None] = lambda text: None,
+    left_out: str = "verify=False",
 ) -> ShardingAnswer:
     """Choose for every operator of a loss whether to replicate, shard or split its parameters, for
     the largest throughput that fits.
@@ -80,6 +81,7 @@ def osdp(
             the target's compiler is not installed, or refuses the step, the plan is an estimate,
             and ``why.uncompiled`` says so.
         watch: Is told what is being done, in words.
+        left_out: How it was asked not to verify, as whoever asked wrote it.
 
     Returns:
         A plan that ``capture.shard`` trains with; ``infeasible`` if none fits.
@@ -111,7 +113,7 @@ def osdp(
     def least() -> ShardingPlan:
         return least_over_step(cost, operators, smallest_bytes, batch_size or 1)
 
-    found, uncompiled = None, None if verify else "verify=False"
+    found, uncompiled = None, None if verify else left_out
     if verify:
         from capture.profiler.sharded_step import StepCompiler
         from capture.runtime.sharded import Sharded

@@ -189,6 +189,7 @@ def test_the_command_compiles_unless_told_not_to(tmp_path, capsys):
         not document["verified"]
         and document["compiled_peak_bytes"] is None
         and "compiled_peak_bytes" not in document["plan"]
+        and document["unverified_why"] == "--no-verify"
     )
 
 
