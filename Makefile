@@ -103,7 +103,7 @@ recorded: $(VENV)/.stamp-dev ## All recorded cases, to the byte; make test compa
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "recorded or not recorded" tests/recorded
 
 .PHONY: ray
-ray: $(VENV)/.stamp-dev ## Profiling on Ray clusters of several nodes on this machine, some of which are killed
+ray: $(VENV)/.stamp-dev ## Profiling and training on Ray clusters of several nodes on this machine, some of which are killed
 	$(VENV)/bin/python -m pytest -q -m ray tests/command_line/test_ray.py
 
 .PHONY: alpa

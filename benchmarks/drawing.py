@@ -54,6 +54,7 @@ class Panel:
         x_ticks: (value, text of one or more lines); None numbers the axis.
         width, height, bottom: In pixels; the last is what is below the axis.
         marks: What is drawn, in order, and what it says.
+        y_ticks: Likewise of the other axis.
     """
 
     title: str
@@ -66,6 +67,7 @@ class Panel:
     height: int = 230
     bottom: int = 44
     marks: list[tuple[Callable[[Axes], Artist], str]] = field(default_factory=list)
+    y_ticks: Sequence[tuple[float, str]] | None = None
 
     def bar(
         self, left: float, right: float, top: float, color: str, about: str, opacity: float = 1.0
@@ -122,6 +124,8 @@ class Panel:
         axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
         if self.x_ticks is not None:
             axes.set_xticks(*zip(*self.x_ticks, strict=True))
+        if self.y_ticks is not None:
+            axes.set_yticks(*zip(*self.y_ticks, strict=True))
         said = {}
         for i, (make, about) in enumerate(self.marks):
             artist = make(axes)
@@ -148,7 +152,7 @@ def grouped_bars(
     """
     heights = [value for _, bars in groups for value in bars.values() if not isinstance(value, str)]
     ticks = [(i + 0.5, name) for i, (name, _) in enumerate(groups)]
-    top = 1.08 * max(heights, default=1.0)
+    top = 1.08 * (max(heights, default=1.0) or 1.0)
     panel = Panel(title, "", y_label, (0, len(groups)), (0, top), ticks, width, height, bottom)
     for i, (name, bars) in enumerate(groups):
         step = 0.88 / len(bars)

@@ -74,9 +74,9 @@ class Family:
 
 _GPT, _MOE, _WRN = "models/gpt.py:gpt", "models/moe.py:moe", "models/wide_resnet.py:wide_resnet"
 FAMILIES = {
-    "gpt": Family(f"{_GPT}?size=125M&dtype=bfloat16", ((2, 1), (4, 1)), 4, 16),
-    "moe": Family(f"{_MOE}?size=380M&dtype=bfloat16", ((4, 1),), 4, 16),
-    "wide_resnet": Family(f"{_WRN}?size=250M", ((4, 1),), 12, 16, num_layers=8),
+    "gpt": Family(f"{_GPT}?size=2.6B&dtype=bfloat16", ((2, 1), (4, 1)), 4, 16),
+    "moe": Family(f"{_MOE}?size=2.4B&dtype=bfloat16", ((4, 1),), 4, 16),
+    "wide_resnet": Family(f"{_WRN}?size=1B", ((4, 1),), 12, 16, num_layers=8),
     "gpt, remat of every stage": Family(
         f"{_GPT}?size=125M&dtype=bfloat16", ((4, 1),), 4, 16, ("cheap", "full")
     ),

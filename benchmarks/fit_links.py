@@ -1,6 +1,8 @@
-"""Time collectives on the devices of this process and fit alpha and beta of their link.
+"""Time collectives on the devices of this process, or copies between the first of them and the
+memory of its host, and fit alpha and beta of their link.
 
     python benchmarks/fit_links.py -o link.json                     # on the accelerators here
+    python benchmarks/fit_links.py --host                           # copies, both ways and together
     python benchmarks/fit_links.py --virtual 8 --megabytes 1 4 16   # on virtual CPU devices
 
 Virtual devices show the path, and say nothing of any network.
@@ -22,7 +24,14 @@ from pathlib import Path
 from statistics import median
 
 from capture import environment
-from capture.machine.link_fit import MeasuredCollective, fit_link
+from capture.machine.link_fit import (
+    FittedHostLink,
+    FittedLink,
+    MeasuredCollective,
+    MeasuredCopies,
+    fit_host_link,
+    fit_link,
+)
 
 
 def main() -> int:
@@ -43,21 +52,36 @@ def main() -> int:
         default=10,
         help="timings per collective, of which the median counts (default: %(default)s)",
     )
+    parser.add_argument("--host", action="store_true", help="copies to and from the host's memory")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here")
     options = parser.parse_args()
     if options.virtual:
         environment.prepare(num_devices=options.virtual, platform="cpu")
-    rows = list(measure(options.megabytes, options.repeat))
     import jax
 
     source = f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {date.today().isoformat()}"
-    found = fit_link(rows, source)
+    rows: list[MeasuredCollective] | list[MeasuredCopies]
+    found: FittedLink | FittedHostLink
+    if options.host:
+        rows = copies(options.megabytes, options.repeat)
+        found = fit_host_link(rows, source)
+    else:
+        rows = list(measure(options.megabytes, options.repeat))
+        found = fit_link(rows, source)
     document = {"benchmark": "fit_links", **asdict(found), "rows": [asdict(row) for row in rows]}
     text = json.dumps(document, indent=1)
     if options.output:
         options.output.write_text(text + "\n")
     print(text)
     return 0
+
+
+def copies(megabytes: list[float], repeat: int) -> list[MeasuredCopies]:
+    """Each way and both together, at each size."""
+    from capture.profiler.host_copies import copies_of, copy_seconds, rows_of
+
+    wanted = copies_of([int(size * 1e6) for size in megabytes])
+    return rows_of({what: copy_seconds(what, repeat) for what in wanted})
 
 
 def measure(megabytes: list[float], repeat: int) -> Iterator[MeasuredCollective]:

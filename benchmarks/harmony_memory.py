@@ -31,7 +31,7 @@ CaptureError.check(environment.prepare(num_devices=NUM_DEVICES))
 
 import jax  # noqa: E402
 
-from benchmarks.model_kit import workload_of  # noqa: E402
+from benchmarks.kit_questions import workload_of  # noqa: E402
 from capture.machine.cluster import Cluster  # noqa: E402
 from capture.machine.server import Server  # noqa: E402
 from capture.measured.layer_profile import LayerProfile  # noqa: E402

@@ -19,6 +19,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
+from math import inf
 from typing import Any, TypeVar
 
 from benchmarks.documents import arguments, finish
@@ -31,6 +33,8 @@ from recommender.mutwo.search import ALGORITHMS, search
 from recommender.mutwo.ways import Way
 
 T = TypeVar("T")
+#: What the rows of one graph, link and order have alike.
+OF_A_SERIES = ("graph", "order", "host_bytes_per_second")
 LINKS = (2e9, 8e9, 30e9)
 WAYS = (Way(((0,), (1,)), "multiplexed"), Way(((0,), (1,)), "in turn"))
 #: GB/s, MB -> the better of two orders with the best number of first layers swapped, in turn or
@@ -149,11 +153,30 @@ def claims_of(rows: list[dict[str, Any]], chains: list[dict[str, Any]]) -> dict[
         "num_optimal": sum(gap <= 1e-9 for gap in gaps),
         "mean_over_bound": statistics.mean(over),
         "worst_over_bound": max(over),
+        "falling_limits": _falling_claims(rows),
         "paper": _paper_claims(answered, "paper_seconds"),
         "paper_as_printed": _paper_claims(answered, "paper_as_printed_seconds"),
         "chain_at_least_as_fast_everywhere": all(
             row["ours"] <= row["simple_plans"] + 0.005 for row in chains
         ),
+    }
+
+
+def _falling_claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """As limits fall, of each graph, link and order: pairs of which the lower one is faster, by how
+    much at most, and answers that come back."""
+    pairs = [
+        (before["ours_seconds"] or inf, after["ours_seconds"] or inf)
+        for before, after in pairwise(rows)
+        if after["limit_bytes"] < before["limit_bytes"]
+        and all(before[name] == after[name] for name in OF_A_SERIES)
+    ]
+    faster = [before / after - 1 for before, after in pairs if after < before]
+    return {
+        "num_pairs": len(pairs),
+        "num_faster_with_less": sum(gap > 1e-9 for gap in faster),
+        "most_faster_with_less": max(faster, default=0.0),
+        "num_answers_that_come_back": faster.count(inf),
     }
 
 

@@ -1,14 +1,18 @@
-"""How long it takes to profile, plan and verify large models for accelerators that are not there:
-seconds, processor time, memory.
+"""How long it takes to plan large models for accelerators that are not there: seconds, processor
+time of all processes, memory.
 
+    python benchmarks/planning_time.py --cases bounds -o RESULT.json
     python benchmarks/planning_time.py --cases table1 -o RESULT.json
     python benchmarks/planning_time.py --cases h100 --folder planning
 
 A folder keeps stores and plans; an interrupted benchmark resumes in it.
 
-Each case runs the commands that a user would, one process after the other: ``capture profile`` with
-an empty store (cold), the same again (warm), and ``capture plan --verify 3`` from the profile.
-Resident memory is the largest of any process; with W workers there are W + 1.
+Each case runs the commands that a user would, one process after the other. Of ``bounds``, with an
+empty store, ``capture plan --within 5%``; from the same store, with a limit of time, until the plan
+is proven; and, with another empty one, a limit of one byte less than the least that tracing knows
+of. Of the others ``capture profile`` with an empty store (cold), the same again (warm), and
+``capture plan --verify 3`` from the profile. Resident memory is the largest of any process; with W
+workers there are W + 1. Peaks are compiled, none was measured on a device.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -43,7 +48,23 @@ class Case:
 
 
 _GPT, _MOE, _WRN = "models/gpt.py:gpt", "models/moe.py:moe", "models/wide_resnet.py:wide_resnet"
+_LLAMA = "models/llama.py:llama"
 CASES = {
+    "bounds": (
+        Case("GPT-3 6.7B", f"{_GPT}?size=6.7B&dtype=bfloat16", "8x8", "h100", 1024, 64, "cheap"),
+        Case("LLaMA-like 70B", f"{_LLAMA}?size=70B&dtype=bfloat16", "8x8", "h100", 512, 64, "full"),
+        Case("MoE 7.1B", f"{_MOE}?size=7.1B&dtype=bfloat16", "8x8", "h100", 1024, 32, "cheap"),
+        Case("Wide-ResNet 2B", f"{_WRN}?size=2B", "8x8", "h100", 1536, 24, "cheap"),
+        Case(
+            "LLaMA-like 8B, sequence 8,192",
+            f"{_LLAMA}?size=8B&dtype=bfloat16&seq_len=8192&attention=flash",
+            "1x8",
+            "h100",
+            64,
+            16,
+            "full",
+        ),
+    ),
     "table1": (
         Case("GPT 2.6B", f"{_GPT}?size=2.6B&dtype=bfloat16", "4x4", "a100-40g", 1024, 64),
         Case("MoE 2.4B", f"{_MOE}?size=2.4B&dtype=bfloat16", "4x4", "a100-40g", 1024, 32),
@@ -55,7 +76,7 @@ CASES = {
         Case("Wide-ResNet 2B", f"{_WRN}?size=2B", "8x8", "h100", 1536, 24),
         Case(
             "LLaMA-like 70B",
-            "models/llama.py:llama?size=70B&dtype=bfloat16",
+            f"{_LLAMA}?size=70B&dtype=bfloat16",
             "8x8",
             "h100",
             512,
@@ -78,6 +99,9 @@ def main() -> int:
         "--folder", type=Path, help="for stores, profiles and plans (default: a temporary one)"
     )
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=int, default=600, help="for a proof, where bounds are searched"
+    )
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
@@ -85,11 +109,21 @@ def main() -> int:
         case for case in CASES[options.cases] if not options.only or options.only in case.name
     ]
     with tempfile.TemporaryDirectory(prefix="planning-") as scratch:
-        rows = [measure(case, options.folder or Path(scratch), options.workers) for case in chosen]
+        rows = []
+        for case in chosen:
+            folder = (options.folder or Path(scratch)) / case.name.replace(" ", "-").lower()
+            folder.mkdir(parents=True, exist_ok=True)
+            rows.append(
+                measure_bounds(case, folder, options.workers, options.seconds)
+                if options.cases == "bounds"
+                else measure(case, folder, options.workers)
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     document = {
         "benchmark": "planning_time",
         "date": date.today().isoformat(),
         "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
+        "load": os.getloadavg()[2],
         "versions": environment.versions("cuda"),
         "num_workers": options.workers,
         "rows": rows,
@@ -102,27 +136,7 @@ def main() -> int:
 
 def measure(case: Case, folder: Path, workers: int) -> dict[str, Any]:
     """The three commands of a case."""
-    folder = folder / case.name.replace(" ", "-").lower()
-    folder.mkdir(parents=True, exist_ok=True)
-    asked = [
-        case.workload,
-        "--cluster",
-        case.cluster,
-        "--target",
-        case.target,
-        "--remat",
-        case.remat,
-        "--workers",
-        str(workers),
-    ]
-    asked += [
-        "--global-batch",
-        str(case.global_batch),
-        "--microbatches",
-        str(case.microbatches),
-        "--store",
-        str(folder / "store.sqlite"),
-    ]
+    asked = asking(case, folder / "store.sqlite", workers)
     was_there = (folder / "store.sqlite").exists()
     profile = [*asked, "-o", str(folder / "profile.json")]
     steps = {"profile_cold": run("profile", *profile), "profile_warm": run("profile", *profile)}
@@ -156,16 +170,72 @@ def measure(case: Case, folder: Path, workers: int) -> dict[str, Any]:
     }
 
 
+def asking(case: Case, store: Path, workers: int) -> list[str]:
+    """What every command of a case is asked."""
+    batch = ["--global-batch", str(case.global_batch), "--microbatches", str(case.microbatches)]
+    cluster = ["--cluster", case.cluster, "--target", case.target, "--remat", case.remat]
+    kept = ["--workers", str(workers), "--store", str(store)]
+    return [case.workload, *cluster, *batch, *kept]
+
+
+def measure_bounds(case: Case, folder: Path, workers: int, seconds: int) -> dict[str, Any]:
+    """Planned on bounds: near enough, proven, and with a limit that is too low."""
+    store, plan = folder / "store.sqlite", str(folder / "plan.json")
+    asked = asking(case, store, workers)
+    near = run("plan", *asked, "--within", "5%", "-o", plan, "--json")
+    proven = run("plan", *asked, "--seconds", str(seconds), "-o", plan, "--json")
+    found, best = (json.loads(step.pop("printed")) for step in (near, proven))
+    trail = found["why"]["proven"]["trail"]
+    with tempfile.TemporaryDirectory(dir=folder) as empty:
+        asked = asking(case, Path(empty) / "store.sqlite", workers)
+        limit = ["--memory", str(trail[0]["least_bytes"] - 1), "--quick"]
+        beyond = run("plan", *asked, *limit, "-o", plan, "--json")
+    refused = json.loads(beyond.pop("printed"))
+    return {
+        **asdict(case),
+        "within_5_percent": {**near, **as_proven(found)},
+        "proven": {**proven, **as_proven(best)},
+        "too_little_memory": {**beyond, "status": refused["status"], "why": refused["why"]},
+    }
+
+
+def as_proven(document: dict[str, Any]) -> dict[str, Any]:
+    """Of an answer on bounds: what it is, and how it came about."""
+    proven = document["why"]["proven"]
+    return {
+        "status": document["status"],
+        "num_compiled": proven["trail"][-1]["num_compiled"],
+        "within_fraction": proven["within_fraction"],
+        "ended": proven["ended"],
+        "first_bracket_bytes": [proven["trail"][0][name] for name in ("least_bytes", "most_bytes")],
+        "peak_bytes": max(document["prediction"]["peak_bytes_per_device"]),
+        "step_seconds": document.get("time", {}).get("step_seconds"),
+    }
+
+
 def run(verb: str, *arguments: str) -> dict[str, Any]:
-    """One command of ``capture``: its seconds, the processor time of all its processes, the memory
-    of the largest."""
+    """One command of ``capture``: its seconds, and until it says what the least peak is between;
+    the processor time of all its processes, the memory of the largest."""
     print(f"capture {verb} {' '.join(arguments)}", file=sys.stderr)
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "capture", verb, *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "capture", verb, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert process.stdout is not None
-    printed = process.stdout.read()
+    assert process.stdout is not None and process.stderr is not None
+    printed: list[str] = []
+    reading = threading.Thread(
+        target=lambda stream: printed.append(stream.read()), args=(process.stdout,)
+    )
+    reading.start()
+    first_bracket = None
+    for line in process.stderr:
+        if first_bracket is None and "the least peak is between" in line:
+            first_bracket = time.perf_counter() - start
+        print(line, end="", file=sys.stderr, flush=True)
+    reading.join()
     # The usage of this process and of those that it waited for.
     _, status, usage = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -175,7 +245,8 @@ def run(verb: str, *arguments: str) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "processor_seconds": usage.ru_utime + usage.ru_stime,
         "resident_bytes": usage.ru_maxrss * 1024,
-        "printed": printed,
+        "first_bracket_seconds": first_bracket,
+        "printed": "".join(printed),
     }
 
 
@@ -183,6 +254,8 @@ def as_text(document: dict[str, Any]) -> str:
     from capture.cli.output import table
     from capture.quantities import format_bytes
 
+    if "proven" in document["rows"][0]:
+        return as_text_of_bounds(document)
     rows = [
         [
             f"{row['name']}, {row['cluster']} {row['target']}",
@@ -208,6 +281,26 @@ def as_text(document: dict[str, Any]) -> str:
         "compiled peak",
     ]
     return table(header, rows)
+
+
+def as_text_of_bounds(document: dict[str, Any]) -> str:
+    from capture.cli.output import table
+    from capture.quantities import format_bytes
+
+    def spent(step: dict[str, Any]) -> str:
+        return f"{step['seconds']:.0f} s ({step['processor_seconds']:.0f})"
+
+    header = ["case", "first bracket", "too little memory", "within 5%", "stages", "peak"]
+    header += ["from there, proven", "stages", "peak", "within"]
+    rows = []
+    for row in document["rows"]:
+        cells = [f"{row['name']}, {row['cluster']} {row['target']}"]
+        cells += [f"{row['within_5_percent']['first_bracket_seconds']:.0f} s"]
+        cells += [spent(row["too_little_memory"])]
+        for step in (row["within_5_percent"], row["proven"]):
+            cells += [spent(step), str(step["num_compiled"]), format_bytes(step["peak_bytes"])]
+        rows.append([*cells, f"{row['proven']['within_fraction']:.1%}"])
+    return f"seconds, and of the processor in brackets\n{table(header, rows)}"
 
 
 if __name__ == "__main__":

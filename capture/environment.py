@@ -116,7 +116,7 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
     return check()
 
 
-def prepare_worker(num_devices: int, platform: str, flags: Sequence[str]) -> list[Violation]:
+def prepare_worker(num_devices: int | None, platform: str, flags: Sequence[str]) -> list[Violation]:
     """As ``prepare``, in a process that measures for another one: with that one's XLA flags,
     because they are part of every key.
 

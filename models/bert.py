@@ -1,9 +1,11 @@
-"""BERT that classifies pairs of sentences: the encoders that Harmony fine-tunes.
+"""BERT that classifies pairs of sentences: the encoders that Harmony fine-tunes, and BERT-Base, of
+which mu-TWO trains several.
 
 Parameters as counted by ``jax.eval_shape``:
 
     size    width  blocks  heads     parameters
     tiny       64       4      4        222,658
+    base      768      12     12    109,474,562
     large    1024      24     16    335,119,362
     96L      1024      96     16  1,241,973,762
 
@@ -13,7 +15,8 @@ own, as in the profiles of the paper's authors: four more than blocks. The mask 
 to every block.
 
 Source: Devlin et al. 2019 (BERT), section 3 and Appendix A.3 (learning rate); Li et al. 2022
-(Harmony), 5.1. Departures: no dropout, and keys have no bias (``zoo_transformer.SelfAttention``).
+(Harmony), 5.1; Purandare et al. 2023 (mu-TWO), Table 1, which says 100M parameters of what is
+BERT-Base. Departures: no dropout, and keys have no bias (``zoo_transformer.SelfAttention``).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from zoo import (
     config_of,
     layer_boundary,
     mean_cross_entropy,
+    optimizer_of,
 )
 from zoo_transformer import INIT_STD, FeedForward, SelfAttention
 
@@ -64,6 +68,7 @@ class BertConfig:
 SIZES = MappingProxyType(
     {
         "tiny": BertConfig(64, 4, 4, 1e-3, seq_len=32, vocab_size=256),
+        "base": BertConfig(768, 12, 12),
         "large": BertConfig(1024, 24, 16),
         "96L": BertConfig(1024, 96, 16),
     }
@@ -135,6 +140,7 @@ def bert(
     dtype: str = "float32",
     num_layers: int | None = None,
     seq_len: int | None = None,
+    injected: bool = False,
 ) -> Workload:
     """Classification of random pairs of sentences with Adam.
 
@@ -143,6 +149,8 @@ def bert(
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Word pieces of an example instead of the size's.
+        injected: Whether the numbers of Adam are part of its state, so that an array of models may
+            vary them.
 
     Returns:
         The workload; a batch is that of ``random_pairs``; the first loss is about ``log(2)``.
@@ -173,5 +181,5 @@ def bert(
         batch=lambda key, batch_size: random_pairs(
             key, batch_size, config.seq_len, config.vocab_size
         ),
-        optimizer=optax.adam(config.learning_rate),
+        optimizer=optimizer_of(optax.adam, injected, learning_rate=config.learning_rate),
     )

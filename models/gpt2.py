@@ -1,9 +1,11 @@
-"""GPT-2 in the sizes on which Harmony is evaluated, up to 80 billion parameters.
+"""GPT-2 in the sizes on which Harmony is evaluated, up to 80 billion parameters, and the small one,
+of which mu-TWO trains several.
 
-Parameters as counted by ``jax.eval_shape`` with the untied head:
+Parameters as counted by ``jax.eval_shape`` with the untied head; that of small is tied:
 
     size    width  blocks  heads  parameters
     tiny       64       4      4         234,624
+    small     768      12     12     124,430,592
     medium   1024      24     16         406,261,760
     xl       1600      48     25       1,637,945,600
     10B      4096      50     32      10,484,695,040
@@ -26,15 +28,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import optax
 from gpt import Gpt, GptConfig
-from zoo import Workload, check_options, config_of, next_token_workload
+from zoo import Workload, check_options, config_of, next_token_workload, optimizer_of
 
 LEARNING_RATE = 2.5e-4
 
 
-def _size(width: int, num_layers: int, num_heads: int, **more: int) -> GptConfig:
+def _size(width: int, num_layers: int, num_heads: int, **more: Any) -> GptConfig:
     sizes = {"vocab_size": 50257, **more}
     return GptConfig(width, num_layers, num_heads, LEARNING_RATE, ends_apart=True, **sizes)
 
@@ -42,6 +45,7 @@ def _size(width: int, num_layers: int, num_heads: int, **more: int) -> GptConfig
 SIZES = MappingProxyType(
     {
         "tiny": _size(64, 4, 4, seq_len=32, vocab_size=256),
+        "small": _size(768, 12, 12, tied=True),
         "medium": _size(1024, 24, 16),
         "xl": _size(1600, 48, 25),
         **{f"{billions}B": _size(4096, 5 * billions, 32) for billions in (10, 20, 30, 40, 80)},
@@ -55,6 +59,7 @@ def gpt2(
     dtype: str = "float32",
     num_layers: int | None = None,
     seq_len: int | None = None,
+    injected: bool = False,
 ) -> Workload:
     """Next-token prediction on random tokens with Adam.
 
@@ -63,6 +68,8 @@ def gpt2(
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
+        injected: Whether the numbers of Adam are part of its state, so that an array of models may
+            vary them.
 
     Returns:
         The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the
@@ -80,4 +87,5 @@ def gpt2(
     workload = next_token_workload(
         Gpt(config), config.seq_len, config.vocab_size, config.learning_rate
     )
-    return replace(workload, optimizer=optax.adam(config.learning_rate))
+    optimizer = optimizer_of(optax.adam, injected, learning_rate=config.learning_rate)
+    return replace(workload, optimizer=optimizer)

@@ -143,6 +143,14 @@ def random_images(
     }
 
 
+def optimizer_of(
+    make: Callable[..., optax.GradientTransformation], injected: bool, **numbers: float
+) -> optax.GradientTransformation:
+    """An optax transformation; if injected, its numbers are part of its state, and models that are
+    trained together may differ in them."""
+    return (optax.inject_hyperparams(make) if injected else make)(**numbers)
+
+
 def config_of(model: str, sizes: Mapping[str, Config], size: str) -> Config:
     """The configuration of a size.
 

@@ -23,8 +23,8 @@ GPT-3)."""
 
 
 class SelfAttention(nn.Module):
-    """Multi-head softmax attention: [B, S, D] -> [B, S, D], causal, or over the positions of
-    ``mask``, bool [B, S], where it is given.
+    """Multi-head softmax attention: [B, S, D] -> [B, S, D], causal, over all positions, or over
+    those of ``mask``, bool [B, S], where it is given.
 
     Keys have no bias: it adds the same number to a query's scores for all keys, which softmax
     removes, so its gradient is zero and Adam would amplify the rounding noise in it.
@@ -35,6 +35,7 @@ class SelfAttention(nn.Module):
         dtype: Dtype of the computation; softmax is float32.
         dropout: Probability of dropping an attention weight.
         attention: ``"dot_product"``, or ``"flash"`` (``zoo_attention``).
+        causal: Whether a position sees those before it alone, where no mask is given.
     """
 
     num_heads: int
@@ -42,6 +43,7 @@ class SelfAttention(nn.Module):
     dtype: str = "float32"
     dropout: float = 0.0
     attention: str = "dot_product"
+    causal: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -63,13 +65,13 @@ class SelfAttention(nn.Module):
             mixed = flash_attention(query[..., None, :], key, value).reshape(query.shape)
         else:
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)
-            if mask is None:
-                seen = jnp.tril(jnp.ones((seq_len, seq_len), bool))
-            else:
-                seen = mask[:, None, None, :]
-            weights = nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min)).astype(
-                self.dtype
-            )
+            if mask is not None or self.causal:
+                if mask is None:
+                    seen = jnp.tril(jnp.ones((seq_len, seq_len), bool))
+                else:
+                    seen = mask[:, None, None, :]
+                scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+            weights = nn.softmax(scores).astype(self.dtype)
             weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)
             mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         out_init = nn.initializers.normal(self.out_init_std)

@@ -63,11 +63,13 @@ def bounds(
         if config.num_layers <= question.num_neighbours + 1
     ]
     backend = BoundsBackend(measurements.backend)
+    # Those that differ in degrees alone one after the other: they share their traces.
+    configs.sort(key=lambda c: (c.num_layers, c.first, c.choice.remat))
     found: dict[StageConfig, StageBounds] = {}
     for done, config in enumerate(configs, start=1):
         found[config] = backend.measure(config)
         progress(BOUNDS, done, len(configs))
-    facts = replace(unmeasured(question, measurements), microbatch_sizes=(size,))
+    facts = unmeasured(question, measurements, (size,))
 
     def profile(name: str) -> Profile:
         return replace(

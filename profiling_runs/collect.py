@@ -113,6 +113,7 @@ def wanted_configs(
         question.profiled_choices,
         question.microbatch_sizes,
         question.num_neighbours,
+        splits_backward=question.splits_backward,
     )
     wanted = {WINDOWS: windows}
     if question.paper is not None:

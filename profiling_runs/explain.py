@@ -83,8 +83,10 @@ class Explanation:
             }
             for s, (stage, found) in enumerate(zip(self.plan.stages, self.stages, strict=True))
         ]
+        why = self.plan.why
         return {
             **fields_of(self, "peak_bytes", "peak_bytes_per_device", "source"),
+            "found": None if why is None else why.found or None,
             "stages": stages,
             **fields_of(self, "changes", "best_change"),
         }

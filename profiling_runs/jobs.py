@@ -11,12 +11,23 @@ from typing import Any, Literal
 from capture.measured.profile import StageConfig
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
+from capture.profiler.array_pass import ArrayCall, ArrayShape, HostCopy
 from capture.profiler.execution import ProfilingRun
 from capture.profiler.layer_pass import LayerPass
 from capture.profiler.pack_program import PackProgram
 
 Part = Literal[
-    "stage", "update", "split", "buffers", "split buffers", "run", "layer", "pack", "machine"
+    "stage",
+    "update",
+    "split",
+    "buffers",
+    "split buffers",
+    "run",
+    "layer",
+    "pack",
+    "segment",
+    "copy",
+    "machine",
 ]
 
 
@@ -36,6 +47,8 @@ class Setting:
         memory_limit_bytes: Most that a run may need, per device.
         measures: Parts of stages or runs; layers, one by one (``capture.profiler.layers``); or
             programs of plans of packs (``capture.profiler.packs``).
+        array: Whose programs are measured (``capture.profiler.array``); None for other jobs. What
+            is shared is named by patterns.
         fresh_process: Whether every job gets a process of its own, so that an allocator's
             high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
@@ -51,6 +64,7 @@ class Setting:
     target: str = "cpu"
     memory_limit_bytes: int | None = None
     measures: Literal["stages", "layers", "packs"] = "stages"
+    array: ArrayShape | None = None
     fresh_process: bool = False
     flags: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -63,17 +77,19 @@ class Job:
     Attributes:
         key: The measurement's, in the store.
         what: Is measured: layers at a degree and batch size, a partitioning of all layers, one
-            layer in one direction, or a program of a plan of packs; None for the worker's machine.
+            layer in one direction, a program of a plan of packs or of an array, or a copy; None for
+            the worker's machine.
         part: All of a stage, the end of a step alone, its split backward pass, what the buffers of
             a stage are with a whole or a split one, an executed run, a layer alone, a program of
-            packs, or what devices there are.
+            packs, a program of an array, a copy between a device and its host, or what devices
+            there are.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.
     """
 
     key: str
-    what: StageConfig | ProfilingRun | LayerPass | PackProgram | None
+    what: StageConfig | ProfilingRun | LayerPass | PackProgram | ArrayCall | HostCopy | None
     part: Part = "stage"
     kind: str = ""
     needs: str | None = None
@@ -88,6 +104,10 @@ class Job:
             return self.part, self.what.microbatch_size
         if isinstance(self.what, PackProgram):
             return (self.part,)
+        if isinstance(self.what, ArrayCall):
+            return self.part, self.what.num_models
+        if isinstance(self.what, HostCopy):
+            return self.part, self.what.direction
         return (
             (self.part,)
             if self.what is None
@@ -115,6 +135,11 @@ class Job:
             facts |= {"microbatch_size": size}
         elif isinstance(self.what, PackProgram):
             facts["program"] = self.what.name
+        elif isinstance(self.what, ArrayCall):
+            facts |= {"models": self.what.num_models, "pass": self.what.call.kind}
+            facts |= {"segment": self.what.call.segment}
+        elif isinstance(self.what, HostCopy):
+            facts |= {"direction": self.what.direction, "nbytes": self.what.nbytes}
         elif self.what is not None:
             run = asdict(self.what)
             facts |= {**run.pop("choice"), **run}

@@ -238,9 +238,12 @@ def open_measurements(
     )
 
 
-def unmeasured(question: ProfileQuestion, measurements: Measurements) -> Profile:
-    """The profile but for its measurements: what tracing says."""
-    compiler, sizes = measurements.backend, question.microbatch_sizes
+def unmeasured(
+    question: ProfileQuestion, measurements: Measurements, sizes: tuple[int, ...] | None = None
+) -> Profile:
+    """The profile but for its measurements: what tracing says, at the question's micro-batch size
+    and at these others; without any, at those that are profiled."""
+    compiler, sizes = measurements.backend, question.microbatch_sizes if sizes is None else sizes
     graphs = {
         size: compiler.sharding(size).graph(question.stage_choices)
         for size in (*sizes, question.microbatch_size)

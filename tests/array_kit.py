@@ -23,6 +23,7 @@ class Chain:
         border_bytes, maps_bytes: What a layer hands on, and what its own passes alone use.
         weight_bytes: Of a layer.
         shared_bytes: Of parameters that every layer reads, and all sub-arrays have alike.
+        shared_batch: Whether all sub-arrays read the same batch.
     """
 
     num_layers: int
@@ -31,6 +32,7 @@ class Chain:
     maps_bytes: int = 400
     weight_bytes: int = 50
     shared_bytes: int = 0
+    shared_batch: bool = False
 
     @property
     def num_leaves(self) -> int:
@@ -52,7 +54,8 @@ class Chain:
                 if made is not None:
                     writes[made].append(number)
 
-        add("batch 0", "batch", 10, None, (0, 2 * last - 1), None, (0,))
+        readers = 0, 2 * last - 1
+        add("batch 0", "batch", 10, None, readers, None, (0,), self.shared_batch)
         if self.shared_bytes:
             readers = tuple(range(2 * last))
             add("shared", "shared", self.shared_bytes, None, readers, shared=True)
@@ -112,15 +115,16 @@ class Kit:
     Attributes:
         num_layers: Of every sub-array.
         forward_seconds: Of one model; backward twice that.
-        shared_bytes: As of ``Chain``.
+        shared_bytes, shared_batch: As of ``Chain``.
     """
 
     num_layers: int
     forward_seconds: float = 1e-6
     shared_bytes: int = 0
+    shared_batch: bool = False
 
     def sub_array(self, num_models: int) -> Chain:
-        return _chain(self.num_layers, num_models, self.shared_bytes)
+        return _chain(self.num_layers, num_models, self.shared_bytes, self.shared_batch)
 
     def facts(self, sub_array: Chain, call: Call) -> ProgramFacts:
         models = sub_array.num_models
@@ -131,5 +135,5 @@ class Kit:
 
 
 @cache
-def _chain(num_layers: int, num_models: int, shared_bytes: int) -> Chain:
-    return Chain(num_layers, num_models, shared_bytes=shared_bytes)
+def _chain(num_layers: int, num_models: int, shared_bytes: int, shared_batch: bool) -> Chain:
+    return Chain(num_layers, num_models, shared_bytes=shared_bytes, shared_batch=shared_batch)

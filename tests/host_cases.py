@@ -16,6 +16,7 @@ from capture.machine.cluster import Cluster
 from capture.model.workload import Workload, takes_key
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep
 
@@ -76,7 +77,7 @@ ALL = CASES | SLOW_CASES | THREE_HOSTS
 
 
 #: The case whose training is saved, and restored.
-SAVED = "data"
+SAVED = "unequal"
 
 
 def train(
@@ -88,9 +89,11 @@ def train(
     Args:
         step, workload: Of a plan.
         observer: As for the step.
-        directory: To save the training in; what is read from there again is compared with it.
+        directory: To save the training in after two steps, while it goes on, and at its end; what
+            is read from there again is compared with it.
     """
     state = step.init(jax.random.key(0))
+    saver = None if directory is None else Saver(step, directory)
     found: dict[str, Any] = {}
     for i in range(3):
         batch = workload.batch(jax.random.key(100 + i), step.plan.global_batch_size)
@@ -103,12 +106,18 @@ def train(
             state, loss = measured.state, measured.loss
             found["peaks"] = np.array(measured.peak_bytes_per_device)
             found["num_checks"] = np.array(measured.num_checks)
+            found["waiting"] = np.array(measured.waiting_peak_bytes)
         else:
+            if i == 1:  # only what this process reads; of one process that is all
+                batch = jax.tree.map(lambda need, leaf: need.part(leaf), step.needs(), batch)
+                found["examples read"] = _examples_read(step)
             state, metrics = step(state, batch, key, observer=observer)
             loss = metrics.loss
         found[f"loss {i}"] = np.float64(loss)
-    if directory is not None:
-        checkpoint.save(step, state, directory)
+        if saver is not None and i > 0:
+            saver.save(state)
+    if saver is not None and directory is not None:
+        saver.finish()
         read = checkpoint.restore(step, directory)
         again = _named("optimizer", step.optimizer_state(read)) | _named(
             "params", step.params(read)
@@ -122,6 +131,11 @@ def train(
         | _named("params", step.params(state))
         | _named("optimizer", step.optimizer_state(state))
     )
+
+
+def _examples_read(step: PipelinedStep) -> np.ndarray:
+    """Of each leaf of a batch."""
+    return np.array([need.num_examples for need in jax.tree.leaves(step.needs())])
 
 
 def _named(what: str, tree: Any) -> dict[str, np.ndarray]:

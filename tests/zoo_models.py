@@ -36,16 +36,18 @@ TINY_CLASSES = {
     "gpt2": 256,
     "llama": 256,
     "mingpt": 256,
+    "mobilenet": 8,
     "moe": 256,
     "resnet": 8,
     "unet": 8,
     "vgg": 8,
+    "vit": 8,
     "wide_resnet": 16,
 }
 
 
 #: Whose number of blocks is an option.
-TRANSFORMERS = ("bert", "gpt", "gpt2", "llama", "moe")
+TRANSFORMERS = ("bert", "gpt", "gpt2", "llama", "moe", "vit")
 
 
 @cache

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capture import environment
 from capture.cli import asked
@@ -18,11 +18,18 @@ from capture.cli.options import Option
 from capture.cli.output import Totals, compared, emit, say, table
 from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
+from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
+from capture.plan.files import traced_for
+from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from profiling_runs.arrays import array_profile
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.search import ALGORITHMS
+
+if TYPE_CHECKING:
+    from capture.report.array import ArrayFacts
 
 SYSTEM = "mutwo"
 
@@ -51,7 +58,7 @@ OPTIONS = (
 OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
-SHARED |= {"algorithm"}
+SHARED |= {"algorithm", "backend", *(option.name for option in shared.STORE)}
 SEARCHES = tuple(ALGORITHMS)
 
 
@@ -147,7 +154,6 @@ def plan(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: WORKLOAD")
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
     members = models_of(options.models, options.vary)
-    asked.prepare(cluster)
     question = ArrayQuestion(
         WorkloadSpec.parse(options.workload),
         tuple(members),
@@ -159,9 +165,23 @@ def plan(options: argparse.Namespace) -> int:
         options.num_layers or 0,
         algorithm=options.algorithm or SEARCHES[0],
         shared=tuple(options.shared),
+        backend=options.backend,
     )
-    say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
-    answer = plan_array(question, progress(options))
+    environment.prepare(
+        num_devices=1, platform="cpu" if question.executes else Target.load(cluster.target).platform
+    )
+    said = "executing" if question.executes else "compiling"
+    say(options, f"{said} segments of {counted(len(members), 'model')} for {cluster.target}")
+    with array_profile(
+        WorkloadSpec.parse(options.workload),
+        cluster,
+        question.shape,
+        executes=question.executes,
+        store=asked.open_store(options),
+        where=asked.where_of(options),
+        progress=progress(options),
+    ) as profile:
+        answer = plan_array(question, profile=profile)
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [
@@ -257,10 +277,13 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
     ]
     lines.append(table(["model", "with", "losses"], rows))
     if "reference_losses" in document:
+        worst = document["worst_param"]
         lines.append(
             "largest relative error beside each model alone: losses "
             f"{document['max_relative_loss_error']:.1e}, parameters "
-            f"{document['max_relative_param_error']:.1e}"
+            f"{document['max_relative_param_error']:.1e} ({worst['leaf']} of model "
+            f"{worst['model']}, which one rounding of its gradients moves by "
+            f"{worst['rounding_error']:.1e} when it is alone)"
         )
     return "\n".join(lines)
 
@@ -283,22 +306,54 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
 
 
 def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
-    """What is predicted, and what it leaves.
-
-    Raises:
-        PlanError: ``array-page`` for a page or a trace.
-    """
-    if options.output is not None or options.trace is not None:
-        raise PlanError.of(
-            "plans of arrays have no page and no trace in this version; leave out -o and --trace.",
-            "array-page",
-        )
-    asked.refuse_unread(options, "array", "memory")
+    """What is predicted, and what it leaves; a page or a trace of the step, whose programs are in
+    the store or measured again."""
+    writes = options.output is not None or options.trace is not None
+    read = ("output", "trace", "workload", *(option.name for option in shared.STORE))
+    asked.refuse_unread(options, "array", "memory", *(read if writes else ()))
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
-    emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
+    document: dict[str, Any] = {"plan": plan.to_json(), "headroom": room and room.to_json()}
+    written, lines = dict[str, str](), [*plan_lines(plan), *([str(room)] if room else [])]
+    if writes:
+        from capture.report.array import HEADER, page, rows
+        from capture.step.trace_events import save_trace
+
+        facts = _facts(options, plan)
+        document["bundles"] = rows(facts)
+        lines.append(table(HEADER, rows(facts)))
+        if options.output is not None:
+            options.output.write_text(page(facts, lines, room), encoding="utf-8")
+            written["page"] = str(options.output)
+        if options.trace is not None:
+            save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
+            written["trace"] = str(options.trace)
+    lines += [f"{what} -> {path}" for what, path in written.items()]
+    emit(options, {**document, "written": written}, "\n".join(lines))
     return 0
+
+
+def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
+    """The plan's step, built again and simulated."""
+    from capture.report.array import array_facts
+
+    executes = plan.seconds_from.startswith("executions")
+    platform = Target.load(plan.cluster.target).platform
+    environment.prepare(num_devices=1, platform="cpu" if executes else platform)
+    shape = ArrayShape(
+        plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
+    )
+    with array_profile(
+        asked.workload_of(plan, options.workload),
+        plan.cluster,
+        shape,
+        executes=executes,
+        store=asked.open_store(options),
+        where=asked.where_of(options),
+        progress=progress(options),
+    ) as profile:
+        traced_for(plan, profile.workload, lambda: profile.fuser.traced.graph)
+        return array_facts(plan, profile, profile.sub_array, profile.host)
 
 
 def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:
@@ -361,7 +416,7 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
         lines += [
             f"{format_seconds(found.step_seconds)} for an update of every model, simulated for "
-            f"{plan.cluster.target}",
+            f"{plan.cluster.target} by {plan.seconds_from or 'its rates'}",
             f"device: {format_bytes(found.peak_bytes)} at its peak ({parts})",
             f"feature maps: {format_bytes(found.retained_bytes)} retained, "
             f"{format_bytes(found.swapped_bytes)} swapped, "

@@ -19,10 +19,8 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import num_full_layers
 from capture.plan.schedule import SCHEDULES
-from capture.plan.why import Bracket
 from capture.predictor.step_time import describe_time, time_summary
 from capture.profiler.windows import DEFAULT_NEIGHBOURS
-from capture.quantities import counted, format_bytes
 from profiling_runs.bounds import Bounds, bounds
 from profiling_runs.collect import split_warnings
 from profiling_runs.failures import causes
@@ -173,7 +171,7 @@ class _Asking:
                 options.seconds,
                 self._below,
             ),
-            told=lambda bracket: say(options, in_words(bracket)),
+            told=lambda bracket: say(options, str(bracket)),
         )
 
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
@@ -274,16 +272,6 @@ def _told(
 
 def _ended(result: StageAnswer) -> str:
     return "" if result.why.proven is None else result.why.proven.ended
-
-
-def in_words(bracket: Bracket) -> str:
-    """A line of the trail."""
-    compiled = counted(bracket.num_compiled, "stage")
-    return (
-        f"{bracket.seconds:.1f} s, {compiled} compiled: the least peak is between "
-        f"{format_bytes(bracket.least_bytes)} and {format_bytes(bracket.most_bytes)}"
-        f"{'' if bracket.compiled else ' (expected)'}"
-    )
 
 
 def _lines(

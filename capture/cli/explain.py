@@ -76,6 +76,8 @@ def as_text(document: dict[str, Any]) -> str:
     tried = [change["change"] for change in document["changes"] if change not in saving]
     if tried:
         lines.append(f"no saving: {', '.join(tried)}")
+    if document["found"]:
+        lines.append(f"how the plan was found: {document['found']}")
     return "\n".join(lines)
 
 

@@ -17,13 +17,20 @@ from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table
+from capture.cli.replan import REPLAN, replanner
+from capture.errors import PlanError, Violation
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
+from capture.runtime.hosts.ray_hosts import run_on_ray
+from capture.runtime.hosts.restarts import Restarts
+from capture.runtime.hosts.watching import SILENT_SECONDS
+from capture.step.trace_events import from_zero, save_events
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -56,6 +63,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue from a saved state, also of another plan of the model",
     )
     parser.add_argument(
+        "--save-every",
+        type=shared.at_least(1),
+        metavar="K",
+        help="save it after every K steps, too; the next steps do not wait for the disk",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=shared.at_least(0),
+        metavar="N",
+        help="with --hosts local or --ray: when a process is lost, start all again from the last "
+        "complete checkpoint, at most N times without a new step (default: 3 with --save-every, "
+        "else 0)",
+    )
+    parser.add_argument(
+        "--on-loss",
+        choices=[REPLAN],
+        help="with --hosts local: a node that is lost more than --max-restarts times without a new "
+        "step is gone; go on without it, under the best plan of --profile for the others",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="of the model, for --on-loss; again: put several together",
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        metavar="SECONDS",
+        help="with --hosts local or --ray: a process without a sign of life for so long is lost "
+        f"(default: {SILENT_SECONDS:g}; more on a busy machine)",
+    )
+    parser.add_argument(
         "--hosts",
         choices=["local", "none"],
         help="one process per node of the plan's cluster, each executing its part; local: started "
@@ -63,11 +104,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "same command on every host (Slurm, Open MPI, or CAPTURE_COORDINATOR=ADDRESS:PORT of host "
         "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment)",
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what every device did when in the last step, for ui.perfetto.dev (.json)",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="one actor of a Ray cluster per node of the plan's cluster, each on a node of its "
+        "own: auto (the cluster this machine is a part of) or an address; local: all on this "
+        "machine, on virtual CPU devices",
+    )
+    parser.add_argument(
+        "--accelerator",
+        metavar="TYPE",
+        help="with --ray: Ray's name of the target's devices, such as A100",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    if options.hosts is not None:
+    _refuse_unread(options, plan)
+    if options.hosts is not None or options.ray is not None:
         return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
@@ -81,25 +141,36 @@ def main(options: argparse.Namespace) -> int:
         environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
 
-    training = Training(options.steps, options.seed, options.check, options.save, options.restore)
+    training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
-    emit(options, document, as_text(document))
+    _finish(options, document)
     return 0
+
+
+def _finish(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """What was done, said and written."""
+    events, text = document.pop("trace", None), as_text(document)
+    if events is not None:
+        save_events(from_zero(events), options.trace)
+        document["written"] = {"trace": str(options.trace)}
+        text += f"\ntrace -> {options.trace}"
+    emit(options, document, text)
 
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     plan = of_stages(plan)
-    spec = asked.workload_of(plan, options.workload)
-    training = {
-        "num_steps": options.steps,
-        "seed": options.seed,
-        "check": options.check,
-        "save": options.save,
-        "restore": options.restore,
-    }
-    if options.hosts == "local":
-        document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
-        emit(options, document, as_text(document))
+    spec, training = asked.workload_of(plan, options.workload), _training(options)
+    restarts, report = _restarts(options, plan), lambda text: say(options, text)
+    silent = SILENT_SECONDS if options.heartbeat is None else options.heartbeat
+    if options.hosts != "none":
+        document = (
+            run_on_this_machine(plan, spec, training, report, restarts, silent)
+            if options.ray is None
+            else run_on_ray(
+                plan, spec, training, options.ray, options.accelerator, report, restarts, silent
+            )
+        )
+        _finish(options, document)
         return 0
     environment.prepare(num_devices=max(plan.cluster.nodes))
     from capture.runtime import multihost
@@ -107,13 +178,92 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
 
     with output_is_ours():
         hosts = multihost.initialize(*(environment.host_of_run() or ()))
-        report = (lambda text: None) if hosts.process else (lambda text: say(options, text))
-        own = train(plan, spec.load(), Training(**training), report, hosts)
+        first = hosts.process == 0
+        own = train(
+            plan, spec.load(), Training(**training), report if first else lambda text: None, hosts
+        )
         documents = hosts.exchange("document", own)
-    if hosts.process == 0:
-        document = joined(documents)
-        emit(options, document, as_text(document))
+    if first:
+        _finish(options, joined(documents))
     return 0
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``capture.runtime.training.Training`` that are asked for."""
+    names = ("seed", "check", "save", "save_every", "restore")
+    given = {name: getattr(options, name) for name in names}
+    return {"num_steps": options.steps, "trace": options.trace is not None, **given}
+
+
+def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:
+    most = options.max_restarts
+    if most is None:
+        most = 0 if options.save_every is None else 3
+    return Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
+
+
+def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
+    """Options of other runs.
+
+    Raises:
+        PlanError: ``run-restarts`` where nothing is started again, ``run-ray`` for what does not go
+            with Ray or only with it, ``run-save-every`` and ``run-trace`` of an array.
+    """
+    starts = options.hosts == "local" or options.ray is not None
+    of_driver = {
+        "--max-restarts": (options.max_restarts, starts),
+        "--heartbeat": (options.heartbeat, starts),
+        "--on-loss": (options.on_loss, options.hosts == "local"),
+    }
+    violations = [
+        Violation(
+            f"{name} {value}: only --hosts local{'' if name == '--on-loss' else ' and --ray'} "
+            "starts processes and watches them; elsewhere your scheduler does. Leave it out.",
+            "run-restarts",
+        )
+        for name, (value, is_read) in of_driver.items()
+        if value is not None and not is_read
+    ]
+    if bool(options.profile) != bool(options.on_loss):
+        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
+        violations.append(
+            Violation(
+                f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
+                f"else; give both --on-loss {REPLAN} and --profile FILE.",
+                "run-restarts",
+            )
+        )
+    if options.ray is not None and options.hosts is not None:
+        violations.append(
+            Violation(
+                f"--ray {options.ray} has Ray start the processes, and --hosts {options.hosts} "
+                "does not; give one of them.",
+                "run-ray",
+            )
+        )
+    if options.ray is None and options.accelerator is not None:
+        violations.append(
+            Violation(
+                f"--accelerator {options.accelerator} is of a Ray cluster; add --ray.", "run-ray"
+            )
+        )
+    if options.save_every is not None and isinstance(plan, ArrayPlan):
+        violations.append(
+            Violation(
+                f"--save-every {options.save_every}: the training of an array is saved at its end; "
+                "leave it out.",
+                "run-save-every",
+            )
+        )
+    if options.trace is not None and isinstance(plan, ArrayPlan):
+        violations.append(
+            Violation(
+                f"--trace {options.trace}: of the training of an array no trace is made; leave it "
+                "out.",
+                "run-trace",
+            )
+        )
+    PlanError.check(violations)
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""Alpha and beta of a link from measured collectives, and how much of a step's communication was
-hidden."""
+"""Alpha and beta of a link from measured collectives, or from copies between a device and its host,
+and how much of a step's communication was hidden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from capture.errors import TargetError
 from capture.machine.links import ring_steps
-from capture.machine.target import Link, Sourced
+from capture.machine.target import HostLink, Link, Sourced
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,16 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
             "fit-too-few",
         )
     used = [row for row in measured if row.num_steps]
-    seconds = np.array([row.seconds for row in used])
-    columns = np.array(
-        [[row.num_steps, row.num_steps * row.nbytes / row.group_size] for row in used]
-    )
-    relative, ones = columns / seconds[:, None], np.ones(len(used))
+    steps = [(row.num_steps, row.num_steps * row.nbytes / row.group_size) for row in used]
+    return _fitted(steps, [row.seconds for row in used], source)
+
+
+def _fitted(
+    columns: Sequence[tuple[float, float]], seconds: Sequence[float], source: str
+) -> FittedLink:
+    """Of messages one after the other, and bytes."""
+    measured = np.asarray(seconds)
+    relative, ones = np.asarray(columns) / measured[:, None], np.ones(len(measured))
     alpha, beta = np.linalg.lstsq(relative, ones, rcond=None)[0]
     if alpha < 0:  # noise below the resolution of the sizes: the best fit on the boundary
         alpha, beta = 0.0, np.linalg.lstsq(relative[:, 1:], ones, rcond=None)[0][0]
@@ -93,6 +98,78 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
     errors = np.abs(relative @ [alpha, beta] - 1)
     link = Link(Sourced(float(alpha), source), Sourced(float(1 / beta), source))
     return FittedLink(link, float(errors.mean()), float(errors.max()))
+
+
+#: Of what the quicker direction takes, the part that has to run beside the other one for both to
+#: count as independent: of a link that shares a little, no copy is said to be quicker than it is.
+DUPLEX_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class MeasuredCopies:
+    """Seconds of copies of one size between a device and its host.
+
+    Attributes:
+        nbytes: In each direction.
+        to_device, to_host: Of each, alone.
+        both: Until both have ended, begun together.
+    """
+
+    nbytes: int
+    to_device: float
+    to_host: float
+    both: float
+
+
+@dataclass(frozen=True)
+class FittedHostLink:
+    """A host's link, and how well it explains the copies in each direction.
+
+    Attributes:
+        link: Fitted.
+        to_device, to_host: Each direction.
+        hidden_fraction: Of the shorter of two copies, what ran beside the other.
+    """
+
+    link: HostLink
+    to_device: FittedLink
+    to_host: FittedLink
+    hidden_fraction: float
+
+
+def fit_host_link(measured: Sequence[MeasuredCopies], source: str) -> FittedHostLink:
+    """Each direction as ``fit_link`` does, of one message; both at once, if they hide each other.
+
+    Args:
+        measured: Of two sizes or more.
+        source: What was measured, for the numbers' record.
+
+    Raises:
+        TargetError: ``fit-too-few``, ``fit-no-bandwidth``.
+
+    Example:
+        >>> rows = [MeasuredCopies(n, 1e-5 + n / 4e9, 1e-5 + n / 2e9, n / 1e9) for n in (1e6, 1e8)]
+        >>> found = fit_host_link(rows, "planted").link
+        >>> round(found.to_host.seconds(10**8), 6), found.duplex
+        (0.05001, False)
+    """
+    if len({row.nbytes for row in measured}) < 2:
+        raise TargetError.of(
+            f"{len(measured)} copies do not tell latency from bandwidth; measure two sizes or "
+            "more.",
+            "fit-too-few",
+        )
+    sizes = [(1.0, float(row.nbytes)) for row in measured]
+    to_device = _fitted(sizes, [row.to_device for row in measured], source)
+    to_host = _fitted(sizes, [row.to_host for row in measured], source)
+    hidden = fit_overlap(
+        [row.to_device for row in measured],
+        [row.to_host for row in measured],
+        [row.both for row in measured],
+    )
+    said = f"{source}: {hidden:.0%} of the shorter of two copies ran beside the other"
+    link = HostLink(to_device.link, to_host.link, hidden >= DUPLEX_FRACTION, said)
+    return FittedHostLink(link, to_device, to_host, hidden)
 
 
 def fit_overlap(

@@ -30,6 +30,11 @@ A plan is JSON:
     prediction                peak_bytes and parts_bytes of the device, host_peak_bytes,
                               step_seconds (simulated), swapped_bytes in one direction,
                               recomputed_bytes, retained_bytes
+    seconds_from              where the seconds of programs and copies are from, of which a step is
+                              simulated: "rates of h200", or what they were executed on; "" if
+                              nothing is predicted
+    saturation                of sub-arrays of some sizes, models and the seconds of their programs,
+                              one after the other, for an update of all of them
     why, candidates           what the search says of its choice, and the others that it weighed
 
 Source: Purandare et al. 2023 (mu-TWO), 3.2.
@@ -127,6 +132,19 @@ class ArrayPrediction:
     recomputed_bytes: int
 
 
+@dataclass(frozen=True)
+class Saturation:
+    """What fusing so many models is worth.
+
+    Attributes:
+        models: Of a sub-array.
+        seconds: Of its programs, one after the other, with everything retained.
+    """
+
+    models: int
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArrayPlan:
     """Models that are trained together on one device; see the module for the fields.
@@ -153,6 +171,8 @@ class ArrayPlan:
     model_hash: str = ""
     workload: WorkloadSpec | None = None
     prediction: ArrayPrediction | None = field(default=None, compare=False)
+    seconds_from: str = field(default="", compare=False)
+    saturation: tuple[Saturation, ...] = field(default=(), compare=False)
     why: Why | None = field(default=None, compare=False)
     candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
@@ -284,6 +304,8 @@ class _Document:
     bundle_bytes: int = BUNDLE_BYTES
     memory_limit_bytes: int | None = None
     prediction: ArrayPrediction | None = None
+    seconds_from: str = ""
+    saturation: tuple[Saturation, ...] = ()
     why: Why | None = None
     candidates: tuple[Mapping[str, Any], ...] = ()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from capture import documents
 from capture.plan.stage import Stage, StageRow
+from capture.quantities import counted, format_bytes
 
 #: Of a point of a front, what files always have.
 _ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
@@ -88,6 +89,13 @@ class Bracket:
     most_bytes: int
     compiled: bool
 
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: the least peak "
+            f"is between {format_bytes(self.least_bytes)} and {format_bytes(self.most_bytes)}"
+            f"{'' if self.compiled else ' (expected)'}"
+        )
+
 
 @dataclass(frozen=True)
 class Proven:
@@ -153,6 +161,16 @@ class Why:
             if getattr(self, name) is not None:
                 written[name] = documents.write(getattr(self, name))
         return written
+
+    @property
+    def found(self) -> str:
+        """How the answer was found, for people: what was compiled, and what is proven; empty where
+        it is a prediction alone."""
+        said = self.uncompiled or ("" if self.verified is None else self.verified.summary)
+        if self.proven is None or not self.proven.trail:
+            return said
+        first, last = self.proven.trail[0], self.proven.trail[-1]
+        return f"{said} {first}." if last is first else f"{said} First: {first}. Last: {last}."
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> Why:

@@ -61,6 +61,51 @@ def extend_windows(
     return table, _drift(table, windows, most, [None] * num_layers if keys is None else keys)
 
 
+def extend_split(
+    windows: Mapping[tuple[int, int], np.ndarray],
+    num_layers: int,
+    keys: Sequence[Hashable] | None,
+    *,
+    inputs: int,
+    like: Mapping[int, int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """As ``extend_windows``, where some components are of backward passes in two programs.
+
+    A stage that takes nothing which needs a gradient, at the first layers, has no program of the
+    gradients of inputs: that of the weights is its whole backward pass. Nothing of the two of other
+    stages follows from that.
+
+    Args:
+        windows, num_layers, keys: See there.
+        inputs: The component that such a stage has nothing of.
+        like: The others, each with the component of whole passes that it is there, but for what the
+            longest of its windows that begin there say.
+    """
+    table, drift = extend_windows(windows, num_layers, keys)
+    whole = 0
+    while whole < num_layers and not any(
+        parts[inputs] for (first, _), parts in windows.items() if first == whole
+    ):
+        longest = next(n for n in count(whole + 1) if (whole, n + 1) not in windows)
+        known = table[:, whole, longest].copy()
+        for row, same in like.items():
+            beyond = table[same, whole, longest:] + known[row] - known[same]
+            table[row, whole, longest:], drift[row, whole] = beyond, drift[same, whole]
+        table[inputs, whole, whole + 1 :], drift[inputs, whole] = 0, 0
+        whole += 1
+    if 0 < whole < num_layers:
+        rows = [inputs, *like]
+        behind = {
+            (first - whole, stop - whole): parts[rows]
+            for (first, stop), parts in windows.items()
+            if first >= whole
+        }
+        found = extend_windows(behind, num_layers - whole, None if keys is None else keys[whole:])
+        for sums, inner in zip((table, drift), found, strict=True):
+            sums[rows, whole:, whole:] = inner
+    return table, drift
+
+
 def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> int:
     """The largest n such that all windows of 1 to n layers are there."""
     most = 0

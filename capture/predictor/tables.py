@@ -17,7 +17,7 @@ from capture.plan.choices import StageChoice, num_full_layers
 from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
-from capture.predictor.statistics import extend_windows
+from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
 #: split backward pass, where it was measured; and those that belong to parameters and optimizer.
@@ -91,11 +91,17 @@ class ComponentTables:
         windows = self._windows[choice, microbatch_size]
         if only is not None:
             windows = {window: parts for window, parts in windows.items() if window in only}
+        graph = self.profile.graph
+        keys = [layer.key for layer in graph.layers]
         try:
-            graph = self.profile.graph
-            table, drift = extend_windows(
-                windows, graph.num_layers, [layer.key for layer in graph.layers]
-            )
+            if self.profile.splits_backward:
+                kept, _, backward, deferred, inputs, weights = range(self.num_passes)
+                like = {deferred: kept, weights: backward}
+                table, drift = extend_split(
+                    windows, graph.num_layers, keys, inputs=inputs, like=like
+                )
+            else:
+                table, drift = extend_windows(windows, graph.num_layers, keys)
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)

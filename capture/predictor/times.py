@@ -13,7 +13,7 @@ from capture.plan.choices import StageChoice, num_full_layers
 from capture.plan.stages import Plan
 from capture.predictor import mixture
 from capture.predictor.fit import fit_line
-from capture.predictor.statistics import extend_windows
+from capture.predictor.statistics import extend_split, extend_windows
 from capture.step.times import StageTimes, TimeModel
 
 
@@ -109,9 +109,14 @@ class TimePredictor:
         return np.stack([getattr(table, field.name) for field in fields(table)])
 
     def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        table, drift = extend_windows(
-            self._windows[choice, microbatch_size], self.profile.graph.num_layers
-        )
+        windows, num_layers = self._windows[choice, microbatch_size], self.profile.graph.num_layers
+        if self.profile.splits_backward:
+            names = [field.name for field in fields(StageTable)]
+            inputs, weights = names.index("backward_inputs"), names.index("backward_weights")
+            like = {weights: names.index("backward")}
+            table, drift = extend_split(windows, num_layers, None, inputs=inputs, like=like)
+        else:
+            table, drift = extend_windows(windows, num_layers)
         return table + drift
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:

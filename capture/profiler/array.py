@@ -1,37 +1,197 @@
 """What a search must know of an array of models on a target: its segments, compiled for devices
-that need not be there, with their memory and seconds."""
+that need not be there, or executed on those that are, with their memory and seconds.
+
+A program is executed with no more on the device than itself needs: what it reads comes from the
+host before each execution, and all that it read and made is freed after it. So an array of any size
+can be measured wherever each of its programs fits alone, which is what the paper's profiler asks
+for, too.
+
+Source: Purandare et al. 2023 (mu-TWO), 4.1 and Algorithm A; 1 execution that does not count, and
+the median of 3 (3.2).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
+from math import inf
+from pathlib import Path
+from typing import Any
 
+import jax
+
+from capture import environment
+from capture.compiler.executable import HOST_MEMORY, Compiler
 from capture.compiler.target_compiler import TargetCompiler
+from capture.documents import read, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
+from capture.machine.link_fit import fit_host_link
+from capture.machine.target import HostLink, Target
+from capture.measured.store import Store
+from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Member, Shared
-from capture.runtime.array_programs import ArrayPrograms
-from capture.runtime.fused import Fuser
+from capture.profiler.array_pass import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
+from capture.profiler.compile import CompileBackend
+from capture.profiler.execution import Machine as ExecutingMachine
+from capture.profiler.host_copies import COPY_BYTES, copies_of, copy_seconds, rows_of
+from capture.profiler.run import machine_here
+from capture.profiler.timing import OUT_OF_MEMORY, filled, median_seconds
+from capture.runtime.array_programs import ArrayPrograms, program_name
+from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import hyperparameter_violations, param_paths
+from capture.step.program import Place
 from capture.step.sub_array import Call, ProgramFacts, SubArray, Uses
+from capture.step.times import TimeModel
 
 Progress = Callable[[str, int, int], None]
+What = ArrayCall | HostCopy
+#: Has measured, by key, what is not in the store, and tells how many are done.
+Measure = Callable[[Mapping[str, What], Callable[[int], None]], Mapping[str, ArrayNeeds]]
+
+#: Bump when the programs of an array, or what is counted of them, change for the same model.
+ARRAY_VERSION = 1
+#: Executions whose median counts, after one more.
+NUM_EXECUTIONS = 3
+#: Programs that are asked for while choices are weighed.
+MORE = "more programs"
+_DEVICE = Place("device", (0,))
+
+
+class ArrayBackend:
+    """Measures programs of an array.
+
+    Args:
+        workload: The task of every model.
+        shape: Of the array.
+        store: Where measurements are kept.
+        target: To compile for; None executes here.
+        machine: That executes, by default this process; another one only to know keys.
+
+    Attributes:
+        clock: What executions are timed with.
+    """
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        shape: ArrayShape,
+        store: Store | None = None,
+        *,
+        target: Target | None = None,
+        machine: ExecutingMachine | None = None,
+    ):
+        self._workload, self._shape, self._target = workload, shape, target
+        self.store = Store() if store is None else store
+        self.machine = None if target is not None else machine or machine_here()
+
+    @cached_property
+    def fuser(self) -> Fuser:
+        shape = self._shape
+        return Fuser(
+            self._workload,
+            shape.batch_size,
+            shape.num_layers,
+            shared=shape.shared,
+            shared_batches=shape.shared_batches,
+            bundle_bytes=shape.bundle_bytes,
+        )
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What beside the program decides a measurement."""
+        if self.machine is None:
+            assert self._target is not None, "compiled for it"
+            known = CompileBackend(self._workload, target=self._target).provenance
+            facts = {k: v for k, v in known.items() if k != "program_version"}
+        else:
+            facts = {
+                "backend": "run",
+                "target": self.machine.platform,
+                "device_kind": self.machine.device_kind,
+                "versions": environment.versions(),
+                "flags": list(environment.active_flags()),
+            }
+        return {**facts, "array_version": ARRAY_VERSION}
+
+    def key(self, what: What) -> str:
+        """Content hash of everything that can change a measurement."""
+        if isinstance(what, HostCopy):
+            return content_hash([self.provenance, "copy", what.direction, what.nbytes])
+        return self.key_of(program_name(self.fuser.of(what.num_models), what.call))
+
+    def key_of(self, name: str) -> str:
+        """Of a program with this name."""
+        return content_hash([self.provenance, name])
+
+    @cached_property
+    def _programs(self) -> ArrayPrograms:
+        if self._target is None:
+            return ArrayPrograms(jax.devices()[0], Compiler())
+        compiler = TargetCompiler(self._target, count_work=True)
+        (device,) = compiler.devices(1)
+        return ArrayPrograms(device, compiler)
+
+    def measure(self, what: What) -> ArrayNeeds:
+        """Compile a program, and execute it where that is asked, or copy."""
+        if isinstance(what, HostCopy):
+            return ArrayNeeds(seconds=copy_seconds(what, NUM_EXECUTIONS, self.clock))
+        array, programs = self.fuser.of(what.num_models), self._programs
+        name = program_name(array, what.call)
+        executable = programs.executable(array, what.call, name)
+        nbytes = executable.transient_bytes
+        if self.machine is None:
+            return ArrayNeeds(nbytes, work=executable.work)
+        try:
+            return ArrayNeeds(nbytes, self._executed(array, what.call, executable.call))
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            return ArrayNeeds(nbytes, failure=str(error).splitlines()[0])
+        finally:
+            programs.executables.pop(name)
+
+    def _executed(self, array: FusedArray, call: Call, run: Callable[..., Any]) -> float:
+        here = self._programs.sharding(_DEVICE)
+        there = here.with_memory_kind(HOST_MEMORY)
+        with jax.default_device(jax.devices("cpu")[0]):  # no device ever holds all of it
+            operands = [
+                [jax.device_put(filled(s), there) for s in self._programs.structs(array, n, here)]
+                for n in call.inputs
+            ]
+
+        def swap_in() -> tuple[Any, ...]:
+            return tuple(jax.device_put(own, here, may_alias=False) for own in operands)
+
+        def end(used: Any) -> None:
+            for each in jax.tree.leaves(used):
+                each.delete()
+
+        return median_seconds(run, NUM_EXECUTIONS, self.clock, swap_in, end)
 
 
 @dataclass(frozen=True)
 class ArrayProfile:
-    """The programs of sub-arrays of any size, compiled when they are asked for (``Programs``).
+    """The programs of sub-arrays of any size, measured when they are asked for (``Programs``), or
+    from the store.
 
     Attributes:
         workload: The task of every model.
-        cluster: One device of a target with rates.
+        cluster: One device of a target, with rates where nothing is executed.
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
         shared, shared_batches, bundle_bytes: As in the plan; what is shared may be a predicate.
-        progress: Told (kind, done, total) of what is compiled.
+        progress: Told (kind, done, total) of what is measured.
+        executes: Whether programs and copies are executed on the devices here, for their seconds.
+        store: Where measurements are kept.
+        here: That executes, by default this process.
+        measure: Has measured what is not in the store; None: by this process, one by one.
     """
 
     workload: WorkloadProtocol
@@ -42,7 +202,18 @@ class ArrayProfile:
     shared_batches: bool = False
     bundle_bytes: int = BUNDLE_BYTES
     progress: Progress = field(default=lambda kind, done, total: None, compare=False)
-    _prepared: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+    executes: bool = False
+    store: Store | None = field(default=None, compare=False)
+    here: ExecutingMachine | None = None
+    measure: Measure | None = field(default=None, compare=False)
+    _needs: dict[str, ArrayNeeds] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _known: dict[tuple[int, Call], ProgramFacts] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    #: Keys of what was measured beside what was prepared.
+    _more: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @cached_property
     def machine(self) -> Machine:
@@ -54,21 +225,66 @@ class ArrayProfile:
         return Machine.of(self.cluster)
 
     @cached_property
-    def fuser(self) -> Fuser:
-        return Fuser(
-            self.workload,
-            self.batch_size,
-            self.num_layers,
-            shared=self.shared,
-            shared_batches=self.shared_batches,
-            bundle_bytes=self.bundle_bytes,
-        )
+    def target(self) -> Target:
+        return Target.load(self.cluster.target)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What programs may use of the target; None if nobody knows."""
+        return None if self.target.memory is None else self.target.memory.usable_bytes
 
     @cached_property
-    def programs(self) -> ArrayPrograms:
-        compiler = TargetCompiler(self.machine.target, count_work=True)
-        (device,) = compiler.devices(1)
-        return ArrayPrograms(device, compiler, self.machine.rates)
+    def backend(self) -> ArrayBackend:
+        """Raises:
+        PlanError: ``array-devices`` where what would be executed is not on the target.
+        """
+        shape = ArrayShape(
+            self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
+        )
+        backend = ArrayBackend(
+            self.workload,
+            shape,
+            self.store,
+            target=None if self.executes else self.target,
+            machine=self.here,
+        )
+        if backend.machine is not None:
+            there = backend.machine.platform
+            if (there == "cpu") != (self.target.platform == "cpu"):
+                raise PlanError.of(
+                    f"backend='run' executes on the devices here, which are {there}, and target="
+                    f"{self.target.name!r} is of platform {self.target.platform}; name the target "
+                    "of these devices, or leave out --backend, which compiles for any.",
+                    "array-devices",
+                )
+        return backend
+
+    @property
+    def fuser(self) -> Fuser:
+        return self.backend.fuser
+
+    @cached_property
+    def host(self) -> HostLink:
+        """What joins the device and its host: the target's, or fitted to copies that were made.
+
+        Raises:
+            TargetError: ``fit-no-bandwidth``.
+        """
+        if not self.executes:
+            return self.machine.rates.host
+        wanted = copies_of(COPY_BYTES)
+        keys = {what: self.backend.key(what) for what in wanted}
+        self._require("copies", {key: what for what, key in keys.items()})
+        rows = rows_of({what: self._seconds(self._needs[key]) for what, key in keys.items()})
+        return fit_host_link(rows, self.source).link
+
+    @property
+    def source(self) -> str:
+        """Where seconds are from, for people."""
+        machine = self.backend.machine
+        if machine is None:
+            return f"the rates of {Path(self.target.name).name}"
+        return f"executions on {machine.device_kind} (median of {NUM_EXECUTIONS})"
 
     @property
     def shared_patterns(self) -> tuple[str, ...]:
@@ -95,37 +311,69 @@ class ArrayProfile:
         return self.fuser.of(num_models)
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Compile the segments of sub-arrays of some sizes: what every search asks for first."""
-        wanted = {
-            self.programs.name_of(array, issued.call): (array, issued.call)
-            for array in map(self.fuser.of, sorted(set(sizes)))
-            for issued in Uses(array).issued
-        }
-        for done, (array, call) in enumerate(wanted.values()):
-            self.progress("segments", done, len(wanted))
-            self.programs.facts(array, call)
-        self.progress("segments", len(wanted), len(wanted))
-        self._prepared.update(wanted)
+        """Measure the segments of sub-arrays of some sizes: what every search asks for first."""
+        wanted: dict[str, What] = {}
+        for array in map(self.fuser.of, sorted(set(sizes))):
+            for issued in Uses(array).issued:
+                key = self.backend.key_of(program_name(array, issued.call))
+                wanted[key] = ArrayCall(array.num_models, issued.call)
+        self._require("segments", wanted)
 
-    def facts(self, sub_array: SubArray, call: Call) -> ProgramFacts:
+    def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
         """See ``Programs``."""
-        before = len(self.programs.executables)
-        found = self.programs.facts(sub_array, call)
-        if len(self.programs.executables) > before:
-            # How many more there will be nobody knows.
-            self.progress("more programs", self._num_more, self._num_more + 1)
-        return found
+        known = sub_array.num_models, call
+        if known not in self._known:
+            name = program_name(sub_array, call)
+            key = self.backend.key_of(name)
+            self._require(MORE, {key: ArrayCall(*known)})
+            needs = self._needs[key]
+            self._known[known] = ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
+        return self._known[known]
+
+    def seconds_of(self, num_models: int) -> float:
+        """Of the programs of so many models that are fused, one after the other."""
+        array = self.fuser.of(num_models)
+        return sum(self.facts(array, issued.call).seconds for issued in Uses(array).issued)
 
     def end(self) -> None:
         """Nothing more will be asked for."""
-        if self._num_more:
-            self.progress("more programs", self._num_more, self._num_more)
+        if self._more:
+            self.progress(MORE, len(self._more), len(self._more))
 
-    @property
-    def _num_more(self) -> int:
-        return len(self.programs.executables) - len(self._prepared)
+    def _require(self, kind: str, wanted: Mapping[str, What]) -> None:
+        """Have measured what neither this object nor the store has."""
+        missing = {key: what for key, what in wanted.items() if key not in self._needs}
+        for key, value in self.backend.store.get(missing).items():
+            self._needs[key] = read(value, ArrayNeeds)
+            del missing[key]
+        if not missing:
+            return
+        total = len(missing)
+        if kind == MORE:
+            # How many more there will be nobody knows.
+            self._more.extend(missing)
+            measured = (self.measure or self._measured_here)(missing, lambda done: None)
+            self.progress(kind, len(self._more), len(self._more) + 1)
+        else:
+            self.progress(kind, 0, total)
+            told = lambda done: self.progress(kind, done, total)  # noqa: E731
+            measured = (self.measure or self._measured_here)(missing, told)
+        self._needs.update(measured)
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Of what was compiled."""
-        return {"num_programs": len(self.programs.executables)}
+    def _measured_here(
+        self, wanted: Mapping[str, What], told: Callable[[int], None]
+    ) -> dict[str, ArrayNeeds]:
+        backend, found = self.backend, dict[str, ArrayNeeds]()
+        for key, what in wanted.items():
+            start = time.perf_counter()
+            found[key] = backend.measure(what)
+            took = time.perf_counter() - start
+            backend.store.put(key, write(found[key]), provenance=backend.provenance, seconds=took)
+            told(len(found))
+        return found
+
+    def _seconds(self, needs: ArrayNeeds) -> float:
+        """Infinite of what has no room on the device, even alone."""
+        if needs.work is not None:
+            return TimeModel(self.machine.rates, 1).program_seconds(needs.work)
+        return inf if needs.seconds is None else needs.seconds

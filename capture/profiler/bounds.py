@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from capture.compiler.target_devices import devices_of
 from capture.documents import read, write
@@ -13,6 +14,7 @@ from capture.measured.stage_cost import StageBounds
 from capture.model.graph import content_hash
 from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import BoundedProgram, Bounder
+from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
 BOUNDS_VERSION = 8
@@ -34,6 +36,7 @@ class BoundsBackend:
         # Of Triton's products nothing is known.
         uses_cublas = target.compiler_options.get("xla_gpu_enable_triton_gemm") is False
         self._bounder = Bounder(target.platform == "cpu", _CUBLAS_BYTES * uses_cublas)
+        self._traces: tuple[Any, StageTraces] = None, StageTraces()
 
     def key(self, config: StageConfig) -> str:
         """Content hash of everything that can change the bounds."""
@@ -56,7 +59,11 @@ class BoundsBackend:
 
     def _traced(self, config: StageConfig) -> StageBounds:
         devices = devices_of(Target.load("cpu"), config.choice.num_devices)
-        programs = self._backend.programs(config, devices=devices, compiler=self._bounder)
+        programs = self._backend.programs(
+            config, devices=devices, compiler=self._bounder, kind=TracedStage
+        )
+        assert isinstance(programs, TracedStage), "it was asked for"
+        programs.traces = self._traces_of(config)
         most, summarize = programs.cost, programs.summarize
         num_stored = len(programs.residuals.stored)
         least = replace(
@@ -70,6 +77,17 @@ class BoundsBackend:
             summarize_bytes=_traced(summarize).least_bytes if summarize else 0,
         )
         return StageBounds(least, most)
+
+    def _traces_of(self, config: StageConfig) -> StageTraces:
+        """Those of the stage before where only its degrees were others: stages are asked for in
+        that order, and what is traced of a stage is too large to be held for all."""
+        choice, remat = config.choice, config.choice.remat
+        # Constraints in programs name the mesh.
+        has_own = choice.shard_params or choice.sequence_parallel
+        key = (config.first, config.stop, config.microbatch_size, choice if has_own else remat)
+        if self._traces[0] != key:
+            self._traces = key, StageTraces()
+        return self._traces[1]
 
 
 def _traced(program: object) -> BoundedProgram:

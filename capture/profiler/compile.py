@@ -35,7 +35,7 @@ from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
 from capture.plan.choices import StageChoice, is_cut, remat_of_layers, remat_time_fraction
 from capture.runtime.leaf_parts import traced_optimizer
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.attribution import StageBuffers
@@ -92,6 +92,7 @@ class CompileBackend:
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
+        self._updates: dict[tuple[int, ...], StageUpdate] = {}
 
     @property
     def _stops_at_report(self) -> bool:
@@ -150,6 +151,15 @@ class CompileBackend:
                 self.traced(microbatch_size), self._rule
             )
         return self._shardings[microbatch_size]
+
+    def _update_of(self, owned: tuple[int, ...]) -> StageUpdate:
+        """The optimizer's slice of some parameters."""
+        if owned not in self._updates:
+            every = range(len(self._optimizer.params))
+            rest = tuple(p for p in every if p not in set(owned))
+            sliced = SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned])
+            self._updates[owned] = sliced.stages[0]
+        return self._updates[owned]
 
     def state_bytes(self, microbatch_size: int) -> tuple[int, ...]:
         """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of
@@ -387,13 +397,12 @@ class CompileBackend:
                 Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices
             )
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
-        rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
         return kind(
             traced,
             config,
             devices,
             self.sharding(config.microbatch_size),
-            SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
+            self._update_of(owned),
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self.compiler_of(config),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from capture.profiler.compile import CompileBackend
 from capture.profiler.execution import Machine
 from capture.profiler.layer_pass import LayerNeeds, LayerPass
 from capture.profiler.run import machine_here
+from capture.profiler.timing import OUT_OF_MEMORY, filled, median_seconds
 from capture.quantities import format_bytes
 from capture.runtime.decomposer import Decomposed, LayerProgram
 from capture.runtime.leaf_parts import traced_optimizer
@@ -47,7 +47,6 @@ LAYER_VERSION = 1
 NUM_EXECUTIONS = 5
 #: At which parameters and their update are looked at: a loss may trace otherwise at one example.
 REFERENCE_SIZE = 2
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class LayerBackend:
@@ -222,7 +221,7 @@ class LayerBackend:
             executable = compiler(program.function, arguments)
         except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if _OUT_OF_MEMORY in str(error):
+            if OUT_OF_MEMORY in str(error):
                 return LayerNeeds(failure=said)
             raise TargetError.of(
                 f"layer {what.layer} cannot be compiled for target="
@@ -259,7 +258,7 @@ class LayerBackend:
                 if other.stage_id != stage.stage_id
             ]
             update = jax.jit(lambda p, s, g: stage.update(p, s, g, others), donate_argnums=(0, 1))
-            grads, own = ([_filled(struct_of(params[p])) for p in stage.params] for _ in range(2))
+            grads, own = ([filled(struct_of(params[p])) for p in stage.params] for _ in range(2))
             held = own, jax.jit(stage.init)(own)
 
             def call() -> Any:
@@ -275,7 +274,7 @@ class LayerBackend:
         return [struct_of(graph.params[p]) for p in graph.layers[layer].params]
 
     def _measured_add(self, layer: int) -> LayerNeeds:
-        more, held = ([_filled(struct) for struct in self._gradients(layer)] for _ in range(2))
+        more, held = ([filled(struct) for struct in self._gradients(layer)] for _ in range(2))
         add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
 
         def call() -> Any:
@@ -287,20 +286,15 @@ class LayerBackend:
 
     def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
         try:
-            arrays = jax.tree.map(lambda s: jax.device_put(_filled(s), s.sharding), arguments)
+            arrays = jax.tree.map(lambda s: jax.device_put(filled(s), s.sharding), arguments)
             return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
         except jax.errors.JaxRuntimeError as error:
-            if _OUT_OF_MEMORY not in str(error):
+            if OUT_OF_MEMORY not in str(error):
                 raise
             return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
 
     def _median_seconds(self, call: Callable[[], Any]) -> float:
-        found = []
-        for _ in range(NUM_EXECUTIONS + 1):
-            start = self.clock()
-            jax.block_until_ready(call())
-            found.append(self.clock() - start)
-        return median(found[1:])
+        return median_seconds(call, NUM_EXECUTIONS, self.clock)
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:
@@ -354,15 +348,6 @@ def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
         )
 
     return {dtype: of(dtype) for dtype in sorted({cast.dtype for cast in traced.casts if cast})}
-
-
-def _filled(struct: Any) -> Any:
-    """An array that no operation is quicker with than with others."""
-    if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        return jax.random.key(0)
-    if jnp.issubdtype(struct.dtype, jnp.inexact):
-        return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)
-    return jnp.zeros(struct.shape, struct.dtype)
 
 
 def _struct_bytes(struct: Any) -> int:

@@ -27,6 +27,8 @@ def window_configs(
     choices: Iterable[StageChoice],
     microbatch_sizes: Sequence[int],
     num_neighbours: int = DEFAULT_NEIGHBOURS,
+    *,
+    splits_backward: bool = False,
 ) -> list[StageConfig]:
     """All windows of 1 to ``num_neighbours`` + 1 layers, and the longer anchors, at the largest
     micro-batch size.
@@ -39,6 +41,9 @@ def window_configs(
         choices: What stages may do with their devices.
         microbatch_sizes: Over all replicas; a choice that does not divide one is left out there.
         num_neighbours: Most neighbours n of M_a, at least 1.
+        splits_backward: Whether what split backward passes need is of interest: of anchors at the
+            first layer it does not follow, so if the only one is there, the layers behind it are
+            one more.
 
     Example:
         >>> len(window_configs(4, [StageChoice()], [8], num_neighbours=1))
@@ -61,6 +66,8 @@ def window_configs(
             for n in lengths
         }
         ranges = [(first, first + n) for n in lengths for first in starts[n]]
+        if splits_backward and is_largest and anchors == [num_layers]:
+            ranges.append((1, num_layers))
         configs += [
             StageConfig(*layers, choice, size)
             for choice in choices

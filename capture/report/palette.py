@@ -32,6 +32,7 @@ KINDS = {
     "backward_weights": "#AA9922",
     "update": "#117733",
     "summarize": "#AA4499",
+    "recompute": "#CC6677",
     "transfer": "#999999",
     "feed": "#DDDDDD",
 }

@@ -32,7 +32,7 @@ def title(facts: ReportFacts) -> str:
 
 def paragraph(facts: ReportFacts) -> str:
     """What fits, how much is left and how sure that is, and what limits memory and time."""
-    return " ".join([*_fit(facts), *_memory(facts), *_time(facts)])
+    return " ".join([*_fit(facts), *_memory(facts), *_time(facts), *_found(facts)])
 
 
 def _fit(facts: ReportFacts) -> list[str]:
@@ -135,6 +135,11 @@ def _time(facts: ReportFacts) -> list[str]:
     ]
 
 
+def _found(facts: ReportFacts) -> list[str]:
+    found = facts.plan.why.found if facts.plan.why else ""
+    return [f"How it was found: {found}"] if found else []
+
+
 HEADER = (
     "stage",
     "layers",
@@ -179,6 +184,7 @@ def last_lines(facts: ReportFacts) -> list[str]:
         f"peak {format_bytes(facts.fullest.peak_bytes)} per device",
         *([str(facts.headroom)] if facts.headroom else []),
         time,
+        *_found(facts),
     ]
 
 

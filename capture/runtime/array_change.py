@@ -47,6 +47,8 @@ def _regrouped(
         order=plan.order if len(groups) > 1 else "in turn",
         decisions=tuple(decisions),
         prediction=None,
+        seconds_from="",
+        saturation=(),
         why=None,
         candidates=(),
     )

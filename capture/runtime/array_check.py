@@ -20,10 +20,15 @@ from capture.runtime.array_batches import step_key
 from capture.runtime.array_state import ArrayState, Losses
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
 from capture.runtime.multiplexed import ArrayTraining, train_array
-from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
+from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
 from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
 from capture.step.program import Copy
+
+#: By so many the gradients of a model alone are off, to see what that makes of its parameters.
+ROUNDINGS = 1
+#: Relative error of a parameter up to which it needs no explanation.
+EXACT = 1e-5
 
 
 @dataclass
@@ -150,6 +155,7 @@ def run_array(
         "measured_peak_bytes": meter.peak_bytes,
         "predicted_peak_bytes_per_device": predicted and [predicted.peak_bytes],
         "replayed_peak_bytes_per_device": [peak_of(ledgers, 0)[0]],
+        "replayed_parts_bytes": dict(peak_of(ledgers, 0)[2]),
         "measured_peak_bytes_per_device": [meter.peak_bytes],
         "meter": meter.meter,
         "ledger_checks": meter.num_checks,
@@ -192,33 +198,46 @@ def _compare(
     losses: Sequence[Sequence[float]],
     batches: Sequence[Any],
 ) -> dict[str, Any]:
-    """Losses of each model alone, and by how much the array's are off."""
+    """Losses of each model alone, and by how much the array's are off; of parameters also by how
+    much they would be, trained alone, were their gradients off by a rounding."""
     plan, workload, traced = training.plan, training.fuser.workload, training.traced
     reference = ReferenceStep(workload, traced, [plan.batch_size])
     floor = rounding_floor(traced.graph)
     expected: list[list[float]] = []
-    worst = 0.0
+    # (array, rounded) by model and leaf.
+    errors: dict[tuple[int, str], tuple[float, float]] = {}
     begins = training.initial_leaves()
     for model, (member, leaves) in enumerate(zip(plan.models, begins, strict=True)):
         begin = joined_params(traced, dict(enumerate(leaves)))
-        params, own = reference.init(begin)
-        own = training.optimizer.with_hyperparameters(own, member.hyperparameters)
-        alone = []
-        for update, batch in enumerate(batches):
-            given = batch if plan.shared_batches else batch[model]
-            key = step_key(member, update) if takes_key(workload) else None
-            params, own, loss = reference(params, own, given, key)
-            alone.append(loss)
+        found = []
+        for roundings in (0, ROUNDINGS):
+            params, own = reference.init(begin)
+            own = training.optimizer.with_hyperparameters(own, member.hyperparameters)
+            alone = []
+            for update, batch in enumerate(batches):
+                given = batch if plan.shared_batches else batch[model]
+                key = step_key(member, update) if takes_key(workload) else None
+                params, own, loss = reference(params, own, given, key, roundings=roundings)
+                alone.append(loss)
+            found.append((params, alone))
+        (exact, alone), (off, _) = found
         expected.append(alone)
-        worst = max(worst, max_relative_error(training.params(state, model), params, floor))
+        fused = relative_errors(training.params(state, model), exact, floor)
+        rounded = relative_errors(off, exact, floor)
+        errors |= {(model, leaf): (fused[leaf], rounded[leaf]) for leaf in fused}
     by_step = [list(step) for step in zip(*expected, strict=True)]
-    errors = [
+    loss_errors = [
         abs(a - b) / max(abs(b), 1e-30)
         for step, other in zip(losses, by_step, strict=True)
         for a, b in zip(step, other, strict=True)
     ]
+    (model, leaf), (worst, of_rounding) = max(errors.items(), key=lambda one: one[1][0])
     return {
         "reference_losses": by_step,
-        "max_relative_loss_error": max(errors),
+        "max_relative_loss_error": max(loss_errors),
         "max_relative_param_error": worst,
+        "worst_param": {"model": model, "leaf": leaf, "rounding_error": of_rounding},
+        "max_param_error_in_roundings": max(
+            error / max(other, EXACT) for error, other in errors.values()
+        ),
     }

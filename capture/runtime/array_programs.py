@@ -10,11 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
-from capture.machine.target import Rates
 from capture.runtime.fused import FusedArray
 from capture.step.program import Place
 from capture.step.sub_array import Call, ProgramFacts
-from capture.step.times import TimeModel
 from capture.tracing.hashing import digest
 from capture.tracing.layers import LayerOps
 from capture.tracing.slices import LayerFunction
@@ -25,17 +23,15 @@ class ArrayPrograms:
 
     Args:
         device: That all of it runs on, or one that stands for it.
-        compiler: Counts work where rates are given.
-        rates: Of the target, for seconds; None where nobody asks.
+        compiler: Compiles for it.
 
     Attributes:
         executables: By name.
     """
 
-    def __init__(self, device: Any, compiler: AnyCompiler, rates: Rates | None = None):
+    def __init__(self, device: Any, compiler: AnyCompiler):
         self._mesh = Mesh(np.asarray([device]), ("device",))
         self._compiler = compiler
-        self._times = None if rates is None else TimeModel(rates, 1)
         self.executables: dict[str, Executable] = {}
         self._known: dict[tuple[int, Call], ProgramFacts] = {}
         self._arrays: dict[int, FusedArray] = {}
@@ -61,36 +57,15 @@ class ArrayPrograms:
             self._known[key] = self._facts(sub_array, call)
         return self._known[key]
 
-    def name_of(self, array: FusedArray, call: Call) -> str:
-        """Equal for equal programs; nothing is compiled."""
-        return f"{call.kind} {self._content(array, call, _operations(array, call))}"
-
     def _facts(self, array: FusedArray, call: Call) -> ProgramFacts:
-        ops, name = _operations(array, call), self.name_of(array, call)
+        name = program_name(array, call)
+        return ProgramFacts(name, self.executable(array, call, name).transient_bytes)
+
+    def executable(self, array: FusedArray, call: Call, name: str) -> Executable:
+        """Of a call with this name, compiled if it is not."""
         if name not in self.executables:
-            self.executables[name] = self._compiled(array, call, ops)
-        executable = self.executables[name]
-        seconds = 0.0
-        if self._times is not None:
-            assert executable.work is not None, "where times are asked for, work is counted"
-            seconds = self._times.program_seconds(executable.work)
-        return ProgramFacts(name, executable.transient_bytes, seconds)
-
-    def _content(self, array: FusedArray, call: Call, ops: LayerOps) -> str:
-        """Equal for the same operations on bundles that are put together in the same way."""
-        position = {v: n for n, v in enumerate((*ops.params, *ops.batch, *ops.inputs))}
-
-        def named(value: int) -> Any:
-            aval = array.struct(value)
-            return position.get(value, f"{aval.dtype}{aval.shape}")
-
-        made = {value: n for n, value in enumerate(ops.outputs)}
-        inputs = [
-            ([named(value) for value in array.values[number]], number in call.donated)
-            for number in call.inputs
-        ]
-        outputs = [[made[value] for value in _results(array, number)] for number in call.outputs]
-        return digest(repr((array.hasher.layer_key(ops), inputs, outputs)))
+            self.executables[name] = self._compiled(array, call, _operations(array, call))
+        return self.executables[name]
 
     def _compiled(self, array: FusedArray, call: Call, ops: LayerOps) -> Executable:
         function = LayerFunction(ops, array.program.consts)
@@ -116,6 +91,25 @@ class ArrayPrograms:
         donated = [n for n, number in enumerate(call.inputs) if number in call.donated]
         out = [[sharding] * len(own) for own in results]
         return self._compiler(run, args, donate=donated, out_shardings=out)
+
+
+def program_name(array: FusedArray, call: Call) -> str:
+    """Equal for equal programs: the same operations on bundles that are put together in the same
+    way. Nothing is compiled."""
+    ops = _operations(array, call)
+    position = {v: n for n, v in enumerate((*ops.params, *ops.batch, *ops.inputs))}
+
+    def named(value: int) -> Any:
+        aval = array.struct(value)
+        return position.get(value, f"{aval.dtype}{aval.shape}")
+
+    made = {value: n for n, value in enumerate(ops.outputs)}
+    inputs = [
+        ([named(value) for value in array.values[number]], number in call.donated)
+        for number in call.inputs
+    ]
+    outputs = [[made[value] for value in _results(array, number)] for number in call.outputs]
+    return f"{call.kind} {digest(repr((array.hasher.layer_key(ops), inputs, outputs)))}"
 
 
 def _operations(array: FusedArray, call: Call) -> LayerOps:

@@ -13,50 +13,59 @@ them may go on in an array of another partition, or by itself.
     directory/<num_steps>/metadata     JSON: schema version, number of steps, shapes and dtypes by
                                        path; of an array num_models
 
+Several processes write stage by stage, each where its arrays are
+(``capture.runtime.hosts.saving``). Whoever wrote it, a checkpoint is read by any plan of the model
+in any number of processes. One that was not written to its end, or has been damaged since, is
+passed over for the one before it.
+
 Paths of an array begin with the number of the model (``capture.runtime.checkpoint_models``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from capture import documents
-from capture.errors import ExecutionError, Violation
+from capture.errors import CaptureError, ExecutionError, Violation
 from capture.runtime.array_state import ArrayState
 from capture.runtime.checkpoint_models import (
+    CHECKPOINT,
+    KEY_IMPLS,
     PARTS,
     Sources,
     State,
     Trained,
+    described,
+    filled,
+    host_data,
     stored_leaves,
     structs_of,
 )
+from capture.runtime.hosts.reading import Leaves, joined_leaves, own_leaves, read_marker
+from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps
+from capture.runtime.hosts.saving import Saver, exists
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.pipeline import PipelinedStep
+from capture.runtime.state import PipelineState
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
-
-CHECKPOINT = documents.Format(
-    "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
-)
-
-_KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -> Path:
     """Write a checkpoint and wait until it is complete.
 
-    Several processes save together: host 0 writes what it gathers.
+    Several processes save together, each what it has (``capture.runtime.hosts.saving.Saver`` does
+    so while the training goes on).
 
     Args:
         step: Whose state it is; of an array its training.
@@ -72,21 +81,23 @@ def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -
         ExecutionError: ``checkpoint-exists`` if the directory holds one of the same or a later
             step.
     """
+    directory = Path(directory)
+    if isinstance(step, PipelinedStep) and step.hosts is not None:
+        assert isinstance(state, PipelineState), "the state of one model"
+        saver = Saver(step, directory, keep)
+        path = saver.save(state)
+        saver.finish()
+        return path
     params, optimizer = stored_leaves(step, state)
     metadata = {
         "schema_version": CHECKPOINT.versions[-1],
         "num_steps": state.num_steps,
-        "params": _described(params),
-        "optimizer": _described(optimizer),
+        "params": described(params),
+        "optimizer": described(optimizer),
     }
     if isinstance(state, ArrayState):
         metadata["num_models"] = len(state.plan.models)
-    stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
-    directory, hosts = Path(directory), _hosts_of(step)
-    if hosts is None:
-        _write(directory, keep, metadata, stored)
-    else:
-        hosts.first_does("checkpoint", lambda: _write(directory, keep, metadata, stored))
+    _write(directory, keep, metadata, {"params": _stored(params), "optimizer": _stored(optimizer)})
     return directory / str(state.num_steps)
 
 
@@ -96,50 +107,116 @@ def restore(
     num_steps: int | None = None,
     *,
     models: Sequence[int] | None = None,
+    report: Callable[[str], None] = warnings.warn,
 ) -> Any:
     """Read a checkpoint into a step of any plan of the same model.
 
     Args:
         step: To go on with; of an array its training.
-        directory: That ``save`` was given; of several processes, each reads it.
-        num_steps: Which checkpoint; by default the latest.
+        directory: That ``save`` was given; of several processes, each reads what it needs.
+        num_steps: Which checkpoint; by default the latest that is complete and undamaged.
         models: Of a checkpoint of an array, the models that go on: as many as the array of ``step``
             has, or one. None for all of them.
+        report: Takes a line for each that is passed over.
 
     Returns:
         The state of the step.
 
     Raises:
-        ExecutionError: ``checkpoint-missing`` if there is none, ``checkpoint-schema`` for an
+        ExecutionError: ``checkpoint-missing`` if there is none, ``checkpoint-damaged`` if none can
+            be read, ``checkpoint-not-shared`` if the processes see different ones,
+            ``checkpoint-schema`` for an
             unknown version, ``checkpoint-models`` for models that it has not, or more or less
             than the step has, ``checkpoint-other-model`` or ``checkpoint-other-optimizer`` naming
             every leaf that differs from the model's.
     """
-    directory = Path(directory)
+    directory, hosts = Path(directory), _hosts_of(step)
+    candidates = _candidates(directory, num_steps, hosts)
+    for number in reversed(all_steps(directory)):
+        if num_steps is None and number > candidates[0]:
+            report(
+                f"the checkpoint of step {number} in {str(directory)!r} was not written to its "
+                f"end; going on from that of step {candidates[0]}"
+            )
+    for chosen, before in zip(candidates, [*candidates[1:], None], strict=True):
+        made, wrong = _read(step, directory / str(chosen), models)
+        wrongs = [wrong] if hosts is None else hosts.exchange("damage", wrong)
+        if not any(wrongs):
+            assert made is not None
+            return made()
+        said = next(filter(None, wrongs))
+        if before is None:
+            raise ExecutionError.of(
+                f"the checkpoint of step {chosen} in {str(directory)!r} is damaged: {said}; there "
+                "is none before it to go on from.",
+                "checkpoint-damaged",
+            )
+        report(
+            f"the checkpoint of step {chosen} in {str(directory)!r} is damaged: {said}; going on "
+            f"from that of step {before}"
+        )
+    raise AssertionError("there is at least one candidate")
+
+
+def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> list[int]:
+    """Complete checkpoints that may be read, the best first.
+
+    Raises:
+        ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``.
+    """
+    found = complete_steps(directory)
+    if hosts is not None:
+        hosts.check_alike(f"checkpoints in {str(directory)!r}", found)
     if not directory.is_dir():
         raise ExecutionError.of(
             f"checkpoint directory {str(directory)!r} does not exist.", "checkpoint-missing"
         )
-    with _manager(directory, None) as manager:
-        chosen = manager.latest_step() if num_steps is None else num_steps
-        if chosen not in manager.all_steps():
-            wanted = (
-                "no complete checkpoint"
-                if num_steps is None
-                else f"no checkpoint of step {num_steps}"
-            )
-            found = ", ".join(map(str, sorted(manager.all_steps()))) or "none"
-            raise ExecutionError.of(
-                f"{str(directory)!r} holds {wanted}; complete ones: {found}.", "checkpoint-missing"
-            )
+    if num_steps is None and found:
+        return found[::-1]
+    if num_steps in found:
+        return [num_steps]
+    wanted = "no complete checkpoint" if num_steps is None else f"no checkpoint of step {num_steps}"
+    there = ", ".join(map(str, found)) or "none"
+    raise ExecutionError.of(
+        f"{str(directory)!r} holds {wanted}; complete ones: {there}.", "checkpoint-missing"
+    )
+
+
+def _read(
+    step: Trained, path: Path, models: Sequence[int] | None
+) -> tuple[Callable[[], Any] | None, str]:
+    """What makes the state of a checkpoint, or why it cannot be read.
+
+    Raises:
+        ExecutionError: If it is of something else.
+    """
+    try:
+        together = (path / MARKER).is_file()
+        found = _read_together(step, path, models) if together else _read_one(step, path, models)
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever Orbax and JSON make of it
+        return None, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return found, ""
+
+
+def _read_together(step: Trained, path: Path, models: Sequence[int] | None) -> Callable[[], Any]:
+    """Of what several processes wrote."""
+    marker = read_marker(path)
+    sources = _checked(step, marker, models, path)
+    if isinstance(step, PipelinedStep) and (own := own_leaves(step, path, marker)) is not None:
+        return partial(step.state_from, own.params, own.optimizer, marker["num_steps"])
+    return _whole(step, joined_leaves(path, marker), sources, marker)
+
+
+def _read_one(step: Trained, path: Path, models: Sequence[int] | None) -> Callable[[], Any]:
+    """Of what one process wrote."""
+    with _manager(path.parent, None) as manager:
+        chosen = int(path.name)
         metadata = manager.restore(
             chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
         )["metadata"]
-        replace(CHECKPOINT, name=f"checkpoint {str(directory / str(chosen))!r}").check(metadata)
-        if (hosts := _hosts_of(step)) is not None:
-            hosts.compare({"checkpoint": chosen})
-        sources = Sources(step, metadata, models)
-        _check(sources)
+        sources = _checked(step, metadata, models, path)
         # Orbax reads the whole or nothing.
         leaves = {
             part: _stored(_structs(metadata[part]) | expected)
@@ -148,16 +225,23 @@ def restore(
         read = manager.restore(
             chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(leaves))
         )["state"]
+    return _whole(step, read, sources, metadata)
+
+
+def _whole(
+    step: Trained, read: Leaves, sources: Sources, metadata: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """From all leaves of a checkpoint."""
     params, optimizer = (
         [
-            _filled(struct, {path: read[part].get(source) for path, source in own.items()})
+            filled(struct, {path: read[part].get(source) for path, source in own.items()})
             for own in by_model
         ]
         for struct, part, by_model in zip(structs_of(step), PARTS, sources.paths, strict=True)
     )
     if isinstance(step, ArrayTraining):
-        return step.restore(params, optimizer, metadata["num_steps"])
-    return step.restore(params[0], optimizer[0], metadata["num_steps"])
+        return partial(step.restore, params, optimizer, metadata["num_steps"])
+    return partial(step.restore, params[0], optimizer[0], metadata["num_steps"])
 
 
 def _write(
@@ -172,12 +256,7 @@ def _write(
     with _manager(directory, keep) as manager:
         latest = manager.latest_step()
         if latest is not None and latest >= num_steps:
-            raise ExecutionError.of(
-                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at "
-                f"step {num_steps}; save it into "
-                "another directory, or restore from this one first.",
-                "checkpoint-exists",
-            )
+            raise exists(directory, latest, num_steps)
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
         )
@@ -212,16 +291,6 @@ def _hosts_of(step: Trained) -> Hosts | None:
     return step.hosts if isinstance(step, PipelinedStep) else None
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    )
-
-
-def _described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
-
-
 def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """As Orbax stores them: typed random keys as their data, and nothing for arrays without
     elements, which it refuses.
@@ -229,41 +298,29 @@ def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Of structures instead of arrays, empty arrays to be read into.
     """
 
-    def stored(leaf: Any) -> np.ndarray:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            struct = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-            return np.empty(struct.shape, struct.dtype)
-        return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-    return {path: stored(leaf) for path, leaf in leaves.items() if math.prod(leaf.shape)}
-
-
-def _filled(struct: Any, read: Mapping[str, np.ndarray]) -> Any:
-    """The arrays that were read, in the tree and with the keys of ``struct``."""
-
-    def filled(path: Any, expected: Any) -> Any:
-        array = read.get(jax.tree_util.keystr(path))
-        if array is None:
-            return np.empty(expected.shape, expected.dtype)
-        return (
-            jax.random.wrap_key_data(jnp.asarray(array), impl=_KEY_IMPLS[str(expected.dtype)])
-            if _is_key(expected)
-            else array
-        )
-
-    return jax.tree_util.tree_map_with_path(filled, struct)
+    return {path: host_data(leaf) for path, leaf in leaves.items() if math.prod(leaf.shape)}
 
 
 def _structs(described: Mapping[str, Sequence[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
     """Of what a checkpoint holds."""
     key = jax.eval_shape(lambda: jax.random.key(0)).dtype
     return {
-        path: jax.ShapeDtypeStruct(shape, key if dtype in _KEY_IMPLS else dtype)
+        path: jax.ShapeDtypeStruct(shape, key if dtype in KEY_IMPLS else dtype)
         for path, (shape, dtype) in described.items()
     }
 
 
-def _check(sources: Sources) -> None:
+def _checked(
+    step: Trained, metadata: Mapping[str, Any], models: Sequence[int] | None, path: Path
+) -> Sources:
+    """Where its leaves are.
+
+    Raises:
+        ExecutionError: ``checkpoint-schema``, ``checkpoint-models``, ``checkpoint-other-model``,
+            ``checkpoint-other-optimizer``.
+    """
+    replace(CHECKPOINT, name=f"checkpoint {str(path)!r}").check(metadata)
+    sources = Sources(step, metadata, models)
     names = (
         ("the model", "checkpoint-other-model"),
         ("the model's optimizer state", "checkpoint-other-optimizer"),
@@ -272,8 +329,9 @@ def _check(sources: Sources) -> None:
     ExecutionError.check(
         violation
         for (what, code), expected, saved in found
-        for violation in _differences(what, _described(expected), saved, code)
+        for violation in _differences(what, described(expected), saved, code)
     )
+    return sources
 
 
 def _differences(

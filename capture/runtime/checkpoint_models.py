@@ -1,5 +1,5 @@
-"""Which leaf of a checkpoint is whose: of an array of models, paths begin with the number of the
-model, ``[3]``, and what all share is with model 0."""
+"""What a checkpoint says that it holds, and which leaf is whose: of an array of models, paths begin
+with the number of the model, ``[3]``, and what all share is with model 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from capture import documents
 from capture.errors import ExecutionError
 from capture.runtime.array_state import ArrayState
 from capture.runtime.layerwise import leaf_numbers
@@ -21,12 +24,23 @@ State = PipelineState | ArrayState
 
 PARTS = ("params", "optimizer")
 
+KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+CHECKPOINT = documents.Format(
+    "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
+)
+
 
 def by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree."""
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Shape and dtype."""
+    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
 
 
 def stored_leaves(step: Trained, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -48,6 +62,37 @@ def structs_of(step: Trained) -> tuple[Any, Any]:
     """Of one model: its parameters, and the state of its optimizer."""
     optimizer = step.optimizer.sliced if isinstance(step, ArrayTraining) else step.optimizer
     return step.traced.params_struct, optimizer.state_struct
+
+
+def is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
+
+
+def host_data(leaf: Any) -> np.ndarray:
+    """As it is stored: typed random keys as their data; of a structure, an empty array to be read
+    into."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        struct = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        return np.empty(struct.shape, struct.dtype)
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:
+    """What was stored of a leaf; nothing is of one without elements, or which is zero."""
+    if read is None:
+        return np.zeros(struct.shape, struct.dtype)
+    if is_key(struct):
+        return jax.random.wrap_key_data(jnp.asarray(read), impl=KEY_IMPLS[str(struct.dtype)])
+    return read
+
+
+def filled(struct: Any, read: Mapping[str, np.ndarray | None]) -> Any:
+    """The arrays that were read, in the tree and with the keys of ``struct``."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: filled_leaf(leaf, read.get(jax.tree_util.keystr(path))), struct
+    )
 
 
 class Sources:

@@ -111,12 +111,14 @@ def to_devices(struct: jax.ShapeDtypeStruct) -> Put:
     Args:
         struct: Shape, dtype and sharding of the array on the devices; no random keys.
     """
-    sharding = struct.sharding
+    sharding, shape = struct.sharding, tuple(struct.shape)
+    assert sharding is not None
     put = _batched_device_put
     if put is None:
-        return lambda leaf: jax.device_put(np.array(leaf), sharding)
-    assert sharding is not None
-    aval = jax.core.ShapedArray(struct.shape, struct.dtype)
-    parts = sharding.addressable_devices_indices_map(tuple(struct.shape))
+        return lambda leaf: jax.make_array_from_callback(
+            shape, sharding, lambda index: np.array(leaf[index])
+        )
+    aval = jax.core.ShapedArray(shape, struct.dtype)
+    parts = sharding.addressable_devices_indices_map(shape)
     indices, devices = list(parts.values()), list(parts)
     return lambda leaf: put(aval, sharding, [np.array(leaf[i]) for i in indices], devices, True)

@@ -35,8 +35,8 @@ from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.slices import struct_of
 
-#: The category of parameters that all models have alike.
-SHARED = "shared parameters"
+#: The categories of parameters that all models have alike, and of what all read of a batch.
+SHARED, SHARED_BATCH = "shared parameters", "shared batch"
 
 
 class Fuser:
@@ -136,7 +136,7 @@ class FusedArray:
         ]
         state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
         leaves = [struct_of(tensor) for tensor in graph.batch]
-        batch_axes = [
+        batch_axes = self._batch_axes = [
             None if shared_batches and tensor.dtype not in KEYS else 0 for tensor in graph.batch
         ]
         batch = [
@@ -281,12 +281,13 @@ class FusedArray:
         for (kind, updater, readers), pairs in groups.items():
             self._add(kind, [v for v, _ in pairs], (None, readers, updater))
             self.renewed[-1] = tuple(v for _, v in pairs if v is not None)
-        fed: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        fed: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
         for leaf, value in enumerate(self._batch):
             if value in self._readers:
-                fed[self._readers[value]].append(leaf)
-        for readers, leaves in fed.items():
-            self._add("batch", [self._batch[n] for n in leaves], (None, readers, None), leaves)
+                kind = "batch" if self._batch_axes[leaf] == 0 else SHARED_BATCH
+                fed[kind, self._readers[value]].append(leaf)
+        for (kind, readers), leaves in fed.items():
+            self._add(kind, [self._batch[n] for n in leaves], (None, readers, None), leaves)
         made: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
         for value, segment in writer.items():
             if value not in replaced and value != self.program.loss:
@@ -325,9 +326,9 @@ class FusedArray:
         count = sum(bundle.name.startswith(stem) for bundle in self.bundles)
         category = "activations" if kind == "maps" else kind
         nbytes = sum(map(self.nbytes, values))
-        name = f"{stem}{count}"
+        name, shared = f"{stem}{count}", kind in (SHARED, SHARED_BATCH)
         self.bundles.append(
-            Bundle(name, category, nbytes, writer, readers, updater, tuple(feed), kind == SHARED)
+            Bundle(name, category, nbytes, writer, readers, updater, tuple(feed), shared)
         )
         self.values.append(tuple(values))
         self.renewed.append(())

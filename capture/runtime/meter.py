@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,13 @@ import jax
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
+from capture.runtime.hosts.sockets import Buffer, Transport
 from capture.runtime.pipeline import PipelinedStep, StepMetrics
 from capture.runtime.process_memory import HeapMeter, ResidentSetMeter
 from capture.runtime.state import PipelineState
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
-
-#: A device, the kind of its memories, and an address there.
-Buffer = tuple[jax.Device, str, int]
-
 
 AnyStep = PipelinedStep | StreamedStep
 """What ``pipeshard`` and ``streamed`` return."""
@@ -52,6 +49,8 @@ class Measurement:
             None where they cannot be read.
         num_checks: Instructions before which the ledger was compared with the live arrays; 0 unless
             strict.
+        waiting_peak_bytes: Of each of the devices of ``peak_bytes_per_device``, the most that was
+            offered to other processes and not acknowledged; 0 unless strict.
         loss: What the step returned.
         state: After the step.
         host_peak_bytes: Of the slots of a step that keeps some on the host; else 0.
@@ -66,6 +65,7 @@ class Measurement:
     loss: float
     state: PipelineState
     host_peak_bytes: int = 0
+    waiting_peak_bytes: tuple[int, ...] = ()
 
 
 def measure_step(
@@ -117,6 +117,7 @@ def measure_step(
         loss,
         state,
         live.peak_bytes_of("host"),
+        live.waiting_peak_bytes,
     )
 
 
@@ -205,7 +206,9 @@ class LiveArrayMeter:
         step: The step that it will observe.
         devices: By device id of the step.
         transient_bytes: Gives what the executable that an instruction runs needs while it runs.
-        strict: Book the instructions in a ledger too, and compare the two before every instruction.
+        strict: Book the instructions in a ledger too, and compare the two before every instruction,
+            and with the live arrays what waits to be pulled.
+        transport: To other processes.
     """
 
     def __init__(
@@ -215,7 +218,9 @@ class LiveArrayMeter:
         transient_bytes: Callable[[Run], int],
         *,
         strict: bool = False,
+        transport: Transport | None = None,
     ):
+        self._transport, self._waiting_peak = transport, Counter[Memory]()
         self.strict, self.num_checks = strict, 0
         self._step, self._devices, self._transient_bytes = step, devices, transient_bytes
         #: Where arrays of a device are that are not in its own memory.
@@ -247,6 +252,9 @@ class LiveArrayMeter:
             step.devices,
             lambda run: step.executable(run).transient_bytes,
             strict=strict,
+            transport=step.hosts.transport
+            if strict and isinstance(step, PipelinedStep) and step.hosts is not None
+            else None,
         )
 
     @property
@@ -260,6 +268,15 @@ class LiveArrayMeter:
     def peak_bytes_per_device(self) -> tuple[int, ...]:
         return tuple(
             self._peak[number] for number, device in enumerate(self._devices) if _is_here(device)
+        )
+
+    @property
+    def waiting_peak_bytes(self) -> tuple[int, ...]:
+        """Of each of this process's devices."""
+        return tuple(
+            self._waiting_peak[number]
+            for number, device in enumerate(self._devices)
+            if _is_here(device)
         )
 
     def peak_bytes_of(self, memory: Memory) -> int:
@@ -294,6 +311,8 @@ class LiveArrayMeter:
             {buffer: size for buffer, size in buffers(self._foreign).items() if buffer not in own}
         )
         begin(self._ledger, self._step)
+        if self._transport is not None:
+            self._transport.waiting = {}
 
     def finish(self) -> None:
         """Look once more, after the last instruction; the new state must still be alive, and what
@@ -304,10 +323,17 @@ class LiveArrayMeter:
         """
         assert self._baseline is not None, "the meter observes a step before it is finished"
         self._look("the end of the step")
+        if self._transport is not None:
+            self._transport.waiting = None
 
     def _look(self, label: str) -> dict[Memory, int]:
         """Bytes of the step that are alive, noted and checked."""
-        live, before, booked = self._live(), self._baseline or Counter(), self._ledger.live_bytes
+        found = self._live()
+        live, before, booked = (
+            self._per_memory(found),
+            self._baseline or Counter(),
+            self._ledger.live_bytes,
+        )
         own = {memory: live[memory] - before[memory] for memory in self._memories}
         for memory, nbytes in own.items():
             self._peak[memory] = max(self._peak[memory], nbytes)
@@ -324,9 +350,28 @@ class LiveArrayMeter:
                 for memory, nbytes in own.items()
                 if nbytes != booked[memory]
             )
+            self._look_at_offers(label, found)
         return own
 
-    def _live(self) -> Counter[Memory]:
+    def _look_at_offers(self, label: str, live: Mapping[Buffer, int]) -> None:
+        """What waits to be pulled is in arrays that are alive, so what is booked has it."""
+        offers = (self._transport and self._transport.waiting) or {}
+        waiting = {buffer: size for offer in offers.values() for buffer, size in offer.items()}
+        for memory, nbytes in self._per_memory(waiting).items():
+            self._waiting_peak[memory] = max(self._waiting_peak[memory], nbytes)
+        lost = {buffer: size for buffer, size in waiting.items() if live.get(buffer, 0) < size}
+        ExecutionError.check(
+            Violation(
+                f"before {label!r} {name_of(memory)} has offered {nbytes} bytes to other "
+                "processes that no array holds any more, so that the ledger has not booked them; "
+                "report a defect of the runtime.",
+                "run-ledger-mismatch",
+            )
+            for memory, nbytes in self._per_memory(lost).items()
+        )
+
+    def _live(self) -> dict[Buffer, int]:
+        """Bytes of all buffers that arrays hold."""
         found: dict[Buffer, int] = {}
         for array in jax.live_arrays():
             if array.is_deleted():
@@ -336,7 +381,7 @@ class LiveArrayMeter:
                 known = _array_buffers(array)
                 self._seen[id(array)] = weakref.ref(array), known
             found.update(known)
-        return self._per_memory(found)
+        return found
 
     def _per_memory(self, sizes: dict[Buffer, int]) -> Counter[Memory]:
         """On devices, and on hosts, of the step."""

@@ -3,7 +3,7 @@ was made for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,24 +14,34 @@ import numpy as np
 from capture.errors import ExecutionError, Violation
 from capture.model.graph import Tensor
 from capture.model.workload import PyTree
+from capture.runtime.batch_parts import Need
 from capture.tracing import TracedModel
 
 
 def split_microbatches(
-    traced: TracedModel, num_microbatches: int, batch: PyTree, key: jax.Array | None
+    traced: TracedModel,
+    num_microbatches: int,
+    batch: PyTree,
+    key: jax.Array | None,
+    needs: Sequence[Need] = (),
 ) -> list[list[Any]]:
     """``split_examples`` into equal micro-batches.
 
     Args:
         traced: At the micro-batch size.
         num_microbatches: M.
-        batch, key: As there.
+        batch, key, needs: As there.
     """
-    return split_examples(traced, [traced.graph.microbatch_size] * num_microbatches, batch, key)
+    sizes = [traced.graph.microbatch_size] * num_microbatches
+    return split_examples(traced, sizes, batch, key, needs)
 
 
 def split_examples(
-    traced: TracedModel, sizes: Sequence[int], batch: PyTree, key: jax.Array | None
+    traced: TracedModel,
+    sizes: Sequence[int],
+    batch: PyTree,
+    key: jax.Array | None,
+    needs: Sequence[Need] = (),
 ) -> list[list[Any]]:
     """Per part, the leaves of ``graph.batch`` on the host, the part's own key last if the loss
     takes one.
@@ -40,13 +50,17 @@ def split_examples(
         traced: At any micro-batch size.
         sizes: Examples of each part; leaf dimensions that hold the examples are cut, other leaves
             are shared.
-        batch: A global batch.
+        batch: A global batch; each leaf whole or, where ``needs`` says what of it is read here,
+            that part.
         key: The step's random key; part m gets ``jax.random.fold_in(key, m)``.
+        needs: Per leaf; the parts are of equal size.
 
     Raises:
-        ExecutionError: ``run-batch`` naming every leaf of another shape or dtype.
+        ExecutionError: ``run-batch`` naming every leaf of another shape or dtype,
+            ``run-batch-part`` every one that is neither whole nor what is read of it.
     """
     tensors, num_parts = traced.graph.batch, len(sizes)
+    needs = needs or [Need(tensor.name, True) for tensor in tensors]
     traced_size, starts = traced.graph.microbatch_size, (0, *accumulate(sizes))
     host = jax.tree.map(_host_leaf, batch)
     keys = [None] * num_parts if key is None else _microbatch_keys(key, num_parts)
@@ -56,13 +70,17 @@ def split_examples(
         raise ExecutionError.of(
             f"the batch has another structure than the plan's: {error}.", "run-batch"
         ) from None
-    ExecutionError.check(_batch_violations(tensors, parts[0], traced_size, sizes))
+    wholes = [_whole_shape(tensor, traced_size, sizes) for tensor in tensors]
+    ExecutionError.check(_batch_violations(tensors, parts[0], wholes, needs, num_parts))
+
+    def part(b: int, leaf: Any, m: int, span: tuple[int, int]) -> Any:
+        if leaf is None or tuple(leaf.shape) == wholes[b]:
+            return _part(leaf, tensors[b], traced_size, span)
+        return needs[b].microbatch(leaf, m, num_parts)
+
     return [
-        [
-            _part(leaf, tensor, traced_size, span)
-            for leaf, tensor in zip(leaves, tensors, strict=True)
-        ]
-        for leaves, span in zip(parts, pairwise(starts), strict=True)
+        [part(b, leaf, m, span) for b, leaf in enumerate(leaves)]
+        for m, (leaves, span) in enumerate(zip(parts, pairwise(starts), strict=True))
     ]
 
 
@@ -81,28 +99,45 @@ def _microbatch_keys(key: jax.Array, num_microbatches: int) -> list[jax.Array]:
 
 
 def _part(leaf: Any, tensor: Tensor, traced_size: int, span: tuple[int, int]) -> Any:
-    if tensor.batch_dim is None:
+    if leaf is None or tensor.batch_dim is None:
         return leaf
     rows = tensor.shape[tensor.batch_dim] // traced_size
     return leaf[(slice(None),) * tensor.batch_dim + (slice(rows * span[0], rows * span[1]),)]
 
 
+def _whole_shape(tensor: Tensor, traced_size: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(
+        size // traced_size * sum(sizes) if d == tensor.batch_dim else size
+        for d, size in enumerate(tensor.shape)
+    )
+
+
 def _batch_violations(
-    tensors: Sequence[Tensor], leaves: Sequence[Any], traced_size: int, sizes: Sequence[int]
-) -> list[Violation]:
-    found = []
-    for tensor, leaf in zip(tensors, leaves, strict=True):
-        expected = tuple(
-            size // traced_size * sum(sizes) if d == tensor.batch_dim else size
-            for d, size in enumerate(tensor.shape)
-        )
-        if tuple(leaf.shape) != expected or str(leaf.dtype) != tensor.dtype:
-            found.append(
-                Violation(
-                    f"{tensor.name} has shape {tuple(leaf.shape)} {leaf.dtype}; the plan was made "
-                    f"for {expected} {tensor.dtype} "
-                    f"({len(sizes)} micro-batches).",
-                    "run-batch",
-                )
+    tensors: Sequence[Tensor],
+    leaves: Sequence[Any],
+    wholes: Sequence[tuple[int, ...]],
+    needs: Sequence[Need],
+    num_parts: int,
+) -> Iterator[Violation]:
+    for tensor, leaf, whole, need in zip(tensors, leaves, wholes, needs, strict=True):
+        if leaf is None and not need.is_read:
+            continue
+        own = need.shape_of_part(whole) if need.examples else whole
+        shape, dtype = (None, None) if leaf is None else (tuple(leaf.shape), str(leaf.dtype))
+        if shape in (whole, own) and dtype == tensor.dtype:
+            continue
+        given = "is None" if leaf is None else f"has shape {shape} {dtype}"
+        if leaf is None or own != whole:
+            spans = ", ".join(f"{span.start} to {span.stop - 1}" for span in need.examples)
+            read = f", of which this process reads {own}: examples {spans}" if spans else ""
+            yield Violation(
+                f"{tensor.name} {given}; the whole is {whole} {tensor.dtype}{read}: give the whole "
+                "or what step.needs() names.",
+                "run-batch-part",
             )
-    return found
+        else:
+            yield Violation(
+                f"{tensor.name} {given}; the plan was made for {whole} {tensor.dtype} "
+                f"({num_parts} micro-batches).",
+                "run-batch",
+            )

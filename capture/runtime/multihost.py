@@ -135,9 +135,14 @@ class Hosts:
             self._address,
             self.process,
             lambda own: self.exchange("addresses", own),
-            environment.patience(self._patience_seconds),
+            self.limit_seconds,
             self._on_silence,
         )
+
+    @property
+    def limit_seconds(self) -> float:
+        """Most that is waited for another process."""
+        return environment.patience(self._patience_seconds)
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
         """Small documents, one per process; every process makes the same calls in the same order.
@@ -146,16 +151,24 @@ class Hosts:
             ExecutionError: ``run-hosts-silent`` if one does not come in time.
         """
         self._exchanges += 1
-        key = f"capture/{what}/{self._exchanges}"
+        return self.meet(f"{what}/{self._exchanges}", mine)
+
+    def meet(self, what: str, mine: Any) -> list[Any]:
+        """As ``exchange``, in any thread and order: no two meetings have one name.
+
+        Raises:
+            ExecutionError: ``run-hosts-silent``.
+        """
+        key = f"capture/{what}"
         self._store.key_value_set(f"{key}/{self.process}", json.dumps(mine))
         found = []
         for process in range(self.count):
             try:
-                milliseconds = int(1000 * environment.patience(self._patience_seconds))
+                milliseconds = int(1000 * self.limit_seconds)
                 text = self._store.blocking_key_value_get(f"{key}/{process}", milliseconds)
             except Exception as error:
                 raise ExecutionError.of(
-                    f"host {process} has not said its {what} within "
+                    f"host {process} has not said its {what.partition('/')[0]} within "
                     f"{milliseconds // 1000} s; look why it is late, or ended.",
                     "run-hosts-silent",
                 ) from error
@@ -181,20 +194,22 @@ class Hosts:
             if other.get(name) != first[name]
         )
 
-    def first_does(self, what: str, call: Callable[[], None]) -> None:
-        """Host 0 does something, and the others wait for it.
+    def check_alike(self, what: str, mine: Any) -> None:
+        """Refuse processes that do not see the same files.
 
         Raises:
-            ExecutionError: what it raises there, in every process.
+            ExecutionError: ``checkpoint-not-shared`` with every host that sees others than host 0.
         """
-        failed: list[tuple[str, str]] = []
-        if self.process == 0:
-            try:
-                call()
-            except ExecutionError as error:
-                failed = [(violation.message, violation.code) for violation in error.violations]
-        failed, *_ = self.exchange(what, failed)
-        ExecutionError.check(Violation(message, code) for message, code in failed)
+        first, *others = self.exchange("files", mine)
+        ExecutionError.check(
+            Violation(
+                f"host {number} sees {other!r} as {what}, and host 0 {first!r}; give a directory "
+                "that all hosts share, by one path.",
+                "checkpoint-not-shared",
+            )
+            for number, other in enumerate(others, 1)
+            if other != first
+        )
 
     def has(self, mesh: Mesh) -> bool:
         """Whether a stage has devices of this process."""

@@ -21,6 +21,7 @@ from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
+from capture.runtime.batch_parts import Need, needs_of
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
 from capture.runtime.leaf_parts import traced_optimizer
@@ -117,6 +118,7 @@ class PipelinedStep:
     """A compiled training step of a plan. Made by ``pipeshard``.
 
     Attributes:
+        unused: Parameters of the layer graph that the loss does not read.
         bound_run_ahead: Whether the host waits where devices would else hold more than the replay
             books (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands
             out memory in the order of the programs.
@@ -138,12 +140,12 @@ class PipelinedStep:
         self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
-        self._unused = tuple(
+        self.unused = tuple(
             sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own})
         )
-        partition = [own for own, _ in owned] + [self._unused] * bool(self._unused)
+        partition = [own for own, _ in owned] + [self.unused] * bool(self.unused)
         self.optimizer = SlicedOptimizer(
-            traced_optimizer(workload.optimizer, traced, self._unused), partition
+            traced_optimizer(workload.optimizer, traced, self.unused), partition
         )
         borrowers = [p for _, borrowed in owned for p in borrowed]
         compiler = Compiler(fast_compile=fast_compile)
@@ -168,7 +170,7 @@ class PipelinedStep:
         self._graph = sharding.graph(stage.choice for stage in plan.stages)
 
     @property
-    def _own(self) -> list[tuple[int, StagePrograms]]:
+    def own_stages(self) -> list[tuple[int, StagePrograms]]:
         """Stages with devices of this process, by number."""
         return [
             (s, stage)
@@ -202,7 +204,7 @@ class PipelinedStep:
 
     @cached_property
     def _interfaces(self) -> list[StageInterface]:
-        costs = {s: stage.cost for s, stage in self._own}
+        costs = {s: stage.cost for s, stage in self.own_stages}
         if self.hosts is not None:
             costs = self.hosts.costs(costs)
         ordered = [costs[s] for s in range(len(self.stages))]
@@ -225,7 +227,7 @@ class PipelinedStep:
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so.
         """
-        return self._state(param_leaves(self.traced, params), None, 0)
+        return self.state_from(param_leaves(self.traced, params), None, 0)
 
     def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
         """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of
@@ -237,19 +239,27 @@ class PipelinedStep:
         """
         leaves = param_leaves(self.traced, params)
         state_leaves = optimizer_leaves(self.optimizer.state_structs, optimizer_state)
-        return self._state(leaves, state_leaves, num_steps)
+        return self.state_from(leaves, state_leaves, num_steps)
 
-    def _state(
-        self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
+    def state_from(
+        self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
+        """The state from host arrays.
+
+        Args:
+            leaves: By parameter of the layer graph; only those of this process's stages, and those
+                that the loss does not read, need be there.
+            state_leaves: Likewise, by leaf of the optimizer state; None: it begins.
+            num_steps: Updates so far.
+        """
         slots: dict[str, list[jax.Array]] = {}
-        for s, stage in self._own:
+        for s, stage in self.own_stages:
             params, optimizer = _initial(stage, leaves, state_leaves)
             count = len(stage.owned)
             slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer}
             for p, param in zip(stage.borrowed, params[count:], strict=True):
                 slots[f"param{p}@{s}"] = [param]
-        return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
+        return PipelineState(slots, num_steps, {p: leaves[p] for p in self.unused})
 
     def params(self, state: PipelineState) -> PyTree:
         """The whole model's parameters on the host, as the workload's ``init`` returns them.
@@ -299,14 +309,28 @@ class PipelinedStep:
             for s, stage in enumerate(self.stages)
             for key, struct in keys_and_structs(stage)
         }
-        own = [(s, key) for s, stage in self._own for key, _ in keys_and_structs(stage)]
-        held = (array for s, stage in self._own for array in arrays(s, stage))
+        own = [(s, key) for s, stage in self.own_stages for key, _ in keys_and_structs(stage)]
+        held = (array for s, stage in self.own_stages for array in arrays(s, stage))
         found = dict(zip(own, held, strict=True))
         if self.hosts is not None:
             return self.hosts.gather(found, structs)
         return {key: to_host(array) for key, array in found.items()}
 
     # ---- execution -------------------------------------------------------------------------------
+
+    def needs(self) -> PyTree:
+        """What this process reads of a global batch: a tree like it, of ``Need``.
+
+        Example::
+
+            batch = jax.tree.map(lambda need, leaf: need.part(leaf), step.needs(), whole)
+        """
+        return self.traced.batch_of(self._needs)
+
+    @cached_property
+    def _needs(self) -> list[Need]:
+        own = [stage for _, stage in self.own_stages]
+        return needs_of(self.traced.graph, self.plan.num_microbatches, own)
 
     def __call__(
         self,
@@ -321,7 +345,7 @@ class PipelinedStep:
         Args:
             state: Consumed: its arrays are donated.
             batch: A global batch on the host or a device, as ``workload.batch(key,
-                global_batch_size)`` returns it.
+                global_batch_size)`` returns it; of every leaf the whole or what ``needs`` names.
             key: The step's random key, if the loss takes one; micro-batch m uses
                 ``jax.random.fold_in(key, m)``.
             observer: Called before every instruction with the instruction and the environment, for
@@ -331,7 +355,8 @@ class PipelinedStep:
             The new state and the metrics; they need not be ready yet.
 
         Raises:
-            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's.
+            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's,
+                ``run-batch-part`` if a leaf is neither whole nor what ``needs`` names.
         """
         slots, metrics = self._execute(self._bound, state, batch, key, observer=observer)
         return PipelineState(slots, state.num_steps + 1, state.unused), metrics
@@ -404,7 +429,7 @@ class PipelinedStep:
         check_state(state, self._state_shardings)
         slots, losses = bound(
             state.slots,
-            split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
+            split_microbatches(self.traced, self.plan.num_microbatches, batch, key, self._needs),
             stop=stop,
             bound_run_ahead=self.bound_run_ahead,
             observer=observer,
@@ -425,7 +450,7 @@ class PipelinedStep:
         return self._bind(self.evaluation)
 
     def _bind(self, step: Step) -> BoundStep:
-        own = dict(self._own)
+        own = dict(self.own_stages)
         calls = stage_calls(step, [own.get(s) for s in range(len(self.stages))])
         layout = partial(layout_of, step, self.stages)
         return BoundStep(step, calls, layout, self._parts.get(id(step)))
@@ -433,7 +458,7 @@ class PipelinedStep:
     @cached_property
     def _state_shardings(self) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
-        for s, stage in self._own:
+        for s, stage in self.own_stages:
             params = [stage.param_sharding(p) for p in stage.owned]
             state = [stage.state_sharding(k) for k in stage.optimizer.state]
             found |= {f"params@{s}": params, f"optimizer@{s}": state}

@@ -35,6 +35,7 @@ from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
 from capture.runtime.residuals import Residuals, ValueSplit
+from capture.runtime.saved_pass import SavedPass
 from capture.step.attribution import Buffer, StageBuffers
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
@@ -97,8 +98,6 @@ class StagePrograms(StageLayout):
             for v in sent
             if graph.values[v].differentiable and (v in layers.outputs or v in layers.inputs)
         )
-        self._constants: dict[int, Any] = {}
-        self._vjp_tree: Any = None
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -172,7 +171,7 @@ class StagePrograms(StageLayout):
             if dim is not None
         )
 
-    def _forward_saving_all(self, params, inputs, batch):
+    def _forward_and_vjp(self, params, inputs, batch):
         differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]
         made, vjp, rest = jax.vjp(
             lambda p, x: self._apply(p, x, inputs, batch), params, differentiable, has_aux=True
@@ -181,12 +180,7 @@ class StagePrograms(StageLayout):
         by_value = dict(zip(self.differentiable_outputs, made, strict=True)) | dict(
             zip(others, rest, strict=True)
         )
-        outputs = [by_value[v] for v in self.layers.outputs]
-        saved, self._vjp_tree = jax.tree.flatten(vjp)
-        self._constants = {
-            i: array for i, array in enumerate(saved) if not isinstance(array, jax.core.Tracer)
-        }
-        return outputs, [array for i, array in enumerate(saved) if i not in self._constants]
+        return [by_value[v] for v in self.layers.outputs], vjp
 
     def _forward(self, params, inputs, batch):
         # The traced pass is replayed, not traced again: differentiating a long stage is what takes
@@ -195,7 +189,7 @@ class StagePrograms(StageLayout):
         given, num_outputs = [*params, *inputs, *batch], len(self.layers.outputs)
         returned = {v: i for i, v in enumerate(flow.outputs) if is_variable(v)}
         if returned.keys() >= set(stored):
-            results = jax.extend.core.jaxpr_as_fun(self._traced_forward)(*given)
+            results = jax.extend.core.jaxpr_as_fun(self._saved.traced)(*given)
             return results[:num_outputs], [results[returned[v]] for v in stored]
         # What is kept is made inside the calls that the flow has opened.
         wanted = [*flow.outputs[:num_outputs], *stored]
@@ -203,13 +197,12 @@ class StagePrograms(StageLayout):
         return results[:num_outputs], results[num_outputs:]
 
     @cached_property
-    def _traced_forward(self) -> Any:
-        """The forward pass with everything that ``jax.vjp`` saves behind its outputs."""
-        return jax.make_jaxpr(self._forward_saving_all)(*self.forward_args)
+    def _saved(self) -> SavedPass:
+        return SavedPass(self._forward_and_vjp, self.forward_args)
 
-    @cached_property
+    @property
     def _saving_all(self) -> DataFlow:
-        return DataFlow(self._traced_forward)
+        return self._saved.flow
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -223,6 +216,7 @@ class StagePrograms(StageLayout):
                 (axis, self.mesh.shape[axis], [split_dim(spec, axis) for spec in specs])
                 for axis in (DATA_AXIS, MODEL_AXIS)
             ],
+            spread=self._saved.spread,
         )
         return Residuals(
             self._saving_all,
@@ -236,12 +230,8 @@ class StagePrograms(StageLayout):
         )
 
     def _backward(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
-        read = iter(self.residuals.read_again(params, inputs, batch, outputs, residuals))
-        leaves = [
-            self._constants[i] if i in self._constants else next(read)
-            for i in range(self._vjp_tree.num_leaves)
-        ]
-        vjp = jax.tree.unflatten(self._vjp_tree, leaves)
+        read = self.residuals.read_again(params, inputs, batch, outputs, residuals)
+        vjp = self._saved.vjp(read)
         arrived = dict(zip(self.cotangents, cotangents, strict=True))
         seeds = []
         for v in self.differentiable_outputs:

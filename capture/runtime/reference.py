@@ -67,11 +67,17 @@ class ReferenceStep:
         return float(np.average(losses, weights=self.sizes)), total
 
     def __call__(
-        self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None = None
+        self,
+        params: PyTree,
+        state: PyTree,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        roundings: int = 0,
     ) -> tuple[PyTree, PyTree, float]:
-        """One update."""
+        """One update; with gradients that are off by so many roundings (``rounded``)."""
         loss, grads = self.loss_and_gradients(params, batch, key)
-        params, state = self._update(params, state, grads)
+        params, state = self._update(params, state, rounded(grads, roundings))
         return params, state, loss
 
     def compare(
@@ -97,6 +103,27 @@ class ReferenceStep:
             "max_relative_gradient_error": errors[worst],
             "worst_gradient": worst,
         }
+
+
+def rounded(gradients: PyTree, roundings: int) -> PyTree:
+    """Gradients as sums in another order may be: each element off, up or down, by so many times eps
+    of the largest value of its leaf; but for zeros, which are sums of nothing.
+
+    What a training makes of this says how exactly it can be compared at all. Momentum keeps such an
+    error as it is; Adam divides every element by its own size, so that one of almost no gradient is
+    moved as far as others, in a direction that the error decides.
+    """
+    if not roundings:
+        return gradients
+    leaves = jax.tree.leaves(gradients)
+    tree: Any = jax.tree.structure(gradients)  # JAX's stubs leave its methods out
+
+    def off(n: int, leaf: Any) -> Any:
+        signs = jax.random.rademacher(jax.random.key(n), leaf.shape, leaf.dtype)
+        by = roundings * jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()
+        return jnp.where(leaf == 0, leaf, leaf + by * signs)
+
+    return tree.unflatten([off(n, leaf) for n, leaf in enumerate(leaves)])
 
 
 def rounding_floor(graph: LayerGraph) -> float:

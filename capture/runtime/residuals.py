@@ -16,13 +16,13 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
-from capture.partition.split_reach import SplitReach
-from capture.partition.walk import followed_dims, product_dim
+from capture.partition.spread import Spread
+from capture.partition.walk import product_dim
 from capture.plan.choices import Remat, is_cut, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.mincut import least_kept, least_kept_within
-from capture.tracing.recompute import aval_bytes, product_bytes, recompute_bytes
+from capture.tracing.recompute import product_bytes, recompute_bytes
 
 #: Of a forward pass, what both passes take: a backward pass twice as long.
 _PASSES = 3
@@ -118,6 +118,7 @@ class ValueSplit:
         flow: The program.
         inputs: By name and degree of a mesh axis, the dimension along which it splits each input.
         asked: How each output is to lie, where that is asked for.
+        spread: That of the program, where it is asked about several splits.
     """
 
     def __init__(
@@ -125,14 +126,17 @@ class ValueSplit:
         flow: DataFlow,
         inputs: Sequence[tuple[str, int, Sequence[int | None]]],
         asked: Sequence[PartitionSpec | None] = (),
+        spread: Spread | None = None,
     ):
         self._flow, self._asked = flow, asked
-        split = [(axis, degree, dims) for axis, degree, dims in inputs if degree > 1]
-        self._inputs = [dims for _, _, dims in split]
-        self._axes: list[tuple[int, Mapping[Any, int | None]]] = [
-            (degree, followed_dims(flow.jaxpr, dims, degree, axis)) for axis, degree, dims in split
+        self._spread = Spread(flow.jaxpr) if spread is None else spread
+        self._split = [(axis, degree, dims) for axis, degree, dims in inputs if degree > 1]
+
+    @cached_property
+    def _axes(self) -> list[tuple[int, Mapping[Any, int | None]]]:
+        return [
+            (degree, self._spread.dims(dims, degree, axis)) for axis, degree, dims in self._split
         ]
-        self._names = [axis for axis, _, _ in split]
 
     def before_gather(self, value: Any) -> Any:
         """The split value that one is the whole of, made by a constraint; else the value. Only the
@@ -151,7 +155,7 @@ class ValueSplit:
         """How it lies on the mesh; an axis that would split a dimension twice, or unevenly, does
         not."""
         entries: list[str | None] = [None] * len(value.aval.shape)
-        for name, (degree, dims) in zip(self._names, self._axes, strict=True):
+        for (name, _, _), (degree, dims) in zip(self._split, self._axes, strict=True):
             dim = _dim(dims, value)
             if dim is not None and entries[dim] is None and value.aval.shape[dim] % degree == 0:
                 entries[dim] = name
@@ -159,22 +163,22 @@ class ValueSplit:
 
     def nbytes(self, value: Any) -> int:
         """Per device."""
-        return -(-aval_bytes(value) // self._parts(value))
+        return -(-self._flow.nbytes(value) // self._parts(value))
 
     def least_bytes(self, value: Any) -> int:
         """Per device, if the compiler splits it along every axis that reaches it."""
         parts = math.prod(
             degree
-            for (degree, _), reached in zip(self._axes, self._reached, strict=True)
+            for (_, degree, _), reached in zip(self._split, self._reached, strict=True)
             if value in reached
         )
-        return -(-aval_bytes(value) // parts)
+        return -(-self._flow.nbytes(value) // parts)
 
     @cached_property
-    def _reached(self) -> list[set[Any]]:
+    def _reached(self) -> list[Collection[Any]]:
         """Per axis, the values that it may split: by the inputs, by constraints, or by what is
         asked for."""
-        flow, reach = self._flow, SplitReach(self._flow.jaxpr)
+        flow = self._flow
         specs = [
             (equation.outvars[0], spec)
             for equation in flow.jaxpr.eqns
@@ -187,11 +191,11 @@ class ValueSplit:
             if spec is not None and is_variable(v)
         ]
         return [
-            reach.of(
+            self._spread.reached(
                 [(v, dim) for v, dim in zip(flow.inputs, dims, strict=True) if dim is not None]
                 + [(v, dim) for v, spec in specs for dim in _dims_of(spec, name)]
             )
-            for name, dims in zip(self._names, self._inputs, strict=True)
+            for name, _, dims in self._split
         ]
 
     def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:

@@ -19,15 +19,19 @@ import jax
 import numpy as np
 
 from capture import environment
-from capture.errors import PlanError
+from capture.errors import ExecutionError, PlanError
 from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
+from capture.runtime.hosts.saved import complete_steps, set_aside
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
+from capture.runtime.state import PipelineState
 from capture.runtime.streamed import StreamedStep, streamed
+from capture.runtime.trace import StepTrace
 from capture.step.ledger import Ledger
 from capture.step.program import replay
 
@@ -44,18 +48,26 @@ class Training:
         seed: What parameters and data are drawn with.
         check: Compare loss and gradients with one device, and the ledger with live arrays.
         save: Where the state goes at the end, with Orbax.
+        save_every: It goes there after every so many steps, too.
         restore: Where it comes from, also of another plan of the model.
+        until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
+        trace: Note what the devices do when in the last step, instead of malloc's bytes.
         fast_compile: See ``Compiler``.
 
     Raises:
-        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``.
+        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``,
+            ``run-save-every`` for ``save_every`` without ``save``, ``run-trace`` for ``trace`` of
+            the first step.
     """
 
     num_steps: int = 3
     seed: int = 0
     check: bool = False
     save: Path | None = None
+    save_every: int | None = None
     restore: Path | None = None
+    until: int | None = None
+    trace: bool = False
     fast_compile: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +77,17 @@ class Training:
                 "continues one; give one of them.",
                 "run-check-restored",
             )
+        if self.save_every is not None and self.save is None:
+            raise PlanError.of(
+                f"--save-every {self.save_every} has no directory to save in; add --save DIR.",
+                "run-save-every",
+            )
+        if self.trace and self.num_steps < 2:
+            raise PlanError.of(
+                "--trace draws an ordinary step, and the first is under the meters; run at least "
+                "--steps 2.",
+                "run-trace",
+            )
 
 
 def train(
@@ -73,9 +96,16 @@ def train(
     training: Training,
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
+    stepped: Callable[[int, float, float], None] = lambda num_steps, loss, seconds: None,
 ) -> dict[str, Any]:
-    """Run some steps, the first under the meters and, of several, the last under malloc's; the
-    document of ``capture run --json``.
+    """Run some steps, the first under the meters and, of several, the last under malloc's, or
+    traced; the document of ``capture run --json``.
+
+    Args:
+        plan, workload, training: What is executed.
+        report: Takes lines of progress.
+        hosts: The processes that share it.
+        stepped: Takes each step that is finished: its number in the training, loss, seconds.
 
     Of several processes each runs this: what was measured is then of this one's devices, and host 0
     compares with one device (``capture.runtime.hosts.documents`` joins what they say).
@@ -92,16 +122,22 @@ def train(
         )
     keys = jax.random.split(jax.random.key(training.seed), 3)
     params = workload.init(keys[0])
-    restored = None if training.restore is None else checkpoint.restore(step, training.restore)
+    restored = (
+        None
+        if training.restore is None
+        else checkpoint.restore(step, training.restore, report=report)
+    )
     # A restored training goes on with the data that come next.
     done = 0 if restored is None else restored.num_steps
+    saves = None if training.save is None else _Saves(step, training, done)
+    num_steps = training.num_steps if training.until is None else training.until - done
     batches = [
         workload.batch(jax.random.fold_in(keys[1], done + i), sum(step.microbatch_sizes))
-        for i in range(training.num_steps)
+        for i in range(num_steps)
     ]
     step_keys = [
         jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None
-        for i in range(training.num_steps)
+        for i in range(num_steps)
     ]
     document: dict[str, Any] = {}
     if training.check:
@@ -119,18 +155,28 @@ def train(
         if measured is None:
             measured = measure_step(step, state, batch, key, strict=training.check)
             state, loss = measured.state, measured.loss
-        elif i + 1 < training.num_steps:
+        elif i + 1 < num_steps:
             state, metrics = step(state, batch, key)
             loss = metrics.loss
             dispatch.append(metrics.dispatch_seconds)
+        elif training.trace:
+            trace = StepTrace(step)
+            state, metrics = step(state, batch, key, observer=trace)
+            loss = metrics.loss
+            document["trace"] = trace.events()
         else:
+            if saves is not None:  # what is written would be in malloc's count
+                saves.finish()
             state, metrics, heap = measure_heap(step, state, batch, key)
             loss = metrics.loss
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
         report(f"step {done + i + 1}: loss {loss:.6f}")
-    if training.save is not None:
-        document["saved"] = str(checkpoint.save(step, state, training.save))
+        stepped(done + i + 1, loss, seconds[-1])
+        if saves is not None:
+            saves.stepped(state, is_last=i + 1 == num_steps)
+    if saves is not None and (saved := saves.finish()) is not None:
+        document["saved"] = saved
     replayed, target = step.replay(), _target_of(plan)
     document |= {
         "kind": "packs" if isinstance(plan, PacksPlan) else "stages",
@@ -168,6 +214,9 @@ def train(
     }
     if isinstance(step, PipelinedStep) and hosts is not None:
         document["offered_peak_bytes_per_device"] = _offered_bytes(step)
+        # What the check saw of it; 0 without --check.
+        waiting = () if measured is None else measured.waiting_peak_bytes
+        document["waiting_peak_bytes_per_device"] = list(waiting)
     if isinstance(plan, PacksPlan):
         document["host"] = _host_bytes(plan, replayed, measured)
     if "reference_loss" in document:
@@ -175,6 +224,52 @@ def train(
             document["loss"], document["reference_loss"]
         )
     return document
+
+
+class _Saves:
+    """The checkpoints of a training.
+
+    Args:
+        step: What is trained.
+        training: With where and when its state is saved.
+        done: Steps with which it begins.
+
+    Raises:
+        ExecutionError: ``checkpoint-exists`` if those of another training are there.
+    """
+
+    def __init__(self, step: AnyStep, training: Training, done: int):
+        assert training.save is not None, "there is a directory"
+        self._step, self._directory, self._every = step, training.save, training.save_every
+        self._last: Path | None = None
+        together = step if isinstance(step, PipelinedStep) and step.hosts is not None else None
+        if training.restore is not None and training.restore.resolve() == training.save.resolve():
+            if together is None or jax.process_index() == 0:
+                set_aside(training.save, done)
+        elif (found := complete_steps(training.save)) and self._every is not None:
+            raise ExecutionError.of(
+                f"{str(training.save)!r} holds checkpoints of another training, of steps "
+                f"{', '.join(map(str, found))}; give an empty directory, or go on with that "
+                "training by --restore.",
+                "checkpoint-exists",
+            )
+        self._saver = None if together is None else Saver(together, training.save)
+
+    def stepped(self, state: PipelineState, *, is_last: bool) -> None:
+        """After every step."""
+        if self._saver is not None:
+            self._saver.check()
+        if is_last or (self._every and state.num_steps % self._every == 0):
+            if self._saver is not None:
+                self._last = self._saver.save(state)
+            else:
+                self._last = checkpoint.save(self._step, state, self._directory)
+
+    def finish(self) -> str | None:
+        """The last one, once it is complete."""
+        if self._saver is not None:
+            self._saver.finish()
+        return None if self._last is None else str(self._last)
 
 
 def _offered_bytes(step: PipelinedStep) -> list[int]:

@@ -34,11 +34,15 @@ Node = tuple[int, int, int]
 class Listener(Protocol):
     """Told what a step issues, in the order of issue; bundles by sub-array and number."""
 
-    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
-        """A program, for the segment ``at``."""
+    def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
+        """A program, for the segment of a node."""
         ...
 
     def feed(self, a: int, number: int, batch: int) -> None: ...
+
+    def drop(self, a: int, number: int, batch: int) -> None:
+        """No sub-array reads a batch of all of them again."""
+        ...
 
     def fetch(self, a: int, number: int) -> None:
         """A copy from the host begins."""
@@ -70,11 +74,13 @@ class Listener(Protocol):
 class Silent:
     """A listener that needs to know nothing: bytes are counted all the same."""
 
-    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
+    def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
         pass
 
     def feed(self, a: int, number: int, batch: int) -> None:
         pass
+
+    drop = feed
 
     def fetch(self, a: int, number: int) -> None:
         pass
@@ -95,12 +101,18 @@ class Order:
     Attributes:
         arrays: Sub-arrays, decided.
         nodes: Segments.
-        carries: Whether the feature maps of sub-array 0 are there before the step.
+        carries: Whether the feature maps of sub-array 0 are there before the step, and what all
+            sub-arrays read of the batch.
     """
 
     arrays: Sequence[Lifetimes]
     nodes: Sequence[Node]
     carries: bool = False
+
+    def fed_to_all(self) -> list[dict[int, str]]:
+        """By sub-array, bundles of a batch that all of them read, and their names."""
+        found = [life.sub_array.bundles for life in self.arrays]
+        return [{n: b.name for n, b in enumerate(own) if b.feed and b.shared} for own in found]
 
 
 class Issue:
@@ -153,24 +165,55 @@ class Issue:
         for a, (own, here) in enumerate(zip(self._bytes, self._here, strict=True)):
             bundles = self._arrays[a].sub_array.bundles
             self._live += sum(own[n] for n in here if not (a and bundles[n].shared))
+        self._common = order.fed_to_all()
+        #: Of these, with the number of the batch, what is on the device; and when it is read last.
+        self._fed: set[tuple[str, int]] = set()
+        self._ends = self._last_read()
+        for number, name in self._common[0].items() if order.carries else ():
+            self._fed.add((name, 0))
+            self._live += self._bytes[0][number]
         self.needs = [0] * len(self._nodes)
         self.peak_bytes, self.host_peak_bytes = self._live, self._host_live
         self._at = 0
-        for self._at, (a, segment, batch) in enumerate(order.nodes):
-            self._segment(a, self._arrays[a].issued[segment], batch)
+        for self._at, node in enumerate(order.nodes):
+            self._segment(node)
         for key in list(self._leaving):
             self._left(*key)
 
+    def _last_read(self) -> dict[int, list[tuple[int, int]]]:
+        """Place in the order -> sub-arrays and bundles of batches that nobody reads after it: not
+        those of which the last sub-array is still to come, in the step that follows."""
+        found: dict[tuple[str, int], tuple[int, int, int]] = {}
+        for a, common in enumerate(self._common):
+            for number, name in common.items():
+                for use in self._arrays[a].uses(number):
+                    for batch in (0, 1):
+                        at = self._place.get((a, use, batch), -1)
+                        if at > found.get((name, batch), (-1,))[0]:
+                            found[name, batch] = at, a, number
+        ends: dict[int, list[tuple[int, int]]] = {}
+        last = len(self._arrays) - 1
+        for (name, batch), (at, a, number) in found.items():
+            own = next(n for n, other in self._common[last].items() if other == name)
+            if (last, self._arrays[last].uses(own)[-1], batch) in self._place:
+                ends.setdefault(at, []).append((a, number))
+        return ends
+
     # ---- one segment -----------------------------------------------------------------------------
 
-    def _segment(self, a: int, issued: Issued, batch: int) -> None:
+    def _segment(self, node: Node) -> None:
+        a, segment, batch = node
+        issued = self._arrays[a].issued[segment]
         if self._limit and (issued.soon or self._pending):
             self._ahead(a, issued)
-        at = issued.call.segment
         for call in (*issued.slices, issued.call):
             if self._leaving or self._coming[a] or not call.read <= self._here[a]:
                 self._readied(a, call.inputs, batch)
-            self._run(a, call, at)
+            self._run(a, call, node)
+        for of, number in self._ends.get(self._at, ()):
+            self._fed.remove((self._common[of][number], batch))
+            self._live -= self._bytes[of][number]
+            self._listener.drop(of, number, batch)
         if issued.gone:
             self._here[a].difference_update(issued.gone)
             self._live -= sum(map(self._bytes[a].__getitem__, issued.gone))
@@ -182,7 +225,7 @@ class Issue:
             self.host_peak_bytes = max(self.host_peak_bytes, self._host_live)
             self._listener.swap_out(a, number)
 
-    def _run(self, a: int, call: Call, at: int) -> None:
+    def _run(self, a: int, call: Call, node: Node) -> None:
         facts = self._programs.facts(self._arrays[a].sub_array, call)
         self._room(facts.transient_bytes)
         nbytes, here = self._bytes[a].__getitem__, self._here[a]
@@ -191,14 +234,23 @@ class Issue:
         self._live += sum(map(nbytes, call.outputs)) - sum(map(nbytes, call.donated))
         if self._live > self.peak_bytes:
             self.peak_bytes = self._live
-        self._listener.run(a, call, facts, at)
+        self._listener.run(a, call, facts, node)
 
     # ---- what comes in ---------------------------------------------------------------------------
 
     def _readied(self, a: int, numbers: Sequence[int], batch: int) -> None:
         """What a program reads is on the device, and has arrived."""
         here, coming, leaving = self._here[a], self._coming[a], self._leaving
+        common = self._common[a]
         for number in numbers:
+            if number in common:
+                if (common[number], batch) not in self._fed:
+                    self._room(self._bytes[a][number])
+                    self._fed.add((common[number], batch))
+                    self._live += self._bytes[a][number]
+                    self.peak_bytes = max(self.peak_bytes, self._live)
+                    self._listener.feed(a, number, batch)
+                continue
             if number not in here:
                 if self._arrays[a].sub_array.bundles[number].feed:
                     self._room(self._bytes[a][number])
@@ -226,6 +278,9 @@ class Issue:
             if self._listener.has_left(*key, self._at - since):
                 self.behind[key] = self._at - since
                 self._left(*key)
+        # What is still going out is in nobody's way, unless something comes early beside it.
+        leaving = sum(self._bytes[of][number] for of, number in self._leaving)
+        self._least[self._at] += leaving
         waiting = []
         for until, of, number in sorted(self._pending):
             if until <= self._at or number in self._here[of]:
@@ -238,6 +293,7 @@ class Issue:
             else:
                 waiting.append((until, of, number))
         self._pending = waiting
+        self._least[self._at] -= leaving
 
     def _fetch(self, a: int, number: int) -> None:
         self._room(self._bytes[a][number])
@@ -308,7 +364,7 @@ class Clock:
     def seconds(self) -> float:
         return max(self._computed, *self._free_at)
 
-    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
+    def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
         end = max(self._computed, self._waited, self._fed) + facts.seconds
         self._computed = end
         if call.kind != "recompute":
@@ -332,6 +388,9 @@ class Clock:
         self._waited = max(self._waited, self._gone[a, number])
 
     stays = left
+
+    def drop(self, a: int, number: int, batch: int) -> None:
+        pass
 
     def free(self, a: int, numbers: Sequence[int]) -> None:
         pass

@@ -8,7 +8,8 @@ retained, swapped to the host, or made again.
 F and B are the segments of a sub-array's forward and backward pass, ``x`` is one of these and one
 of those in turn, and F0' is of the next update. The body repeats: between two of them live the
 feature maps of sub-array 0, so sub-array 0 reads the batch of an update while the one before is
-still made, and an epilogue ends what the last body began.
+still made, and an epilogue ends what the last body began. What all sub-arrays read of a batch is
+fed once, and stays until the last of them has read it.
 
 What is issued when, and what is waited for, ``capture.step.issue`` decides; here it becomes
 instructions.
@@ -230,7 +231,12 @@ class _Writer:
                 elif bundle.is_state:
                     slot = self._here[a, number] = self._kept((a, number), host=False)
                     shared |= {bundle.name: slot} if bundle.shared else {}
+        #: Of what all sub-arrays read of batches, by its name and the number of the batch.
+        self._common = order.fed_to_all()
+        self._fed: dict[tuple[str, int], int] = {}
         first = self._arrays[0]
+        for number, name in self._common[0].items() if order.carries else ():
+            self._fed[name, 0] = self._kept((0, number), host=False)
         for number in first.between if order.carries else ():
             host = number in first.swapped
             slot = self._again[(0, number), host] = self._kept((0, number), host=host)
@@ -244,13 +250,15 @@ class _Writer:
         before = set(step.persistent.values())
         left = [*self._here.items(), *self._there.items()]
         step.made |= {self._name(key): slot for key, slot in left if slot not in before}
+        step.made |= {self._name(self.built.keys[slot]): slot for slot in self._fed.values()}
         return self.built
 
     def _add(self, instruction: Instruction) -> None:
         self._step.instructions.append(instruction)
 
     def _name(self, key: Key) -> str:
-        return f"{key[0]}: {self._bundle(key).name}"
+        bundle = self._bundle(key)
+        return f"{0 if bundle.feed and bundle.shared else key[0]}: {bundle.name}"
 
     def _bundle(self, key: Key):
         return self._arrays[key[0]].sub_array.bundles[key[1]]
@@ -273,14 +281,17 @@ class _Writer:
 
     # ---- what is issued --------------------------------------------------------------------------
 
-    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
-        sub_array = self._arrays[a].sub_array
+    def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
+        sub_array, common, (_, at, batch) = self._arrays[a].sub_array, self._common[a], node
         if facts.name not in self._step.programs:
             program = Program(call.kind, self._device, facts.transient_bytes)
             self._step.programs[facts.name] = program
             self.built.calls[facts.name] = a, call
             self.built.seconds[facts.name] = facts.seconds
-        inputs = tuple(self._here[a, number] for number in call.inputs)
+        inputs = tuple(
+            self._fed[common[number], batch] if number in common else self._here[a, number]
+            for number in call.inputs
+        )
         donated = tuple(self._here[a, number] for number in call.donated)
         outputs = []
         for number in call.outputs:
@@ -303,10 +314,17 @@ class _Writer:
 
     def feed(self, a: int, number: int, batch: int) -> None:
         bundle = self._bundle((a, number))
-        slot = self._here[a, number] = self._new((a, number), host=False)
+        slot = self._new((a, number), host=False)
+        if number in self._common[a]:
+            self._fed[self._common[a][number], batch] = slot
+        else:
+            self._here[a, number] = slot
         first = a * self._arrays[a].sub_array.num_leaves
         leaves = tuple(first + leaf for leaf in bundle.feed)
         self._add(Feed(slot, batch, leaves, f"feed {bundle.name} to sub-array {a}"))
+
+    def drop(self, a: int, number: int, batch: int) -> None:
+        self._add(Free((self._fed.pop((self._common[a][number], batch)),)))
 
     def fetch(self, a: int, number: int) -> None:
         bundle, slot = self._bundle((a, number)), self._new((a, number), host=False)

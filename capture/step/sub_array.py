@@ -32,7 +32,7 @@ class Bundle:
         updater: Segment that replaces them by their new values; None for all but state.
         feed: Leaves of the batch, where they are fed.
         shared: Whether all sub-arrays have the same one, which is there once: parameters that
-            nothing updates. It has the same name in all of them.
+            nothing updates, or what all read of a batch. It has the same name in all of them.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Uses:
             self.last_forward.append(
                 max([use for use in uses if use < layers], default=-1 if writer is None else writer)
             )
-            if uses and not bundle.is_state:
+            if uses and not (bundle.is_state or bundle.shared):
                 dying[uses[-1]].append(number)
             if writer is not None and uses and uses[-1] >= layers:
                 self._made[writer].append(number)
@@ -284,7 +284,7 @@ class Lifetimes:
         if later:
             dying: dict[int, list[int]] = {}
             for number, bundle in enumerate(bundles):
-                if (uses := self.uses(number)) and not bundle.is_state:
+                if (uses := self.uses(number)) and not (bundle.is_state or bundle.shared):
                     dying.setdefault(uses[-1], []).append(number)
             found = [
                 self.where.issued_at(segment, dying.get(segment, ()), sub_array.loss)
@@ -323,7 +323,7 @@ class Lifetimes:
         layers, found = self.sub_array.num_layers, []
         for number, bundle in enumerate(self.sub_array.bundles):
             uses = self.uses(number)
-            if uses and uses[-1] >= layers and not bundle.is_state:
+            if uses and uses[-1] >= layers and not (bundle.is_state or bundle.shared):
                 made = uses[0] if bundle.writer is None else bundle.writer
                 if made < layers and number not in self.recomputed:
                     found.append(number)

@@ -9,7 +9,7 @@ Source: Trace Event Format, Google (the phases X, C and M).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,16 @@ def trace_events(
         process = processes.get(where, otherwise)
         if process not in pids:
             pids[process] = len(pids) + 1
-            named.append(_name("process_name", process, pids[process], 0))
-            named.append(_order("process_sort_index", pids[process], 0, pids[process]))
+            named.append(name_event("process_name", process, pids[process], 0))
+            named.append(order_event("process_sort_index", pids[process], 0, pids[process]))
         return pids[process]
 
     timed: list[dict[str, Any]] = []
     for stream in dict.fromkeys(stream for item in simulation.work for stream in item.streams):
         tids[stream] = len(tids) + 1
         pid = pid_of(stream, "streams")
-        named.append(_name("thread_name", stream, pid, tids[stream]))
-        named.append(_order("thread_sort_index", pid, tids[stream], tids[stream]))
+        named.append(name_event("thread_name", stream, pid, tids[stream]))
+        named.append(order_event("thread_sort_index", pid, tids[stream], tids[stream]))
     for i, (item, start) in enumerate(zip(simulation.work, simulation.starts, strict=True)):
         for stream in item.streams:
             event = {
@@ -88,22 +88,30 @@ def save_trace(
         simulation, processes: As for ``trace_events``.
         path: Ends in ``.json`` by custom.
     """
-    Path(path).write_text(
-        json.dumps(
-            {"traceEvents": trace_events(simulation, processes), "displayTimeUnit": "ms"},
-            allow_nan=False,
-        )
-        + "\n"
-    )
+    save_events(trace_events(simulation, processes), path)
+
+
+def from_zero(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The same events, the first of those with a time at 0."""
+    first = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    return [{**event, "ts": event["ts"] - first} if "ts" in event else event for event in events]
+
+
+def save_events(events: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Write a file that ui.perfetto.dev reads."""
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    Path(path).write_text(json.dumps(document, allow_nan=False) + "\n")
 
 
 def _microseconds(seconds: float) -> float:
     return float(seconds) * MICROSECONDS
 
 
-def _name(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+def name_event(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    """What a process or a thread is called."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _order(what: str, pid: int, tid: int, index: int) -> dict[str, Any]:
+def order_event(what: str, pid: int, tid: int, index: int) -> dict[str, Any]:
+    """Where one is shown."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"sort_index": index}}

@@ -13,6 +13,7 @@ from jax.extend import core as jex_core
 
 from capture.model.graph import content_hash
 from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate
+from capture.tracing.recompute import aval_bytes
 from capture.tracing.source import at_source, line_of
 
 _BRANCHES = {"cond": "branches"}
@@ -38,11 +39,20 @@ class DataFlow:
         def run(*args):
             return _evaluate_inlined(closed, args, opened)
 
-        flat = jax.make_jaxpr(run)(
-            *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-        )
+        flat = closed
+        if any(equation.primitive.name in opened for equation in closed.jaxpr.eqns):
+            flat = jax.make_jaxpr(run)(
+                *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+            )
         self.jaxpr, self._consts = flat.jaxpr, flat.consts
         self.inputs, self.outputs = list(self.jaxpr.invars), list(self.jaxpr.outvars)
+        self._nbytes: dict[Any, int] = {}
+
+    def nbytes(self, value: Any) -> int:
+        """Of a whole value."""
+        if value not in self._nbytes:
+            self._nbytes[value] = aval_bytes(value)
+        return self._nbytes[value]
 
     @cached_property
     def opened(self) -> DataFlow:

@@ -92,6 +92,14 @@ class TracedModel:
             ]
         )
 
+    def batch_of(self, leaves: Sequence[Any]) -> PyTree:
+        """A tree like a batch.
+
+        Args:
+            leaves: In the order of ``graph.batch``; a key's is left out.
+        """
+        return self._batch_tree.unflatten(leaves[: self._batch_tree.num_leaves])
+
     def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
         """Flat leaves in the order of ``graph.batch``; the key comes last if the loss takes one,
         and is not used otherwise.

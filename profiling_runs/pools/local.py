@@ -76,11 +76,7 @@ class _Process(PoolWorker):
             message = self.connection.recv()
         except (EOFError, OSError):
             self._process.join(environment.patience(_SECONDS_TO_END))
-            code = self._process.exitcode
-            how = (
-                f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-            )
-            return Ended("lost", f"its process ended {how} (out of memory?)")
+            return Ended("lost", how_it_ended(self._process.exitcode))
         if isinstance(message, CaptureError):
             raise message
         return message
@@ -89,6 +85,23 @@ class _Process(PoolWorker):
         self._process.kill()
         self._process.join(environment.patience(_SECONDS_TO_END))
         self.connection.close()
+
+
+def how_it_ended(code: int | None) -> str:
+    """Of a process that said nothing.
+
+    Example:
+        >>> how_it_ended(-9)
+        'its process ended by signal 9 (out of memory?)'
+    """
+    if code == 1:
+        # What Python itself ends with: above all when the script that is imported starts workers.
+        return (
+            "its process ended with exit code 1 (in a script of your own, call this below "
+            "if __name__ == '__main__':, since every worker imports the script)"
+        )
+    how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+    return f"its process ended {how} (out of memory?)"
 
 
 def _serve(setting: Setting, connection: Connection, parent: int) -> None:

@@ -168,7 +168,7 @@ class Pool(ABC):
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise ProfileError.of(
                 f"{MAX_FAILED_STARTS} workers ended, one after the other, before they could take "
-                f"a job (out of memory?): {ended.why}. "
+                f"a job: {ended.why}. "
                 "Finished measurements are kept: run the same command again, with fewer "
                 "--workers, or with --workers 0 to see the error.",
                 "profile-worker",

@@ -40,6 +40,11 @@ class Worker:
     @cached_property
     def _backend(self) -> Any:
         setting = self.setting
+        if setting.array is not None:
+            from capture.profiler.array import ArrayBackend
+
+            target = None if setting.backend == "run" else Target.load(setting.target)
+            return ArrayBackend(self._workload, setting.array, target=target)
         if setting.measures == "packs":
             from capture.profiler.packs import PackBackend
 
@@ -107,6 +112,8 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
         "split buffers": "measure_split_buffers",
         "layer": "measure",
         "pack": "measure",
+        "segment": "measure",
+        "copy": "measure",
     }
     return Outcome(job, write(getattr(backend, measure[job.part])(job.what)))
 

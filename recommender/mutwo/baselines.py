@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from capture.step.sub_array import SubArray, movable
 from recommender.mutwo.descent import families
 from recommender.mutwo.problem import (
     RECOMPUTE,
@@ -124,12 +125,20 @@ def _largest_subsets(problem: ArrayProblem) -> Baseline:
     fitting, low, high = tried(1), 1, count + 1
     while fitting.fits and high - low > 1:
         middle = (low + high) // 2
-        one = tried(middle)
-        if one.fits:
+        # What is there between the passes needs no program to be known.
+        array = problem.profiled.sub_array(middle)
+        one = tried(middle) if resident_bytes(array) <= problem.limit_bytes else None
+        if one is not None and one.fits:
             fitting, low = one, middle
         else:
             high = middle
     return fitting
+
+
+def resident_bytes(array: SubArray) -> int:
+    """Between the passes, where everything is retained: state and feature maps."""
+    maps = sum(array.bundles[number].nbytes for number in movable(array))
+    return maps + sum(bundle.nbytes for bundle in array.bundles if bundle.is_state)
 
 
 def _subsets(count: int, size: int) -> list[int]:

@@ -153,9 +153,11 @@ class _Timeline:
         for a, life in enumerate(self.arrays):
             size = len(space.way.partition[a])
             for number, bundle in enumerate(life.sub_array.bundles):
+                if a and bundle.shared:
+                    continue  # once for all; of a batch at least as long as sub-array 0 reads it
                 uses = [self.place[a, use] for use in life.uses(number)]
                 if bundle.is_state:
-                    self.live += 0 if a and bundle.shared else bundle.nbytes
+                    self.live += bundle.nbytes
                     continue
                 if bundle.feed and uses:
                     self.seconds[uses[0]] += host.to_device.seconds(bundle.nbytes)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
+from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Shared
+from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Saturation, Shared
 from capture.plan.why import Why
+from capture.profiler.array_pass import ArrayShape
 from capture.quantities import format_bytes, format_seconds, parse_bytes
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named
@@ -25,6 +28,9 @@ from recommender.mutwo.search import (
     search,
 )
 from recommender.mutwo.ways import ways
+
+if TYPE_CHECKING:
+    from capture.profiler.array import ArrayProfile
 
 Progress = Callable[[str, int, int], None]
 
@@ -45,12 +51,15 @@ class ArrayQuestion:
         shared_batches: Whether all read the same batch.
         num_layers: Of a loss without marks; 0 to choose.
         bundle_bytes: See the plan.
+        backend: ``"compile"`` compiles for the target, whose rates give seconds; ``"run"`` executes
+            programs and copies on the devices here, which are of the target.
         algorithm: Of the search: ours (``"descent"``), all choices (``"enumerate"``), or the
             paper's as printed (``"paper"``) or ``"corrected"``.
 
     Raises:
-        PlanError: ``array-models`` for none, ``search-algorithm`` for an unknown one, and for one
-            model where the paper's have nothing to multiplex.
+        PlanError: ``array-models`` for none, ``array-backend`` for another backend, ``array-limit``
+            where nobody knows the limit, ``search-algorithm`` for an unknown one, and for one model
+            where the paper's have nothing to multiplex; TargetError: ``devices-no-rates``.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
@@ -64,13 +73,26 @@ class ArrayQuestion:
     bundle_bytes: int = BUNDLE_BYTES
     algorithm: Algorithm = "descent"
     shared: Shared = ()
+    backend: str = "compile"
 
     def __post_init__(self) -> None:
         if not self.models:
             raise PlanError.of("models is empty; name one at least.", "array-models")
         if self.batch_size < 1:
             raise PlanError.of(f"batch_size={self.batch_size}; give at least 1.", "array-size")
-        Machine.of(self.cluster)  # before anything is compiled
+        if self.backend not in ("compile", "run"):
+            raise PlanError.of(
+                f"backend={self.backend!r} measures no arrays; choose compile or run.",
+                "array-backend",
+            )
+        if not self.executes:
+            Machine.of(self.cluster)  # before anything is compiled
+        elif self.memory_limit_bytes is None and Target.load(self.cluster.target).memory is None:
+            raise PlanError.of(
+                f"target={self.cluster.target!r} says nothing of its memory; give the limit "
+                "(--memory, memory_limit).",
+                "array-limit",
+            )
         algorithm_named(self.algorithm, ALGORITHMS)
         if self.algorithm in OF_THE_PAPER and len(self.models) == 1:
             raise PlanError.of(
@@ -78,6 +100,18 @@ class ArrayQuestion:
                 "name two at least, or leave it out.",
                 "search-algorithm",
             )
+
+    @property
+    def executes(self) -> bool:
+        """Whether seconds are measured here."""
+        return self.backend == "run"
+
+    @property
+    def shape(self) -> ArrayShape:
+        """Which programs it is about."""
+        return ArrayShape(
+            self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -107,6 +141,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
         best = self.proof.best.evaluation
         facts: dict[str, Any] = {
             "simulated": True,
+            "seconds_from": self.plan and self.plan.seconds_from,
             "lower_bound_seconds": self.proof.bound_seconds,
             "recompute_fraction": best.recompute_fraction,
         }
@@ -121,6 +156,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
                 "recompute": found.recomputed_bytes,
             }
             written["plan"] = {**written["plan"], **facts}
+        written["saturation"] = write(self.plan.saturation) if self.plan is not None else []
         written["ways"] = [one.to_json() for one in self.proof.candidates]
         return {**written, "baselines": [one.to_json() for one in self.proof.baselines]}
 
@@ -156,41 +192,33 @@ def mutwo(
 
 
 def plan_array(
-    question: ArrayQuestion, progress: Progress = lambda kind, done, total: None
+    question: ArrayQuestion,
+    progress: Progress = lambda kind, done, total: None,
+    profile: ArrayProfile | None = None,
 ) -> ArrayAnswer:
-    """Answer a question; compiles for its target.
+    """Answer a question.
 
     Args:
         question: What is asked.
-        progress: Told (kind, done, total) of what is compiled.
+        progress: Told (kind, done, total) of what is measured.
+        profile: Of the question's programs; None has them measured in this process.
 
     Raises:
-        PlanError: ``array-hyperparameter``, ``array-shared``; WorkloadError: ``array-key``,
-            ``array-shared-updated``; TargetError: ``devices-no-rates``, and those of the compiler.
+        PlanError: ``array-hyperparameter``, ``array-shared``, ``array-devices``; WorkloadError:
+            ``array-key``, ``array-shared-updated``; TargetError: those of the compiler.
     """
-    from capture.profiler.array import ArrayProfile
-
-    named = question.workload
-    workload = named.load() if isinstance(named, WorkloadSpec) else named
-    profile = ArrayProfile(
-        workload,
-        question.cluster,
-        question.batch_size,
-        question.num_layers,
-        question.shared,
-        question.shared_batches,
-        question.bundle_bytes,
-        progress,
-    )
-    machine = profile.machine
+    if profile is None:
+        profile = _profile_here(question, progress)
+    named, workload = question.workload, profile.workload
     profile.check(question.models)
     limit = question.memory_limit_bytes
-    limit = int(machine.memory_limit_bytes) if limit is None else limit
+    limit = profile.memory_bytes if limit is None else limit
+    assert limit is not None, "checked by the question"
     problem = ArrayProblem(
-        profile, len(question.models), machine.rates.host, limit, question.host_memory_bytes
+        profile, len(question.models), profile.host, limit, question.host_memory_bytes
     )
-    sizes = (size for way in ways(problem.num_models, problem.rule) for size in way.sizes)
-    profile.prepare([1, *sizes])
+    sizes = {size for way in ways(problem.num_models, problem.rule) for size in way.sizes} | {1}
+    profile.prepare(sizes)
     result = beside_baselines(problem, search(problem, question.algorithm))
     profile.end()
     best = result.best
@@ -210,11 +238,31 @@ def plan_array(
         model_hash=profile.model_hash,
         workload=named if isinstance(named, WorkloadSpec) else None,
         prediction=best.evaluation.prediction(),
+        seconds_from=profile.source,
+        saturation=tuple(Saturation(size, profile.seconds_of(size)) for size in sorted(sizes)),
         why=why,
         candidates=tuple(one.to_json() for one in result.candidates),
     )
     status = "ok" if best.fits else "infeasible"
     return ArrayAnswer(status, plan, result, why, plan.headroom(limit), workload)
+
+
+def _profile_here(question: ArrayQuestion, progress: Progress) -> ArrayProfile:
+    """Measured in this process."""
+    from capture.profiler.array import ArrayProfile
+
+    named = question.workload
+    return ArrayProfile(
+        named.load() if isinstance(named, WorkloadSpec) else named,
+        question.cluster,
+        question.batch_size,
+        question.num_layers,
+        question.shared,
+        question.shared_batches,
+        question.bundle_bytes,
+        progress,
+        question.executes,
+    )
 
 
 def _why(result: ArrayResult, limit: int) -> Why:

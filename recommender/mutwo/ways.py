@@ -10,8 +10,9 @@ from typing import Literal
 from capture.plan.array import Order
 
 #: Which partitions are weighed: those that the paper lists, pairs of equal sub-arrays, all into an
-#: even number of sub-arrays, or all (READINGS.md, M-y).
-Rule = Literal["listed", "pairs", "even", "all"]
+#: even number of sub-arrays, or all (READINGS.md, M-y); or those into equal sub-arrays, whose
+#: programs are of the fewest sizes.
+Rule = Literal["listed", "pairs", "even", "all", "equal"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ def even_partitions(num_models: int) -> list[tuple[int, ...]]:
     return [sizes for sizes in partitions(num_models) if len(sizes) % 2 == 0]
 
 
+def equal_partitions(num_models: int) -> list[tuple[int, ...]]:
+    """All into equal sub-arrays, the largest first."""
+    whole = [parts for parts in range(1, num_models + 1) if num_models % parts == 0]
+    return [(num_models // parts,) * parts for parts in whole]
+
+
 def partitions(count: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
     """Numbers that sum to a count, the largest first.
 
@@ -95,19 +102,21 @@ RULES: dict[Rule, Callable[[int], Iterable[tuple[int, ...]]]] = {
     "pairs": equal_pairs,
     "even": even_partitions,
     "all": partitions,
+    "equal": equal_partitions,
 }
 
 
 def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
-    """The partitions of a rule, multiplexed and in turn; equal sub-arrays, all fused and none fused
-    in turn.
+    """The partitions of a rule, multiplexed and in turn; equal sub-arrays (by one model), all fused
+    and none fused in turn.
 
     A partition is multiplexed as one cycle, the backward pass of each sub-array beside the forward
     pass of the next, the larger ones first; so any number of sub-arrays can be.
     """
     sizes = list(RULES[rule](num_models))
     multiplexed = [one for one in sizes if len(one) > 1]
-    equal = [_equal(num_models, parts) for parts in (1, 2, 3, 4, num_models)]
+    parts = (1, num_models) if rule == "equal" else (1, 2, 3, 4, num_models)
+    equal = [_equal(num_models, count) for count in parts]
     in_turn = dict.fromkeys([*(one for one in equal if min(one)), *sizes])
     found = [Way(placed(one), "multiplexed") for one in multiplexed]
     return [*found, *(Way(placed(one), "in turn") for one in in_turn)]

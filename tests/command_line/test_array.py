@@ -38,7 +38,7 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     common = [
         "plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo", "--models", 2, "--vary",
         "learning_rate=0.3,0.03", "--vary", "seed=1", "--target", "slow.json",
-        "--global-batch", BATCH,
+        "--global-batch", BATCH, "--workers", 0, "--store", "store.sqlite",
     ]  # fmt: skip
     code, free = asked(capsys, *common)
     assert (code, free["status"]) == (0, "ok")
@@ -80,6 +80,7 @@ def test_adapters_share_their_base(folder, capsys):
     code, found = asked(
         capsys, "plan", f"{lora}:lora?num_layers=2&seq_len=8", "--system", "mutwo", "--models", 2,
         "--shared", "base/*", "--target", "slow.json", "--global-batch", 1,
+        "--workers", 0, "--store", "store.sqlite",
     )  # fmt: skip
     assert (code, found["plan"]["shared"]) == (0, ["base/*"])
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check", "--save", "run")
@@ -87,6 +88,26 @@ def test_adapters_share_their_base(folder, capsys):
     assert ran["max_relative_loss_error"] < 1e-6
     code, later = asked(capsys, "run", "plan.json", "--steps", 1, "--restore", "run")
     assert code == 0 and later["num_steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_sweep_is_planned_from_what_a_worker_has_executed(folder, capsys):
+    """Seconds of this machine; a second question executes nothing and has the same answer."""
+    common = [
+        "plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo", "--models", 2,
+        "--backend", "run", "--memory", "60kB", "--global-batch", BATCH, "--store", "store.sqlite",
+    ]  # fmt: skip
+    code, found = asked(capsys, *common)
+    assert (code, found["status"]) == (0, "ok")
+    plan = found["plan"]
+    assert plan["simulated"] and plan["seconds_from"] == "executions on cpu (median of 3)"
+    assert plan["peak_bytes"] <= 60_000
+    _, again = asked(capsys, *common, "--workers", 0)
+    assert again["plan"]["step_seconds"] == plan["step_seconds"]
+    _, jobs = asked(capsys, "store", "ls", "--store", "store.sqlite")
+    assert jobs
+    code, ran = asked(capsys, "run", "plan.json", "--steps", 2)
+    assert code == 0 and ran["planned_peak_bytes"] == ran["measured_peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +118,8 @@ def test_adapters_share_their_base(folder, capsys):
         (["--vary", "seed=0,1", "--shared", "base/*"], "array-shared"),
         (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
         (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
+        (["--vary", "seed=0,1", "--target", "cpu", "--backend", "run"], "array-limit"),
+        (["--vary", "seed=0,1", "--backend", "alpa"], "array-backend"),
         (["--vary", "seed=0,1", "--global-batch", "0"], "array-size"),
         (["--vary", "seed=0", "--algorithm", "paper"], "search-algorithm"),
         (["--vary", "seed=0,1", "--algorithm", "wide"], "search-algorithm"),
@@ -106,6 +129,7 @@ def test_wrong_questions_are_refused(folder, capsys, more, code):
     given = ["plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo"]
     if "--target" not in more:
         given += ["--target", "slow.json"]
+    given += ["--store", "store.sqlite"]
     exit_code, document = asked(capsys, *given, *more)
     assert exit_code == 2
     assert [error["code"] for error in document["errors"]] == [code]

@@ -17,8 +17,17 @@ import pytest
 from processes import QUICK_CODE, environment_apart, output_of
 from timeouts import TIMEOUT_SECONDS
 
-from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, mutation, published_runs
+from benchmarks import (
+    alpa_replay,
+    drawing,
+    gpu_truth,
+    hybrid_sharding,
+    mutation,
+    mutwo_saturation,
+    published_runs,
+)
 from benchmarks.capture_paper import count_again, figure_7, scenarios
+from benchmarks.mutwo_paper.settings import overlapped
 from capture.alpa.memory import AlpaMemory
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
@@ -396,3 +405,17 @@ def test_hybrid_sharding_counts_a_gain_only_where_both_spaces_fit():
         "max_abs_error": 0.3,
     }
     assert ElementTree.fromstring(hybrid_sharding.picture(rows)).tag.endswith("svg")
+
+
+def test_fetches_overlap_with_the_programs_that_run_meanwhile():
+    """One in a gap, one over two programs and the gap between, one past the end."""
+    runs = [(0.0, 2.0), (3.0, 5.0), (5.0, 6.0)]
+    assert overlapped(runs, [(2.25, 2.75), (1.0, 4.0), (5.5, 9.0)]) == 0.0 + 2.0 + 0.5
+
+
+def test_fusion_stops_paying_where_twice_as_many_save_less_than_a_fiftieth():
+    rows = [
+        {"degree": degree, "seconds_of_a_model": seconds}
+        for degree, seconds in [(1, 1.0), (2, 0.6), (4, 0.595), (8, 0.3)]
+    ]
+    assert mutwo_saturation.stops_at(rows) == 2 and mutwo_saturation.stops_at(rows[:2]) == 2

@@ -119,6 +119,7 @@ def test_explain_itemises_and_ranks_the_changes(planned):
         change["peak_bytes"] + change["saves_bytes"] == document["peak_bytes"]
         for change in document["changes"]
     )
+    assert document["found"] is None, "it was predicted"
 
 
 @pytest.mark.slow

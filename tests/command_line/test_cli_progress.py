@@ -133,8 +133,8 @@ def test_a_worker_that_dies_is_an_error_with_what_to_do(inside_planned, capsys, 
     status, out, err = run_here(capsys, *command)
     assert (status, out) == (3, "")
     assert err.startswith(
-        "error: 3 workers ended, one after the other, before they could take a job (out of "
-        "memory?): its process ended "
+        "error: 3 workers ended, one after the other, before they could take a job: "
+        "its process ended "
     )
     assert err.endswith("[profile-worker]\n")
 

@@ -1,5 +1,5 @@
-"""Jobs on Ray clusters of several nodes, all of them on this machine: nodes die and join, drivers
-are killed, kinds of devices differ.
+"""Jobs and trainings on Ray clusters of several nodes, all of them on this machine: nodes die and
+join, drivers are killed, kinds of devices differ.
 
 ``make ray`` runs this file: starting the nodes takes most of its time.
 """
@@ -13,18 +13,26 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import environment_apart, user_model
+from plan_examples import two_stages
+from processes import QUICK_CODE, environment_apart, user_model
 from timeouts import TIMEOUT_SECONDS
 
-from capture.errors import ProfileError
+from capture.errors import ExecutionError, ProfileError
+from capture.machine.cluster import Cluster
+from capture.machine.ray_cluster import RayCluster
 from capture.model.workload import WorkloadSpec
+from capture.plan.stage import Stage
+from capture.runtime.hosts.ray_hosts import RayStarter
+from capture.runtime.hosts.restarts import Restarts, train_over_hosts
+from capture.runtime.hosts.watching import watch
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.pools.ray_pool import Demand, travelling
+from profiling_runs.pools.ray_pool import demand_of, travelling
 from profiling_runs.pools.where import Where, setting_of
 
 QUESTION = [
@@ -45,20 +53,20 @@ SPEC = WorkloadSpec("model.py", "model")
 
 
 def test_a_worker_that_compiles_needs_a_processor_and_memory():
-    demand = Demand.of(Setting(SPEC, target="a100-40g"), None)
+    demand = demand_of(Setting(SPEC, target="a100-40g"), None)
     assert demand.room({"CPU": 4, "memory": 64e9}) == 4
     assert demand.room({"CPU": 4, "memory": 2.5e9}) == 2
     assert demand.options()["num_gpus"] == 0
 
 
 def test_a_run_for_a_kind_of_device_fits_nowhere_else():
-    demand = Demand.of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"), None)
+    demand = demand_of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"), None)
     node = {"CPU": 16, "GPU": 4, "memory": 64e9}
     assert demand.room({**node, "accelerator_type:A100": 1}) == 2
     assert demand.room({**node, "accelerator_type:H100": 1}) == demand.room(node) == 0
     assert demand.options()["resources"] == {"accelerator_type:A100": 0.001}
     assert (
-        Demand.of(
+        demand_of(
             Setting(SPEC, num_devices=2, backend="run", target="h100"), "H100-SXM"
         ).accelerator_type
         == "H100-SXM"
@@ -112,6 +120,7 @@ def ray_cluster():
             lambda: cluster.add_node(**{**node, "num_cpus": 1, **resources})
         ),
         kill=lambda added: cluster.remove_node(added, allow_graceful=False),
+        nodes=lambda: cluster.worker_nodes,
         kill_head=lambda: cluster.head_node.kill_gcs_server(check_alive=False),
     )
     cluster.shutdown()
@@ -234,6 +243,156 @@ def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(
     refused.close()
     assert error.value.codes == ("worker-versions",) and "instead of 0.0.1" in str(error.value)
     for node in (other, wanted):
+        ray_cluster.kill(node)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(directory):
+    """Two nodes of a device."""
+    stages = tuple(Stage(first, first + 1, (first,)) for first in (0, 1))
+    made = two_stages(
+        workload=WorkloadSpec.parse(f"{directory / 'model.py'}:model?widths=8,12"),
+        cluster=Cluster((1, 1)),
+        num_layers=2,
+        stages=stages,
+        global_batch_size=4,
+    )
+    made.save(directory / "plan.json")
+    return made
+
+
+def run(directory: Path, *options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "capture", "run", "plan.json", *options],
+        cwd=directory,
+        env=environment_apart(xla_flags=QUICK_CODE),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What a shell starts in the background ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def until_it_says(process: subprocess.Popen, text: str) -> None:
+    assert process.stderr is not None
+    said = []
+    while not said or text not in said[-1]:
+        said.append(process.stderr.readline())
+        assert said[-1], said
+
+
+def actors_of(driver: int) -> list[int]:
+    """Processes that hold a ``RemoteHost`` and are of a driver's own cluster."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if "RemoteHost" in path.read_text() and driver in _ancestors(int(path.parent.name)):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _ancestors(process: int) -> list[int]:
+    found = []
+    while process > 1:
+        status = Path(f"/proc/{process}/status").read_text()
+        process = int(status.split("PPid:")[1].split()[0])
+        found.append(process)
+    return found
+
+
+def is_gone(process: int) -> bool:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while Path(f"/proc/{process}/cmdline").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not Path(f"/proc/{process}/cmdline").exists()
+
+
+@pytest.mark.ray
+def test_a_plan_trains_over_actors_as_in_one_process_and_its_driver_loads_no_jax(directory, plan):
+    alone, _ = run(directory, "--steps", "2", "--json").communicate(timeout=TIMEOUT_SECONDS)
+    driver = run(directory, "--steps", "2", "--json", "--ray", "local", "--trace", "trace.json")
+    until_it_says(driver, "step 1: loss")
+    assert "jaxlib" not in Path(f"/proc/{driver.pid}/maps").read_text()
+    resident = Path(f"/proc/{driver.pid}/status").read_text().split("VmHWM:")[1].split()[0]
+    assert int(resident) < 300_000, "kB"
+    actors = actors_of(driver.pid)
+    assert len(actors) == 2
+    out, said = driver.communicate(timeout=TIMEOUT_SECONDS)
+    assert driver.returncode == 0, said
+    one, over = json.loads(alone), json.loads(out)
+    assert over["loss"] == one["loss"] and [h["num_devices"] for h in over["hosts"]] == [1, 1]
+    assert all(map(is_gone, actors))
+    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1, 2}
+
+
+@pytest.mark.ray
+def test_ctrl_c_leaves_nothing_running(directory, plan):
+    driver = run(directory, "--steps", "100000", "--ray", "local")
+    until_it_says(driver, "step 2: loss")
+    actors = actors_of(driver.pid)
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=TIMEOUT_SECONDS)
+    assert driver.returncode == 130 and len(actors) == 2 and all(map(is_gone, actors))
+
+
+@pytest.mark.ray
+def test_hosts_are_placed_apart_and_started_again_on_other_nodes(
+    ray_cluster, directory, plan, monkeypatch
+):
+    monkeypatch.chdir(directory)
+    cluster = RayCluster(ray_cluster.address, ExecutionError)
+    starter = RayStarter(cluster, plan.workload, place_seconds=2.0)
+    ray_cluster.add()
+    try:
+        with pytest.raises(ExecutionError) as refused:
+            starter.start(plan, {})
+        assert refused.value.codes == ("ray-resources",)
+        assert "2 processes need 1 CPU, 1000000000 bytes of memory each, each on a node of" in str(
+            refused.value
+        )
+        assert "waited" in str(refused.value) and starter.missing(plan) == {1}
+        second = ray_cluster.add()
+        training = {"num_steps": 6, "save": directory / "state", "save_every": 2}
+        nodes: list[set[str]] = []
+        started = RayStarter.start
+
+        def start(self, plan, training):
+            processes = started(self, plan, training)
+            nodes.append({greeting.node for greeting in processes._greetings})
+            return processes
+
+        monkeypatch.setattr(RayStarter, "start", start)
+        killed: list[str] = []
+
+        def report(text: str) -> None:
+            if text.startswith("step 3:") and not killed:
+                killed.append(second.node_id)
+                ray_cluster.kill(second)
+                ray_cluster.add()
+
+        patient = replace(starter, place_seconds=60.0)
+        document = train_over_hosts(patient, plan, training, Restarts(2), report)
+        assert [len(each) for each in nodes] == [2, 2] and killed[0] in nodes[0] - nodes[1]
+        assert len(document["loss"]) == 6 and len(document["restarts"]) == 1
+        assert document["restarts"][0]["resumed_from_step"] == 2
+        alone, _ = run(directory, "--steps", "6", "--json").communicate(timeout=TIMEOUT_SECONDS)
+        assert document["loss"] == json.loads(alone)["loss"]
+        # One that is stopped is found, and ended all the same.
+        processes = starter.start(plan, {"num_steps": 100_000})
+        stopped = processes._greetings[1].process
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(ExecutionError, match=r"host 1: its process gives no sign of life"):
+            watch(processes, 2, silent_seconds=4.0)
+        processes.end()
+        assert is_gone(stopped)
+    finally:
+        cluster.close()
+    for node in list(ray_cluster.nodes()):
         ray_cluster.kill(node)
 
 

@@ -17,6 +17,7 @@ from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend
 from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import Bounder
+from capture.runtime.saved_pass import SavedPass
 from profiling_runs.bounds import bounds
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -149,6 +150,26 @@ def test_large_products_have_room_to_work_in(size, scratch):
     plain, more = (each(lambda x, y: x @ y @ y, (square, square)) for each in bounders)
     assert plain.least_bytes == 4 * size**2
     assert more.least_bytes == plain.least_bytes + scratch
+
+
+@pytest.mark.parametrize("remat", ["none", "cheap"])
+def test_a_stage_is_traced_once_for_all_its_degrees(remat, monkeypatch):
+    """And is bounded as if it were traced for each."""
+    passes = []
+    monkeypatch.setattr(
+        "capture.runtime.traced_stage.SavedPass",
+        lambda *given: passes.append(given) or SavedPass(*given),
+    )
+    backend = CompileBackend(MODELS["mlp"](), store=Store(), num_devices=4)
+    together = BoundsBackend(backend)
+    choices = [StageChoice(*degrees, remat) for degrees in ((1, 1), (2, 1), (1, 2), (2, 2))]
+    choices += [StageChoice(2, 1, remat, shard_params=True), StageChoice(1, 2, remat)]
+    configs = [StageConfig(1, 3, choice, SIZE) for choice in choices]
+    found = [together.measure(config) for config in configs]
+    assert len(passes) == 2, "what names its mesh is traced for itself"
+    for config, each in zip(configs, found, strict=True):
+        alone = CompileBackend(MODELS["mlp"](), store=Store(), num_devices=4)
+        assert BoundsBackend(alone).measure(config) == each, config
 
 
 def test_bounds_are_kept_in_the_store():

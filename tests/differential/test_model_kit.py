@@ -17,17 +17,15 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.model_kit import (
+from benchmarks.kit_questions import (
     KIT,
     Predicted,
     Question,
     ask,
     errors_of_a_step,
-    merged,
-    pooled,
-    summary,
     workload_of,
 )
+from benchmarks.model_kit import merged, pooled, summary
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph

@@ -9,6 +9,7 @@ import pytest
 from array_kit import Kit
 
 from benchmarks.mutwo_graphs import chain, host_link, random_graph
+from recommender.mutwo.baselines import _largest_subsets, resident_bytes
 from recommender.mutwo.bound import bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
@@ -85,9 +86,10 @@ def test_of_a_chain_the_two_orders_with_first_layers_swapped_are_never_faster():
     assert Choice("swap", 4) in space.options[0]
 
 
-def test_every_limit_is_kept_and_less_memory_is_never_faster():
+@pytest.mark.parametrize(("seed", "num_bundles", "rate"), [(7, 4, 4e9), (12, 6, 8e9), (3, 5, 2e9)])
+def test_every_limit_is_kept_and_less_memory_is_never_faster(seed, num_bundles, rate):
     """From the unlimited peak down in 20 steps; an answer that is gone does not come back."""
-    costs, link = random_graph(7, 4), host_link(4e9)
+    costs, link = random_graph(seed, num_bundles), host_link(rate)
     whole = ArrayProblem(costs, 2, link, 10**12, by_bundle=True)
     most = search(whole).best.weighed.peak_bytes
     before = 0.0
@@ -100,6 +102,16 @@ def test_every_limit_is_kept_and_less_memory_is_never_faster():
         assert best.seconds >= before * (1 - 1e-9)
         before = best.seconds
     assert before == float("inf") and not best.fits
+
+
+def test_what_comes_early_makes_nothing_wait():
+    """With more room a bundle was fetched early beside one that was still going out, for which the
+    next program then had to wait: 6 % slower than with less room."""
+    free = ArrayProblem(random_graph(12, 6), 2, host_link(8e9), 10**12, by_bundle=True)
+    more, less = (replace(free, limit_bytes=n).space(MULTIPLEXED) for n in (27_600_006, 26_800_006))
+    chosen, found = descend(less)
+    assert more.weigh(chosen).seconds == less.weigh(chosen).seconds == found.seconds
+    assert descend(more)[1].seconds <= found.seconds
 
 
 def test_what_all_sub_arrays_share_takes_its_room_once():
@@ -144,6 +156,28 @@ def test_partitions_are_those_of_their_rules():
     assert [way.name for way in ways(3)] == [
         "multiplexed 2+1", "all fused", "in turn 2+1", "none fused"
     ]  # fmt: skip
+    assert {way.sizes for way in ways(6, "equal")} == {(6,), (3, 3), (2, 2, 2), (1,) * 6}
+
+
+def test_the_largest_subsets_are_found_without_programs_of_those_that_are_too_large():
+    """By their state and feature maps alone; those that these leave are asked for."""
+
+    class Asked(Kit):
+        asked: set[int]
+
+        def facts(self, sub_array, call):
+            self.asked.add(sub_array.num_models)
+            return super().facts(sub_array, call)
+
+    kit = Asked(3)
+    object.__setattr__(kit, "asked", set())
+    free = ArrayProblem(kit, 16, host_link(1e9), 10**9)
+    three = replace(free, num_models=3).space(Way(((0, 1, 2),), "in turn"))
+    limit = three.weigh(three.retained).peak_bytes
+    kit.asked.clear()
+    found = _largest_subsets(replace(free, limit_bytes=limit))
+    assert found.sizes == (3, 3, 3, 3, 3, 1) and found.fits
+    assert max(kit.asked) <= 4 and resident_bytes(kit.sub_array(3)) < limit
 
 
 @pytest.mark.parametrize("part", [0.9, 0.4, 0.1])

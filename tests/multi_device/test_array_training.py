@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from array_models import BATCH, MEMBERS, alone, array_plan, batches_of, tiny_gpt
+from array_models import BATCH, MEMBERS, SEQUENCE, alone, array_plan, batches_of, tiny_gpt
 from tracing_models import scanned
 
 from capture.errors import CaptureError
@@ -152,7 +152,12 @@ def test_batches_parameters_and_optimizer_states_are_of_each_model():
     document = run_array(plan, workload, 2, check=True, fast_compile=True)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
+    worst = document["worst_param"]
+    assert worst["leaf"] in {"table", "unread"} or worst["leaf"].startswith("blocks/")
+    assert 0 < document["max_param_error_in_roundings"] < 1 and worst["model"] in range(4)
     assert document["measured_peak_bytes_per_device"] == document["replayed_peak_bytes_per_device"]
+    leaf_bytes = BATCH * SEQUENCE * 4  # two leaves, and at most two updates at once
+    assert document["replayed_parts_bytes"]["shared batch"] in (2 * leaf_bytes, 4 * leaf_bytes)
     assert document["num_compiled_after_first_step"] == 0
 
 

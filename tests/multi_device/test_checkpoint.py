@@ -4,6 +4,8 @@ model is refused leaf by leaf."""
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,8 +15,11 @@ from pipeline_models import mlp, pipeline, tied
 
 from capture.errors import ExecutionError
 from capture.runtime import checkpoint
+from capture.runtime.hosts.saved import complete_steps
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import max_relative_error
+from capture.runtime.training import Training
+from capture.runtime.training import train as train_plan
 
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0), optax.noisy_sgd(0.1, key=jax.random.key(3)), optax.trace(0.9)
@@ -113,6 +118,25 @@ def test_an_interrupted_save_loses_nothing(small, tmp_path, monkeypatch):
     assert max_relative_error(small.params(restored), kept) == 0
     checkpoint.save(small, state, tmp_path, keep=1)
     assert checkpoint.restore(small, tmp_path).num_steps == 2
+
+
+def test_a_training_saves_as_it_goes_and_passes_over_what_is_damaged(tmp_path):
+    plan, said = pipeline((4,), ((1, 1),)), list[str]()
+    saving = Training(num_steps=3, save=tmp_path, save_every=2)
+    whole = train_plan(plan, mlp(), saving)
+    assert whole["saved"] == str(tmp_path / "3") and complete_steps(tmp_path) == [2, 3]
+    with pytest.raises(ExecutionError) as error:
+        train_plan(plan, mlp(), saving)
+    assert error.value.codes == ("checkpoint-exists",)
+    shutil.rmtree(tmp_path / "3" / "state")
+    (tmp_path / "4").mkdir()  # of a save that was killed
+    again = replace(saving, restore=tmp_path, until=4)
+    going_on = train_plan(plan, mlp(), again, said.append)
+    assert going_on["loss"][0] == whole["loss"][2]
+    assert complete_steps(tmp_path) == [2, 4] and (tmp_path / "3.unreadable").is_dir()
+    assert "step 4 in" in said[1] and "was not written to its end" in said[1]
+    assert "step 3 in" in said[2] and said[2].endswith("going on from that of step 2")
+    assert train_plan(plan, mlp(), again)["loss"] == [], "it is at its end"
 
 
 def test_another_model_or_optimizer(small, tmp_path):

@@ -12,14 +12,19 @@ import host_cases
 import jax
 import numpy as np
 import pytest
+from pipeline_models import pipeline
 from processes import QUICK_CODE, REPOSITORY, environment_apart
 from timeouts import TIMEOUT_SECONDS
 
 from capture import pipeshard
+from capture.errors import ExecutionError
 from capture.runtime import checkpoint
+from capture.runtime.hosts.saved import MARKER, complete_steps
 
 
-def run_hosts(folder: Path, names: list[str], num_hosts: int = 2, delay: float = 0.0) -> None:
+def run_hosts(
+    folder: Path, names: list[str], num_hosts: int = 2, delay: float = 0.0, seeds: int = 1
+) -> None:
     """Start the processes, wait until all have ended, and end them if one fails or it is late."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -28,11 +33,11 @@ def run_hosts(folder: Path, names: list[str], num_hosts: int = 2, delay: float =
     started = []
     try:
         for host in range(num_hosts):
-            arguments = [str(num_hosts), str(host), str(folder), str(delay), *names]
+            numbers = [str(num_hosts), str(host), str(folder), str(delay), str(seeds)]
             with (folder / f"{host}.log").open("w") as log:
                 started.append(
                     subprocess.Popen(
-                        [*program, *arguments],
+                        [*program, *numbers, *names],
                         env=environment_apart(REPOSITORY / "tests", xla_flags=QUICK_CODE),
                         stderr=log,
                     )
@@ -57,12 +62,18 @@ def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
         pipeshard(workload, plan, jax.devices()[: sum(plan.cluster.nodes)]), workload
     )
     found = [dict(np.load(folder / f"{name}.{host}.npz")) for host in range(num_hosts)]
-    alone = {"peaks", "replayed", "num_checks"}
+    alone = {"peaks", "replayed", "num_checks", "examples read", "waiting"}
+    each = np.array([of_host["examples read"] for of_host in found])
+    assert (each.sum(0) >= one["examples read"]).all() and (each <= one["examples read"]).all()
+    assert each.sum() < num_hosts * one["examples read"].sum(), (
+        "nobody needs all that the others do"
+    )
     for host, of_host in enumerate(found):
         for what in one.keys() - alone:
             np.testing.assert_array_equal(of_host[what], one[what], f"{name}, host {host}: {what}")
         assert of_host["num_checks"] > len(plan.stages) * plan.num_microbatches
         assert (of_host["replayed"] == found[0]["replayed"]).all()
+        assert of_host["waiting"].any() and (of_host["waiting"] < of_host["peaks"]).all()
     measured = np.concatenate([of_host["peaks"] for of_host in found])
     np.testing.assert_array_equal(measured, found[0]["replayed"], name)
     assert (measured >= one["replayed"]).all(), "what waits to be pulled is held beside the rest"
@@ -72,6 +83,44 @@ def test_two_hosts_are_one_process(tmp_path):
     run_hosts(tmp_path, list(host_cases.CASES))
     for name in host_cases.CASES:
         assert_as_one_process(tmp_path, name)
+    assert_restored_alone(tmp_path)
+
+
+def assert_restored_alone(folder: Path) -> None:
+    """One process reads what two have written, under another plan; and the checkpoint before it, if
+    that is not whole."""
+    saved, name = folder / "saved", host_cases.SAVED
+    assert complete_steps(saved) == [2, 3]
+    workload, _, _ = host_cases.ALL[name]()
+    step = pipeshard(workload, pipeline((4,), ((1, 1),)))
+    state = checkpoint.restore(step, saved)
+    found = np.load(folder / f"{name}.0.npz")
+    for what, tree in (("params", step.params), ("optimizer", step.optimizer_state)):
+        for i, leaf in enumerate(jax.tree.leaves(tree(state))):
+            np.testing.assert_array_equal(leaf, found[f"{what} {i}"])
+
+    def passed_over() -> str:
+        said: list[str] = []
+        assert checkpoint.restore(step, saved, report=said.append).num_steps == 2
+        (line,) = said
+        assert line.endswith("going on from that of step 2")
+        return line
+
+    (data,) = (saved / "3/stage_1/d").iterdir()
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert f"is damaged: ValueError: stage_1/d/{data.name} has other content" in passed_over()
+    data.write_bytes(whole[:-1])
+    assert f"has {len(whole) - 1} bytes and was written with {len(whole)}" in passed_over()
+    data.unlink()
+    assert f"stage_1/d/{data.name} is missing" in passed_over()
+    (saved / "3" / MARKER).unlink()
+    assert "the checkpoint of step 3" in (line := passed_over())
+    assert "was not written to its end" in line
+    (saved / "2" / MARKER).write_text("{")
+    with pytest.raises(ExecutionError) as refused:
+        checkpoint.restore(step, saved, num_steps=2)
+    assert refused.value.codes == ("checkpoint-damaged",)
 
 
 @pytest.mark.slow
@@ -79,16 +128,17 @@ def test_more_plans_and_late_processes(tmp_path):
     run_hosts(tmp_path, list(host_cases.SLOW_CASES), delay=0.02)
     for name in host_cases.SLOW_CASES:
         assert_as_one_process(tmp_path, name)
-    workload, plan, _ = host_cases.ALL[host_cases.SAVED]()
-    alone = pipeshard(workload, plan, jax.devices()[:4])
-    state = checkpoint.restore(alone, tmp_path / "saved")
-    found = np.load(tmp_path / f"{host_cases.SAVED}.0.npz")
-    for i, leaf in enumerate(jax.tree.leaves(alone.params(state))):
-        np.testing.assert_array_equal(leaf, found[f"params {i}"])
 
 
 @pytest.mark.slow
 def test_three_hosts_with_random_delays(tmp_path):
     run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02)
+    for name in host_cases.THREE_HOSTS:
+        assert_as_one_process(tmp_path, name, num_hosts=3)
+
+
+@pytest.mark.exhaustive
+def test_twenty_orders_of_events_give_the_same(tmp_path):
+    run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02, seeds=20)
     for name in host_cases.THREE_HOSTS:
         assert_as_one_process(tmp_path, name, num_hosts=3)

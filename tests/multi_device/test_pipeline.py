@@ -188,9 +188,7 @@ def test_sharded_parameters():
         assert arrays == [held[s, category] for category in ("parameters", "optimizer")]
         # The bias of a stage with tensor parallelism has no dimension left to split.
         assert held[s, "parameters"] == whole[s, "parameters"] / 2 + (128 if s else 0)
-    pins = [
-        str(s.stages[0]._traced_forward).count("sharding_constraint") for s in (step, replicated)
-    ]
+    pins = [str(s.stages[0]._saved.traced).count("sharding_constraint") for s in (step, replicated)]
     assert pins == [1, 0], "what passes between the two layers keeps its sharding"
     text = step.stages[0].backward.call.as_text()
     assert "all-gather" in text and "all-gather" not in replicated.stages[0].backward.call.as_text()

@@ -172,7 +172,7 @@ def test_where_nothing_can_be_split_programs_and_their_keys_are_the_same(workloa
         programs(workload, degrees, on=on, layers=(1, 2)) for on in (True, False)
     )
     assert key == plain_key
-    assert str(split._traced_forward) == str(plain._traced_forward)
+    assert str(split._saved.traced) == str(plain._saved.traced)
     assert programs(transformer())[1] != programs(transformer(), on=False)[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from array_kit import MACHINE, Kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from capture.plan.array import Decision
 from capture.step.issue import Clock
 from capture.step.multiplexed import build_array, issue, lifetimes, peak_of
 from capture.step.multiplexed import orders as order_of
-from capture.step.program import Copy
+from capture.step.program import Copy, Feed, Free
 from capture.step.sub_array import movable, recomputable
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
 
@@ -20,11 +21,12 @@ LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 
 
 @st.composite
-def decided(draw, layers, shared_bytes=0):
+def decided(draw, layers, shared_bytes=0, shared_batch=False):
     """Sub-arrays of a chain with choices drawn for each bundle."""
     found = []
     for models in draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (2, 1, 1)])):
-        chain = Kit(layers, shared_bytes=shared_bytes).sub_array(models)
+        kit = Kit(layers, shared_bytes=shared_bytes, shared_batch=shared_batch)
+        chain = kit.sub_array(models)
         again = recomputable(chain)
         decisions = []
         for number in movable(chain):
@@ -112,7 +114,8 @@ def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
 ):
     """What a search asks thousands of times is what the step says that is written."""
     shared_bytes = data.draw(st.sampled_from([0, 70]))
-    arrays = data.draw(decided(layers, shared_bytes))
+    shared_batch = data.draw(st.booleans())
+    arrays = data.draw(decided(layers, shared_bytes, shared_batch))
     turns = data.draw(st.sampled_from(["multiplexed", "in turn"]))
     kit, host = Kit(layers), MACHINE.rates.host
     free = peak_of(build_array(arrays, turns, kit).replay(), 0)[0]
@@ -138,3 +141,29 @@ def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
     assert issued.host_peak_bytes == ledger.peak_of("host").peak_bytes
     # Once for all sub-arrays.
     assert ledger.peak_of(0).parts.get("shared", 0) == shared_bytes
+
+
+@pytest.mark.parametrize(("order", "held"), [("in turn", [1]), ("multiplexed", [1, 2, 1])])
+def test_a_batch_of_all_sub_arrays_is_on_the_device_once(order, held):
+    """Of three sub-arrays; multiplexed, that of the next update is there beside it for a while."""
+    arrays = [lifetimes(Kit(3, shared_batch=True).sub_array(n), []) for n in (2, 1, 1)]
+    steps = build_array(arrays, order, Kit(3))
+    (size,) = {b.nbytes for life in arrays for b in life.sub_array.bundles if b.feed}
+    for built, most in zip(steps.all, held, strict=True):
+        assert max(_batch_bytes(built.step)) == most * size
+        feeds = [each for each in built.step.instructions if isinstance(each, Feed)]
+        assert len(feeds) == (built is not steps.epilogue)
+    left = {name for name in steps.body.step.persistent if "batch" in name}
+    assert left == ({"0: batch 0"} if order == "multiplexed" else set())
+
+
+def _batch_bytes(step):
+    """After every instruction, the live bytes of batches."""
+    slots = {n: step.slots[n] for n in step.persistent.values()}
+    for each in step.instructions:
+        if isinstance(each, Feed):
+            slots[each.slot] = step.slots[each.slot]
+        if isinstance(each, Free):
+            for number in each.slots:
+                slots.pop(number, None)
+        yield sum(slot.nbytes for slot in slots.values() if slot.category == "batch")

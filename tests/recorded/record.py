@@ -42,6 +42,7 @@ def as_text(cases: dict[str, dict[str, Any]]) -> str:
 
 
 def main(names: list[str]) -> None:
+    sys.path.append(str(RECORD.parent.parent))  # as for pytest
     import tests.conftest  # noqa: F401  (eight virtual devices, and the flags that the tests compile with)
     from tests.recorded.bench import apart
     from tests.recorded.cases import CASES

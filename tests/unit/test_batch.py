@@ -22,6 +22,7 @@ from capture.plan.choices import StageChoice
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.listing import GUESSED_SECONDS, listing
+from profiling_runs.pools.local import how_it_ended
 from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Pool, PoolWorker, Ready
 from profiling_runs.pools.where import Where
 from profiling_runs.pools.worker import check_versions
@@ -196,6 +197,11 @@ def test_workers_that_never_get_ready_are_an_error():
         run([job("a")], pool)
     assert error.value.codes == ("profile-worker",)
     assert len(pool.made) == MAX_FAILED_STARTS
+
+
+def test_a_script_that_every_worker_would_run_again_is_told_how_to_be_written():
+    assert "if __name__ == '__main__':" in how_it_ended(1)
+    assert how_it_ended(9) == "its process ended with exit code 9 (out of memory?)"
 
 
 def test_results_that_arrive_together_are_all_kept_before_anybody_hears_of_one():

@@ -13,6 +13,7 @@ from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.plan.stages import Plan
+from capture.plan.why import Why
 from recommender import PlanQuestion, recommend
 from recommender.capture.bounds_first import Effort, bounds_first
 
@@ -145,3 +146,17 @@ def test_what_is_near_enough_but_does_not_fit_is_no_answer():
     peak = planted.search().peak_bytes
     found = planted.search(effort=Effort(within_fraction=9.0), memory_limit_bytes=peak)
     assert (found.status, found.peak_bytes) == ("ok", peak)
+
+
+def test_an_answer_says_how_it_was_found():
+    planted = Planted4(1)
+    why = planted.search().why
+    first, last = why.proven.trail[0], why.proven.trail[-1]
+    count = last.num_compiled
+    assert f"with {count} new stages compiled; proven: no plan of the space" in why.found
+    assert why.found.endswith(f" First: {first}. Last: {last}.")
+    assert "0 stages compiled: the least peak is between" in str(first)
+    assert str(first).endswith(" (expected)") and not str(last).endswith(" (expected)")
+    quick = planted.search(effort=Effort(compiles=0)).why
+    assert quick.found == f"{quick.uncompiled} {quick.proven.trail[0]}."
+    assert Why("predicted").found == ""

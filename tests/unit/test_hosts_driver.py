@@ -13,8 +13,9 @@ from capture.errors import ExecutionError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.runtime.hosts.documents import joined
-from capture.runtime.hosts.driver import check_nodes, run_processes
-from capture.runtime.hosts.process import HostJob
+from capture.runtime.hosts.driver import LocalProcesses, check_nodes
+from capture.runtime.hosts.process import HostJob, Said
+from capture.runtime.hosts.watching import watch
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
 JOBS = [
@@ -22,17 +23,25 @@ JOBS = [
 ]
 
 
+def watched(life, **options) -> list:
+    processes = LocalProcesses(JOBS, life)
+    try:
+        return watch(processes, len(JOBS), **options)
+    finally:
+        processes.end()
+        assert not multiprocessing.active_children()
+
+
 def refusal(life, **options) -> ExecutionError:
     with pytest.raises(ExecutionError) as refused:
-        run_processes(JOBS, life, **options)
-    assert not multiprocessing.active_children()
+        watched(life, **options)
     return refused.value
 
 
 def test_all_are_heard_and_ended():
-    said: list[str] = []
-    assert run_processes(JOBS, host_lives.done, said.append) == [{"host": 0}, {"host": 1}]
-    assert said == ["host 0 trains"] and not multiprocessing.active_children()
+    said: list = []
+    assert watched(host_lives.done, note=said.append) == [{"host": 0}, {"host": 1}]
+    assert said == [Said("host 0 trains")]
 
 
 def test_the_host_that_was_killed_is_named_not_those_that_notice():

@@ -34,7 +34,10 @@ LOAD_THROUGH_ANOTHER = (
 
 
 #: They start and hear processes that execute, among modules that do.
-DRIVERS = ("capture.runtime.hosts.driver", "capture.runtime.hosts.process")
+DRIVERS = tuple(
+    f"capture.runtime.hosts.{name}"
+    for name in ("documents", "driver", "process", "ray_hosts", "restarts", "saved", "watching")
+)
 
 
 def framework_free() -> list[str]:

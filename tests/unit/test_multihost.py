@@ -119,3 +119,12 @@ def test_devices_of_other_processes_are_refused_where_nobody_shares_the_plan():
         "pipeshard the processes that share the plan "
         "(hosts=capture.runtime.multihost.initialize()), or devices of this one. [run-devices]"
     )
+
+
+def test_a_directory_that_not_all_hosts_see_is_refused():
+    hosts = hosts_of(3)
+    seen = [[2, 4], [2, 4], []]
+    found = together(hosts, lambda host: host.check_alike("checkpoints in 'd'", seen[host.process]))
+    assert {error.codes for error in found} == {("checkpoint-not-shared",)}
+    assert str(found[0]).startswith("host 2 sees [] as checkpoints in 'd', and host 0 [2, 4]; give")
+    assert together(hosts, lambda host: host.check_alike("files", [1])) == [None] * 3

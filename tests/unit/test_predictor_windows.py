@@ -14,10 +14,12 @@ from synthetic_profiles import Planted, configs_of, make_plan
 from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.measured.size_errors import UNCALIBRATED_FRACTION
+from capture.measured.stage_cost import SplitCost
 from capture.plan.choices import StageChoice
 from capture.predictor import AdditivePredictor
 from capture.predictor.additive import _shared_out
 from capture.predictor.statistics import extend_windows, without_windows
+from capture.profiler.windows import window_configs
 
 ONE = StageChoice()
 
@@ -124,6 +126,38 @@ def test_a_stage_that_was_measured_as_a_long_window_is_predicted_as_measured():
     prediction = predictor.predict(make_plan([8, 4], [ONE, ONE], schedule="gpipe"))
     without = AdditivePredictor(profile).predict(make_plan([8, 4], [ONE, ONE], schedule="gpipe"))
     assert prediction.peak_bytes_per_device[0] == without.peak_bytes_per_device[0] + 7777
+
+
+def test_what_the_first_layers_need_of_a_split_backward_pass_is_not_said_of_others():
+    """Weights of inner stages need 400 bytes however long they are, and gradients of inputs grow by
+    10 for every pair of layers; a stage of the first layer has its whole backward pass as that of
+    the weights."""
+    planted = Planted(8)
+
+    def cost(config):
+        whole, n = planted.cost(config), config.num_layers
+        if config.first == 0:
+            split = SplitCost(0, whole.backward_bytes, whole.residual_bytes, 0, (), (), (0,))
+        else:
+            split = SplitCost(100 * n + 10 * n * (n - 1) // 2, 400, 50 * n, 30 * n)
+        return replace(whole, split=split)
+
+    configs = window_configs(8, [ONE], [16], splits_backward=True)
+    assert {(c.first, c.stop) for c in configs if c.num_layers > 3} == {(0, 8), (1, 8)}
+    profile = planted.profile([ONE], sizes=[16])
+    memory = AdditivePredictor(replace(profile, measurements={c: cost(c) for c in configs})).memory(
+        ONE, 16
+    )
+    for stop in range(1, 9):
+        assert memory.backward_inputs[0, stop] == 0
+        assert memory.backward_weights[0, stop] == memory.backward[0, stop]
+        assert memory.deferred[0, stop] == memory.kept[0, stop]
+    for n in range(1, 8):
+        assert memory.backward_weights[1, 1 + n] == 400
+        assert memory.deferred[1, 1 + n] == 80 * n
+    assert memory.backward_inputs[1, 8] == 700 + 210, "measured"
+    # 570 by M_a, and half of the 100 that the longest window needs more.
+    assert memory.backward_inputs[1, 6] == 620 >= 500 + 100
 
 
 def test_a_window_that_was_not_measured_is_named():

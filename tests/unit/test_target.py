@@ -78,6 +78,8 @@ def test_the_promised_targets_are_shipped():
         "h100",
         "h200",
         "b200",
+        "gh200",
+        "gb300",
         "v100-32g",
         "v4",
         "v5e",

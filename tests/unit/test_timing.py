@@ -14,6 +14,7 @@ from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import SplitCost
 from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.plan.choices import StageChoice
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
@@ -195,6 +196,36 @@ def test_stage_times_are_the_sums_of_their_layers():
         )
     table = times.table(StageChoice(1, 1), 12)  # a micro-batch size that was not profiled
     assert table.forward[0, 6] == pytest.approx(21 * 12 * unit)
+
+
+def test_seconds_of_split_backward_passes_are_not_those_of_the_first_stage():
+    """Elsewhere gradients of inputs and of weights take as long as the forward pass each; a stage of
+    the first layer has no gradients of inputs."""
+    planted = Planted(8)
+    profile = timed(planted, planted.profile([StageChoice()], num_neighbours=2))
+
+    def split(config: StageConfig, cost):
+        forward, whole = cost.forward_work, cost.backward_work
+        if config.first == 0:
+            works = (0, cost.backward_bytes), (replace(whole, flops=0), whole)
+        else:
+            works = (1, 1), (forward, forward)
+        (inputs, weights), (inputs_work, weights_work) = works
+        return replace(
+            cost,
+            split=SplitCost(
+                inputs, weights, 0, 0, inputs_work=inputs_work, weights_work=weights_work
+            ),
+        )
+
+    measured = {config: split(config, cost) for config, cost in profile.measurements.items()}
+    assert any((config.first, config.stop) == (0, 8) for config in measured), "an anchor"
+    table = TimePredictor(replace(profile, measurements=measured), 4).table(StageChoice(), 16)
+    for stop in range(2, 9):
+        assert table.backward_inputs[0, stop] == 0
+        assert table.backward_weights[0, stop] == pytest.approx(table.backward[0, stop])
+        assert table.backward_inputs[1, stop] == pytest.approx(table.forward[1, stop])
+        assert table.backward_weights[1, stop] == pytest.approx(table.forward[1, stop])
 
 
 def test_a_step_takes_at_least_its_busiest_stage():

@@ -16,7 +16,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from capture.runtime.array_copy import plan_copies
 from capture.runtime.fetches import Fetches, plan_fetches
-from capture.runtime.hosts.sockets import Transport
+from capture.runtime.hosts.sockets import Buffer, Transport
 from capture.runtime.reshard import cutter, joiner
 from capture.step.offers import Crossing
 
@@ -197,8 +197,10 @@ class BoundCopy:
             return pieces[fetch.source][first[fetch.source][m] + fetch.piece]
 
         for receiver, wanted in self._offers.items():
-            offered = [part(m, f) for m, f in wanted]
-            self._transport.offer(self._number(number, receiver), offered)
+            offered, own = [part(m, f) for m, f in wanted], self._number(number, receiver)
+            self._transport.offer(own, offered)
+            if self._acknowledged and self._transport.waiting is not None:
+                self._transport.waiting[own] = _buffers(offered)
         here = self._copy([part(m, f) for m, f in self._local]) if self._local else []
         return dict(zip(self._local, here, strict=True))
 
@@ -238,6 +240,8 @@ class BoundCopy:
             own = self._number(number, self._process, own=False)
             for array in self._transport.pull(receiver, own, structs, label):
                 array.block_until_ready()
+            if self._transport.waiting is not None:
+                self._transport.waiting.pop(self._number(number, receiver), None)
 
     def _struct(self, m: int, f: int) -> jax.ShapeDtypeStruct:
         move = self._moves[m]
@@ -274,6 +278,15 @@ def _shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def _buffers(arrays: Sequence[jax.Array]) -> dict[Buffer, int]:
+    """Bytes of arrays that are each on one device."""
+    return {
+        (array.device, str(array.sharding.memory_kind), array.unsafe_buffer_pointer()): array.nbytes
+        for array in arrays
+        if array.nbytes
+    }
 
 
 @jax.jit

@@ -1,13 +1,17 @@
-"""One of the processes that ``capture run --hosts local`` starts: runs its part of a training, and
-tells the one that started it."""
+"""One of the processes that ``capture run --hosts local`` or ``--ray`` starts: runs its part of a
+training, and tells the one that started it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -22,6 +26,13 @@ if TYPE_CHECKING:  # it loads JAX, whose flags are set first
 
 #: Between two signs of life.
 BEAT_SECONDS = 0.5
+#: In what JAX says of transfers and collectives of CPUs (jax 0.10: "recv() failed errno: 107",
+#: "UNAVAILABLE: recv-fallback: Connection reset by peer").
+_BROKEN_CONNECTION = re.compile(
+    r"UNAVAILABLE|\b(send|recv)\b.*(failed|closed)|[Cc]onnection (reset|refused|closed|aborted)"
+)
+#: Of ``linux/prctl.h``.
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class HostJob:
         coordinator: Where host 0 listens.
         num_hosts, host: How many there are, and which this is.
         flags: ``environment.active_flags()`` of the one that started it.
+        virtual: Whether it runs on virtual CPU devices; else on those that it finds.
     """
 
     plan: Plan
@@ -43,6 +55,7 @@ class HostJob:
     num_hosts: int
     host: int
     flags: tuple[str, ...]
+    virtual: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,21 @@ class Said:
     """A line of progress."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step that is finished.
+
+    Attributes:
+        num_steps: Of the training, this one included.
+        loss: Before its update.
+        seconds: That it took.
+    """
+
+    num_steps: int
+    loss: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -72,58 +100,97 @@ class Failed:
     traceback: str = ""
 
 
+Message = Alive | Said | Stepped | Done | Failed
+
+
 def serve(job: HostJob, connection: Connection, parent: int) -> None:
     """The life of a process: it ends when the one that started it ends it, or has ended."""
     os.dup2(2, 1)  # standard output is the document's, of the one that started it
     faulthandler.enable()
+    _end_with_parent()
     # Ctrl-C reaches the whole group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    voice = _Voice(connection, parent)
-    try:
-        voice.say(Done(_train(job, voice)))
-    except BaseException as error:
-        violations = violations_of(error)
-        known = [violation.code for violation in violations] != ["exception"]
-        voice.say(Failed(violations, "" if known else users_traceback(error)))
+    # A process whose parent was killed ends too.
+    live(job, Voice(connection.send, lambda: os.getppid() == parent))
     threading.Event().wait()  # others may still pull what this process offered
 
 
-def _train(job: HostJob, voice: _Voice) -> dict[str, Any]:
-    environment.prepare_worker(job.plan.cluster.nodes[job.host], "cpu", job.flags)
+def live(job: HostJob, voice: Voice) -> None:
+    """Do the job, and say what has come of it."""
+    try:
+        voice.say(Done(_train(job, voice)))
+    except BaseException as error:
+        violations = _told(error)
+        known = [violation.code for violation in violations] != ["exception"]
+        voice.say(Failed(violations, "" if known else users_traceback(error)))
+
+
+def _told(error: BaseException) -> tuple[Violation, ...]:
+    """What an exception says; allocations that failed, in Python or in XLA, and connections that
+    broke have codes of their own."""
+    said = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said:
+        why = f"out of memory: {said or 'MemoryError'}; choose a plan that needs less."
+        return (Violation(why, "run-host-memory"),)
+    if type(error).__name__ == "JaxRuntimeError" and _BROKEN_CONNECTION.search(said):
+        why = f"a connection to another host broke: {said}; look at that host and the network."
+        return (Violation(why, "run-hosts-cut"),)
+    return violations_of(error)
+
+
+def _end_with_parent() -> None:
+    """Also while this process is stopped; Linux alone knows how, and elsewhere the voice asks."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
+    num_devices = job.plan.cluster.nodes[job.host] if job.virtual else None
+    environment.prepare_worker(num_devices, "cpu", job.flags)
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
+    if job.virtual:
+        jax.config.update("jax_platforms", "cpu")
     from capture.runtime import multihost
     from capture.runtime.training import Training, train
 
     hosts = multihost.initialize(job.coordinator, job.num_hosts, job.host, on_silence=voice.give_up)
     training: Training = Training(**job.training)
-    return train(job.plan, job.workload.load(), training, voice.report, hosts)
+    return train(
+        job.plan, job.workload.load(), training, voice.report, hosts, stepped=voice.stepped
+    )
 
 
-class _Voice:
-    """What this process tells; one thread at a time speaks."""
+class Voice:
+    """What this process tells; one thread at a time speaks.
 
-    def __init__(self, connection: Connection, parent: int):
-        self._connection, self._parent, self._lock = connection, parent, threading.Lock()
+    Args:
+        send: Takes a message.
+        is_heard: Whether there is still somebody who hears; else this process ends.
+    """
+
+    def __init__(self, send: Callable[[Message], None], is_heard: Callable[[], bool]):
+        self._send, self._is_heard, self._lock = send, is_heard, threading.Lock()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def say(self, message: Alive | Said | Done | Failed) -> None:
+    def say(self, message: Message) -> None:
         try:
             with self._lock:
-                self._connection.send(message)
+                self._send(message)
         except OSError:  # nobody is there any more
             os._exit(1)
 
     def report(self, text: str) -> None:
         self.say(Said(text))
 
+    def stepped(self, num_steps: int, loss: float, seconds: float) -> None:
+        self.say(Stepped(num_steps, loss, seconds))
+
     def give_up(self, sentence: str) -> None:
         self.say(Failed((Violation(sentence, "run-hosts-silent"),)))
 
     def _beat(self) -> None:
-        """A process whose parent was killed ends too."""
-        while os.getppid() == self._parent:
+        while self._is_heard():
             self.say(Alive())
             time.sleep(BEAT_SECONDS)
         os._exit(1)

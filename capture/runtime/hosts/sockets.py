@@ -25,8 +25,19 @@ _SOCKETS = 2
 _PIECE_BYTES, _PIECES = 2**22, 8
 
 
+#: A device, the kind of its memories, and an address there.
+Buffer = tuple[jax.Device, str, int]
+
+
 class Transport(Protocol):
-    """How arrays get from one process to another. None of the calls waits."""
+    """How arrays get from one process to another. None of the calls waits.
+
+    Attributes:
+        waiting: By number, the buffers that are offered and not acknowledged and their bytes, for a
+            check of the ledger; None where nobody asks.
+    """
+
+    waiting: dict[int, dict[Buffer, int]] | None
 
     def offer(self, number: int, arrays: Sequence[jax.Array]) -> None:
         """Let the one receiver that knows the number pull the arrays, once. They are held until
@@ -67,6 +78,7 @@ class Sockets:
         self._pulled: dict[int, tuple[Any, float, str]] = {}
         self._count = 0
         self._patience_seconds, self._on_silence = patience_seconds, on_silence
+        self.waiting: dict[int, dict[Buffer, int]] | None = None
         threading.Thread(target=self._watch, daemon=True).start()
 
     def offer(self, number: int, arrays: Sequence[jax.Array]) -> None:

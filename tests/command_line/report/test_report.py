@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
 from timeouts import TIMEOUT_SECONDS
 
+from capture.cli.explain import as_text
 from capture.cli.main import main
 from capture.errors import CaptureError
 from capture.extras import install_command
@@ -21,11 +23,13 @@ from capture.machine.target import Target
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.plan.why import CompiledPlans, Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
 from capture.report.page import page
-from capture.report.words import paragraph
+from capture.report.words import last_lines, paragraph
+from profiling_runs.explain import Explanation
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
@@ -176,6 +180,19 @@ def test_the_paragraph_of_a_plan_that_fits_and_is_verified():
         "flight. Were all passes equally long, stages would wait 25% of a step on average. How "
         "long a step takes is not known."
     )
+
+
+def test_reports_and_explanations_end_with_how_the_plan_was_found():
+    said = "2 plans with 3 new stages compiled; proven within 1.0%."
+    why = Why("", verified=CompiledPlans(2, False, said))
+    facts = report_facts(verified(written_plan().with_(why=why), 0.99))
+    assert paragraph(facts).endswith(f" How it was found: {said}")
+    assert last_lines(facts)[-1] == f"How it was found: {said}"
+    peak = SimpleNamespace(peak_bytes=1, instant="update", parts={"activations": 1})
+    stage = SimpleNamespace(peak=peak, layers={0: peak.parts}, attributed_fraction=1.0, buffers=[])
+    document = Explanation(facts.plan, (1,), {}, (stage,) * facts.plan.num_stages, ()).to_json()
+    assert as_text(document).endswith(f"how the plan was found: {said}")
+    assert "how the plan" not in as_text({**document, "found": None})
 
 
 def test_the_paragraph_of_a_plan_that_may_not_fit():

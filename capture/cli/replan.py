@@ -1,0 +1,59 @@
+"""The plan with which a training goes on when nodes are gone (``capture run --on-loss replan``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from capture.errors import ExecutionError
+from capture.machine.cluster import Cluster
+from capture.measured.merge import merge_profiles
+from capture.measured.profile import Profile
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan
+from recommender.capture.recommendation import recommend
+from recommender.question import PlanQuestion
+
+REPLAN = "replan"
+
+
+def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[int]], Plan]:
+    """From a plan and its nodes that are gone, the plan of least peak memory for the others: the
+    same batch, micro-batches and schedule, stages within nodes or on whole ones.
+
+    Nothing is measured: the training waits.
+
+    Args:
+        paths: Profiles of the model; they are read now.
+        plan: With which the training begins.
+
+    Raises:
+        ProfileError: If they are none, or do not belong together.
+        ExecutionError: ``run-hosts-replan`` if they are of another model; later if nothing fits.
+    """
+    profile = merge_profiles([Profile.load(path) for path in paths], plan.cluster.target)
+    if profile.workload is not None and profile.workload != plan.workload:
+        raise ExecutionError.of(
+            f"the profile is of {profile.workload}, and the plan of {plan.workload}; profile that "
+            "one.",
+            "run-hosts-replan",
+        )
+
+    def replan(old: Plan, gone: frozenset[int]) -> Plan:
+        left = [size for node, size in enumerate(old.cluster.nodes) if node not in gone]
+        question = PlanQuestion(
+            Cluster(tuple(left), old.cluster.target),
+            old.global_batch_size,
+            old.num_microbatches,
+            old.schedule,
+            space=StageSpace(whole_nodes=True),
+        )
+        answer = recommend(profile, question)
+        if answer.plan is None or answer.status != "ok":
+            raise ExecutionError.of(
+                f"the nodes that are left ({question.cluster}) have no plan: {answer.why.summary}.",
+                "run-hosts-replan",
+            )
+        return answer.plan.with_(workload=plan.workload)
+
+    return replan

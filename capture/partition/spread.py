@@ -1,0 +1,45 @@
+"""How splits of its inputs spread through one program, remembered by what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from capture.partition.split_reach import Dim, SplitReach
+from capture.partition.walk import followed_dims
+
+
+class Spread:
+    """The splits of a program.
+
+    Args:
+        jaxpr: Flat.
+    """
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._jaxpr = jaxpr
+        self._dims: dict[Any, Mapping[Any, int | None]] = {}
+        self._reached: dict[Any, Collection[Any]] = {}
+
+    def dims(
+        self, inputs: Sequence[int | None], degree: int, axis: str
+    ) -> Mapping[Any, int | None]:
+        """As ``followed_dims``."""
+        key = (tuple(inputs), degree, axis)
+        if key not in self._dims:
+            self._dims[key] = followed_dims(self._jaxpr, inputs, degree, axis)
+        return self._dims[key]
+
+    def reached(self, split: Sequence[Dim]) -> Collection[Any]:
+        """The values that may be split where these dimensions are."""
+        key = frozenset(split)
+        if key not in self._reached:
+            self._reached[key] = self._reach.of(split)
+        return self._reached[key]
+
+    @cached_property
+    def _reach(self) -> SplitReach:
+        return SplitReach(self._jaxpr)

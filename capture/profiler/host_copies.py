@@ -1,0 +1,57 @@
+"""Copies between the first device of this process and the memory of its host, timed: each direction
+alone, and both at once.
+
+Source: Purandare et al. 2023 (mu-TWO), 4.1 (swap_time of the intermediates).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from capture.compiler.executable import HOST_MEMORY
+from capture.machine.link_fit import MeasuredCopies
+from capture.profiler.array_pass import Direction, HostCopy
+from capture.profiler.timing import median_seconds
+
+DIRECTIONS: tuple[Direction, ...] = ("to device", "to host", "both")
+#: To which a link is fitted.
+COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
+
+
+def copies_of(sizes: Sequence[int]) -> list[HostCopy]:
+    """What tells the host's link."""
+    return [HostCopy(way, nbytes) for nbytes in sizes for way in DIRECTIONS]
+
+
+def rows_of(seconds: Mapping[HostCopy, float]) -> list[MeasuredCopies]:
+    """All that was measured of each size."""
+    sizes = dict.fromkeys(what.nbytes for what in seconds)
+    return [MeasuredCopies(n, *(seconds[HostCopy(way, n)] for way in DIRECTIONS)) for n in sizes]
+
+
+def copy_seconds(
+    what: HostCopy,
+    num_executions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The median of so many copies, after one that is not counted."""
+    device = jax.devices()[0]
+    here, there = (SingleDeviceSharding(device, memory_kind=k) for k in (None, HOST_MEMORY))
+    array = jax.device_put(jnp.ones(max(1, what.nbytes // 4), jnp.float32), here)
+    copied = jax.device_put(array, there, may_alias=False)
+    given = {"to device": [copied], "to host": [array], "both": [copied, array]}[what.direction]
+    places = {"to device": [here], "to host": [there], "both": [here, there]}[what.direction]
+
+    def end(used: tuple[object, list[jax.Array]]) -> None:
+        for made in used[1]:
+            made.delete()
+
+    jax.block_until_ready(given)
+    return median_seconds(
+        lambda: jax.device_put(given, places, may_alias=False), num_executions, clock, end=end
+    )

@@ -1,0 +1,49 @@
+"""Seconds of executions on the devices of this process, and arrays to execute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+#: What JAX says where a device has no room.
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def median_seconds(
+    call: Callable[..., Any],
+    num_executions: int,
+    clock: Callable[[], float],
+    prepare: Callable[[], tuple[Any, ...]] = lambda: (),
+    end: Callable[[Any], None] = lambda used: None,
+) -> float:
+    """Of executions, after one that is not counted.
+
+    Args:
+        call: What is timed, until its results are there.
+        num_executions: That count.
+        clock: In seconds.
+        prepare: Makes the arguments of each execution, before it is timed.
+        end: Told of each what it was given and made, when it is over.
+    """
+    found = []
+    for _ in range(num_executions + 1):
+        arguments = jax.block_until_ready(prepare())
+        start = clock()
+        made = jax.block_until_ready(call(*arguments))
+        found.append(clock() - start)
+        end((arguments, made))
+    return median(found[1:])
+
+
+def filled(struct: Any) -> Any:
+    """An array that no operation is quicker with than with others."""
+    if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), prod(struct.shape)).reshape(struct.shape)
+    if jnp.issubdtype(struct.dtype, jnp.inexact):
+        return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)
+    return jnp.zeros(struct.shape, struct.dtype)

@@ -1,0 +1,311 @@
+"""What is shown of a plan of an array: its step over time with both streams of copies, memory
+against the limit, what became of every bundle of feature maps, and what fusing is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.machine.target import HostLink
+from capture.plan.array import ArrayPlan
+from capture.plan.headroom import Headroom
+from capture.quantities import counted, format_bytes, format_seconds
+from capture.report.figure import Figure
+from capture.report.page import html_table, html_verdict, render
+from capture.report.palette import INK, KINDS, LIMIT, OTHER
+from capture.report.units import bytes_unit, seconds_unit
+from capture.step.multiplexed import ArraySteps, build_array, lifetimes
+from capture.step.program import Run
+from capture.step.simulator import Work
+from capture.step.sub_array import Lifetimes, Programs, SubArray, movable
+from capture.step.timeline import Seconds, StepTimeline, simulate_step
+
+HEADER = ["sub-array", "bundle", "bytes", "is", "rests", "why"]
+#: Rows of the figure of a step, from the top.
+LANES = ("programs", "copies to the device", "copies to the host")
+SWATCHES = {"forward": "F", "backward": "B", "recompute": "R"}
+
+
+@dataclass(frozen=True)
+class ArrayFacts:
+    """A plan, and its step.
+
+    Attributes:
+        plan: With its prediction.
+        arrays: Sub-arrays, decided.
+        steps: Their instructions.
+        timeline: Of the body.
+        host: By which copies go.
+    """
+
+    plan: ArrayPlan
+    arrays: tuple[Lifetimes, ...]
+    steps: ArraySteps
+    timeline: StepTimeline
+    host: HostLink
+
+
+def array_facts(
+    plan: ArrayPlan, programs: Programs, sub_array: Callable[[int], SubArray], host: HostLink
+) -> ArrayFacts:
+    """Build and simulate the step of a plan."""
+    arrays = tuple(
+        lifetimes(sub_array(len(group)), own)
+        for group, own in zip(plan.partition, plan.decisions, strict=True)
+    )
+    steps = build_array(arrays, plan.order, programs, plan.memory_limit_bytes)
+
+    def transfer(instruction: Any, nbytes: int, source: Any, target: Any) -> float:
+        inwards = source is None or source.host is not None
+        return (host.to_device if inwards else host.to_host).seconds(nbytes)
+
+    seconds = Seconds(steps.body.seconds, transfer, host.duplex)
+    timeline = simulate_step(steps.body.step, seconds, feeds_ahead=0)
+    return ArrayFacts(plan, arrays, steps, timeline, host)
+
+
+def rows(facts: ArrayFacts) -> list[list[str]]:
+    """A line per bundle of feature maps that could have been moved: what it is, for how long the
+    device has no use for it, and what that choice costs."""
+    ends, begins, again = _times(facts)
+    step, found = facts.timeline.step_seconds, []
+    for a, life in enumerate(facts.arrays):
+        for n in movable(life.sub_array):
+            bundle = life.sub_array.bundles[n]
+            rest = begins[a, life.first_backward(n)] - ends[a, life.last_forward(n)]
+            rest += step if rest < 0 else 0  # its backward pass is of the step that follows
+            out, back = (
+                way.seconds(bundle.nbytes) for way in (facts.host.to_host, facts.host.to_device)
+            )
+            if n in life.swapped:
+                choice = "swapped"
+                why = f"{format_seconds(out)} out and {format_seconds(back)} back"
+                why += " within its rest" if out + back <= rest else ", longer than its rest"
+            elif n in life.recomputed:
+                choice, made = "recomputed", again[a, life.first_backward(n)]
+                why = f"made again in {format_seconds(made)}, with what its layer makes again"
+                why += f"; a swap takes {format_seconds(out + back)}"
+            else:
+                choice, why = "retained", "there is room"
+            rest_text = format_seconds(max(0.0, rest))
+            found.append([str(a), bundle.name, format_bytes(bundle.nbytes), choice, rest_text, why])
+    return found
+
+
+_At = dict[tuple[int, int], float]
+
+
+def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
+    """By sub-array and segment: when it ends, when it begins, and the seconds of what is made again
+    before it."""
+    runs = [each for each in facts.steps.body.step.instructions if isinstance(each, Run)]
+    simulation = facts.timeline.simulation
+    items = [
+        (item, float(start))
+        for item, start in zip(simulation.work, simulation.starts, strict=True)
+        if item.kind in SWATCHES
+    ]
+    ends, begins, again = _At(), _At(), _At()
+    waiting: dict[int, float] = {}
+    for run, (item, start) in zip(runs, items, strict=True):
+        a = facts.steps.body.keys[run.outputs[0]][0]
+        call = facts.steps.body.calls[run.program][1]
+        if call.kind == "recompute":
+            waiting[a] = waiting.get(a, 0.0) + float(item.seconds)
+            continue
+        at = a, _segment(facts.arrays[a], run.label, call.kind)
+        again[at] = waiting.pop(a, 0.0)
+        begins[at], ends[at] = start, start + float(item.seconds)
+    return ends, begins, again
+
+
+def _segment(life: Lifetimes, label: str, kind: str) -> int:
+    """Of a run; equal segments are one program."""
+    layer, layers = int(label.split()[1]), life.sub_array.num_layers
+    return layer if kind == "forward" else 2 * layers - 1 - layer
+
+
+def title(plan: ArrayPlan) -> str:
+    model = "a model without a name" if plan.workload is None else str(plan.workload)
+    sizes = " + ".join(str(len(group)) for group in plan.partition)
+    return f"{counted(len(plan.models), 'model')} of {model}, {plan.order} {sizes}"
+
+
+def page(facts: ArrayFacts, lines: Sequence[str], room: Headroom | None) -> str:
+    """The report as one HTML file.
+
+    Args:
+        facts: Of the plan.
+        lines: Of the plan, for people; those without a table lead the page.
+        room: What the limit leaves.
+
+    Raises:
+        CaptureError: ``report-plotly`` if plotly is not installed.
+    """
+    plan = facts.plan
+    figures = [_step(facts), _memory(facts), *([_saturation(plan)] if plan.saturation else [])]
+    lead = ". ".join(line for line in lines if "\n" not in line) + "."
+    where = f"Seconds are simulated for {plan.cluster.target} by {plan.seconds_from or 'its rates'}"
+    below = (
+        "rests: from the end of its last use forward to the begin of its first use backward; "
+        "feature maps of equal lifetime are one bundle"
+    )
+    return render(
+        title(plan),
+        lead,
+        "" if room is None else html_verdict(room.verdict),
+        html_table(HEADER, rows(facts), below),
+        figures,
+        f"{where}; never measured. In figures, drag to zoom and double-click to zoom out. Made "
+        "with capture report.",
+    )
+
+
+def _lane(item: Work) -> int:
+    if item.kind in SWATCHES:
+        return 0
+    return 2 if "to host" in item.label or "swap out" in item.label else 1
+
+
+def _step(facts: ArrayFacts) -> Figure:
+    simulation, unit = facts.timeline.simulation, seconds_unit(facts.timeline.step_seconds)
+    shown = [
+        (item, float(start) / unit.scale, float(item.seconds) / unit.scale)
+        for item, start in zip(simulation.work, simulation.starts, strict=True)
+        if item.seconds and item.streams
+    ]
+    traces = []
+    for kind in dict.fromkeys(item.kind for item, *_ in shown):
+        own = [row for row in shown if row[0].kind == kind]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": kind,
+                "y": [_lane(item) for item, *_ in own],
+                "base": [start for _, start, _ in own],
+                "x": [seconds for *_, seconds in own],
+                "width": 0.7,
+                "text": [_short(item) for item, *_ in own],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "customdata": [
+                    f"{item.label}: {format_seconds(float(item.seconds))}" for item, *_ in own
+                ],
+                "marker": {
+                    "color": KINDS.get(kind, OTHER),
+                    "line": {"color": "white", "width": 0.5},
+                },
+                "hovertemplate": "%{customdata}<extra></extra>",
+            }
+        )
+    layout = {
+        "height": 300,
+        "barmode": "overlay",
+        "bargap": 0,
+        "hovermode": "closest",
+        "uniformtext": {"mode": "hide", "minsize": 9},
+        "xaxis": {"title": {"text": f"{unit.name} into the step"}, "rangemode": "tozero"},
+        "yaxis": {
+            "tickvals": list(range(len(LANES))),
+            "ticktext": list(LANES),
+            "range": [len(LANES) - 0.5, -0.5],
+            "showgrid": False,
+            "zeroline": False,
+        },
+    }
+    caption = (
+        f"One update of every model, simulated: {facts.plan.order}. F, B and R with the sub-array: "
+        "forward and backward passes of a layer, and what is made again. Gaps are waiting."
+    )
+    return Figure("step", "A step over time", caption, traces, layout)
+
+
+def _short(item: Work) -> str:
+    """``B1`` of a backward program of sub-array 1; nothing of copies."""
+    if item.kind not in SWATCHES:
+        return ""
+    return SWATCHES[item.kind] + item.label.partition("sub-array ")[2].partition(" ")[0]
+
+
+def _memory(facts: ArrayFacts) -> Figure:
+    use, limit = facts.timeline.memory_of(0), facts.plan.memory_limit_bytes
+    unit, clock = bytes_unit(use.peak.peak_bytes), seconds_unit(facts.timeline.step_seconds)
+    peak = facts.timeline.program_order.peak_of(0).peak_bytes
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "device",
+            "line": {"shape": "hv", "color": INK, "width": 1.5},
+            "fill": "tozeroy",
+            "fillcolor": "rgba(86, 180, 233, 0.35)",
+            "x": [float(seconds) / clock.scale for seconds, _ in use.samples],
+            "y": [nbytes / unit.scale for _, nbytes in use.samples],
+            "hovertemplate": f"%{{y:.4g}} {unit.name} at %{{x:.4g}} {clock.name}<extra></extra>",
+        }
+    ]
+    lines = [("peak of the plan", peak, INK)]
+    lines += [("limit", limit, LIMIT)] if limit is not None and limit <= 3 * peak else []
+    end = facts.timeline.step_seconds / clock.scale
+    traces += [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": f"{name}: {format_bytes(nbytes)}",
+            "line": {"color": color, "dash": "dash", "width": 1.5},
+            "x": [0, end],
+            "y": [nbytes / unit.scale] * 2,
+            "hoverinfo": "name",
+        }
+        for name, nbytes, color in lines
+    ]
+    layout = {
+        "height": 320,
+        "xaxis": {"title": {"text": f"{clock.name} into the step"}},
+        "yaxis": {"title": {"text": f"{unit.name} of the device"}, "rangemode": "tozero"},
+    }
+    caption = (
+        "What the device holds at each time. The plan's peak is that of its instructions, which no "
+        "speed of the link exceeds."
+    )
+    return Figure("memory", "Memory over time", caption, traces, layout)
+
+
+def _saturation(plan: ArrayPlan) -> Figure:
+    """Throughput against the degree of fusion."""
+    sizes = [one.models for one in plan.saturation]
+    rates = [
+        one.models * plan.batch_size / one.seconds if one.seconds else 0.0
+        for one in plan.saturation
+    ]
+    trace = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "all models of a sub-array",
+        "x": sizes,
+        "y": rates,
+        "line": {"color": KINDS["backward"]},
+        "hovertemplate": "%{x} fused: %{y:.4g} examples/s<extra></extra>",
+    }
+    alone = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "one alone",
+        "x": [sizes[0], sizes[-1]],
+        "y": [rates[0]] * 2,
+        "line": {"color": OTHER, "dash": "dash"},
+        "hoverinfo": "name",
+    }
+    layout = {
+        "height": 320,
+        "xaxis": {"title": {"text": "models that are fused"}, "dtick": max(1, sizes[-1] // 16)},
+        "yaxis": {"title": {"text": "examples per second"}, "rangemode": "tozero"},
+    }
+    caption = (
+        "Where the curve is flat, the device is full, and fusing more is worth nothing: by "
+        "programs one after the other, everything retained."
+    )
+    return Figure("saturation", "What fusing is worth", caption, [trace, alone], layout)

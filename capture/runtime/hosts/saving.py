@@ -1,0 +1,296 @@
+"""Checkpoints that the processes of a training write together, while it goes on: each stage is an
+item, written where its arrays are.
+
+    directory/<num_steps>/stage_<s>         by Orbax (``capture.runtime.hosts.items``)
+    directory/<num_steps>/checkpoint.json   the marker, renamed into place when all else is written
+
+The marker says what the checkpoint holds, as that of one process does, in which item, and the sums
+of all files. What has none is not complete, and is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from capture import environment
+from capture.errors import CaptureError, ExecutionError, Violation
+from capture.runtime.checkpoint_models import CHECKPOINT, by_path, described, is_key
+from capture.runtime.hosts.items import Shards, files_of, write_item
+from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps, remove
+from capture.runtime.state import PipelineState
+
+if TYPE_CHECKING:
+    from capture.runtime.pipeline import PipelinedStep
+
+#: Until a file that host 0 made is there for the others, on an idle network.
+_SECONDS_TO_BE_SEEN = 10.0
+
+#: By stage, then by part and path.
+Items = Mapping[int, Mapping[str, Mapping[str, Any]]]
+
+
+class Saver:
+    """Writes the checkpoints of a training, one at a time. All its processes make the same calls.
+
+    Args:
+        step: Of several processes.
+        directory: Of the training's checkpoints; made if it does not exist.
+        keep: Complete ones to leave there, at least 1.
+
+    Raises:
+        ExecutionError: ``checkpoint-not-shared`` if a process does not see what another one writes.
+    """
+
+    def __init__(self, step: PipelinedStep, directory: Path, keep: int = 2):
+        assert step.hosts is not None, "one process writes alone"
+        self._step, self._hosts, self._directory, self._keep = step, step.hosts, directory, keep
+        self._thread: threading.Thread | None = None
+        self._failed: CaptureError | None = None
+        self._check_shared()
+
+    def save(self, state: PipelineState) -> Path:
+        """Copy a state to the hosts and write it while the training goes on.
+
+        Args:
+            state: Not consumed.
+
+        Raises:
+            ExecutionError: ``checkpoint-exists``; ``checkpoint-write`` of the save before it.
+        """
+        self.finish()
+        path = self._directory / str(state.num_steps)
+        items = _items(self._step, state)
+        arguments = (path, items, marker_of(self._step, state.num_steps), self._hosts.reserve(1))
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+        return path
+
+    def _check_shared(self) -> None:
+        """By a file that host 0 makes."""
+        name, *_ = self._hosts.exchange("probe", f".host-0-{uuid.uuid4().hex}")
+        probe = self._directory / name
+        if self._hosts.process == 0:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        self._hosts.exchange("probe made", None)
+        end = time.monotonic() + environment.patience(_SECONDS_TO_BE_SEEN)
+        while not (seen := probe.is_file()) and time.monotonic() < end:
+            time.sleep(0.1)
+        try:
+            self._hosts.check_alike(f"a file that host 0 made in {str(self._directory)!r}", seen)
+        finally:
+            if self._hosts.process == 0:
+                probe.unlink()
+
+    def check(self) -> None:
+        """Without waiting.
+
+        Raises:
+            ExecutionError: ``checkpoint-write`` if what is written has failed.
+        """
+        if self._failed is not None:
+            raise self._failed
+
+    def finish(self) -> None:
+        """Wait until what was saved is complete.
+
+        Raises:
+            ExecutionError: ``checkpoint-write``.
+        """
+        if self._thread is not None:
+            self._thread.join(self._hosts.limit_seconds)
+            if self._thread.is_alive():
+                raise ExecutionError.of(
+                    f"a checkpoint in {str(self._directory)!r} is not complete after "
+                    f"{self._hosts.limit_seconds:.0f} s; look at its disk or network.",
+                    "checkpoint-write",
+                )
+            self._thread = None
+        self.check()
+
+    def _run(self, path: Path, items: Items, marker: dict[str, Any], number: int) -> None:
+        try:
+            self._agreed(f"cleared {number}", lambda: self._clear(path))
+            files = self._agreed(f"written {number}", lambda: self._write(path, items))
+            marker["files"] = {name: each for found in files for name, each in found.items()}
+            self._agreed(f"complete {number}", lambda: self._complete(path, marker))
+        except ExecutionError as error:
+            self._failed = error
+
+    def _agreed(self, what: str, call: Callable[[], Any]) -> list[Any]:
+        """What the call gives in every process, once all have made it.
+
+        Raises:
+            ExecutionError: ``checkpoint-write`` if one breaks.
+        """
+        mine: dict[str, Any] = {"made": None, "broken": []}
+        try:
+            mine["made"] = call()
+        except ExecutionError as error:
+            mine["broken"] = [(each.message, each.code) for each in error.violations]
+        except Exception as error:
+            why = f"could not write into {str(self._directory)!r}: {type(error).__name__}: {error}"
+            mine["broken"] = [(f"host {self._hosts.process} {why}.", "checkpoint-write")]
+        found = self._hosts.meet(f"checkpoint {what}", mine)
+        ExecutionError.check(Violation(*broken) for each in found for broken in each["broken"])
+        return [each["made"] for each in found]
+
+    def _clear(self, path: Path) -> None:
+        """What a save that was interrupted has left.
+
+        Raises:
+            ExecutionError: ``checkpoint-exists``.
+        """
+        if self._hosts.process == 0:
+            latest = max(complete_steps(self._directory), default=-1)
+            if latest >= int(path.name):
+                raise exists(self._directory, latest, int(path.name))
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+
+    def _write(self, path: Path, items: Items) -> dict[str, list[int]]:
+        """The items of this process; the sums of those that it wrote as the first."""
+        found: dict[str, list[int]] = {}
+        for s, item in items.items():
+            writers = writers_of(self._step, s)
+            if not any(item.values()):
+                continue
+            write_item(path / item_name(s), item, writers)
+            if self._hosts.process == min(writers):
+                found |= files_of(path / item_name(s))
+        return found
+
+    def _complete(self, path: Path, marker: Mapping[str, Any]) -> None:
+        """Rename the marker into place, and remove what is old or was interrupted."""
+        if self._hosts.process:
+            return
+        unfinished = path / f"{MARKER}.tmp"
+        with unfinished.open("w") as file:
+            json.dump(marker, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path / MARKER)
+        kept = complete_steps(self._directory)[-self._keep :]
+        for step in set(all_steps(self._directory)).difference(kept):
+            remove(self._directory / str(step))
+
+
+def exists(directory: Path, latest: int, num_steps: int) -> CaptureError:
+    """The refusal to write a checkpoint before one that is there."""
+    return ExecutionError.of(
+        f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at step "
+        f"{num_steps}; save it into another directory, or restore from this one first.",
+        "checkpoint-exists",
+    )
+
+
+def item_name(stage: int) -> str:
+    return f"stage_{stage}"
+
+
+def writers_of(step: PipelinedStep, stage: int) -> frozenset[int]:
+    """The processes that hold a stage."""
+    devices = step.stages[stage].mesh.devices.flat
+    return frozenset(device.process_index for device in devices)
+
+
+def param_paths(step: PipelinedStep) -> list[str]:
+    """Of the parameters of the layer graph, in their order."""
+    return list(by_path(step.traced.split_struct))
+
+
+def state_paths(step: PipelinedStep) -> list[str]:
+    """Of the leaves of the optimizer's state, in their order."""
+    return list(by_path(step.optimizer.state_struct))
+
+
+def stacked_paths(step: PipelinedStep) -> dict[str, int]:
+    """Of the model's parameters that the graph has layer by layer, the dimension of the layers."""
+    paths = list(by_path(step.traced.params_struct))
+    return {paths[leaf]: dim for leaf, dim in step.traced.stacked.items()}
+
+
+def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    return {
+        "schema_version": CHECKPOINT.versions[-1],
+        "num_steps": num_steps,
+        "params": described(by_path(step.traced.params_struct)),
+        "optimizer": described(by_path(step.optimizer.state_struct)),
+        "stacked": stacked_paths(step),
+        "items": items_of(step),
+    }
+
+
+def items_of(step: PipelinedStep) -> dict[str, dict[str, list[str]]]:
+    """By item, the paths that are in it. Whatever is in none is zero."""
+    params, optimizer = param_paths(step), state_paths(step)
+    return {
+        item_name(s): {
+            "params": [params[p] for p in _params_in(step, s)],
+            "optimizer": [optimizer[k] for k in _state_in(step, s)],
+        }
+        for s in range(len(step.stages))
+    }
+
+
+def _params_in(step: PipelinedStep, s: int) -> list[int]:
+    """Of the graph, those that are written with a stage: its own, and with the first what no stage
+    has."""
+    unused = step.unused if s == 0 else ()
+    return [p for p in (*step.stages[s].owned, *unused) if _has_elements(step.traced.graph, p)]
+
+
+def _state_in(step: PipelinedStep, s: int) -> list[int]:
+    """Leaves of the optimizer's state that are written with a stage: what several have is with the
+    first."""
+    before = {k for stage in step.stages[:s] for k in stage.optimizer.state}
+    structs = step.optimizer.state_structs
+    return [k for k in step.stages[s].optimizer.state if k not in before and structs[k].size]
+
+
+def _has_elements(graph: Any, param: int) -> bool:
+    return 0 not in graph.params[param].shape
+
+
+def _items(step: PipelinedStep, state: PipelineState) -> Items:
+    """What this process writes, copied to its host."""
+    params, optimizer = param_paths(step), state_paths(step)
+    arrays: dict[int, dict[str, dict[str, Any]]] = {}
+    for s, stage in step.own_stages:
+        owned = dict(zip(stage.owned, state.slots[f"params@{s}"], strict=True))
+        held = dict(zip(stage.optimizer.state, state.slots[f"optimizer@{s}"], strict=True))
+        arrays[s] = {
+            "params": {params[p]: owned.get(p) for p in _params_in(step, s)},
+            "optimizer": {optimizer[k]: held[k] for k in _state_in(step, s)},
+        }
+    for array in jax.tree.leaves(arrays):
+        for shard in array.addressable_shards:
+            if not shard.replica_id and not is_key(array):
+                shard.data.copy_to_host_async()
+    unused = {params[p]: leaf for p, leaf in state.unused.items()}
+
+    def copied(s: int, path: str, array: jax.Array | None) -> Shards:
+        if array is not None:
+            return Shards(array)
+        writes = jax.process_index() == min(writers_of(step, s))
+        return Shards.of_host(unused[path], step.stages[s].replicated, writes=writes)
+
+    return {
+        s: {
+            part: {path: copied(s, path, array) for path, array in leaves.items()}
+            for part, leaves in item.items()
+            if leaves
+        }
+        for s, item in arrays.items()
+    }

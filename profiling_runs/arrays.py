@@ -1,0 +1,134 @@
+"""Measure the programs of an array of models as jobs: in workers or in this process, each result
+kept in the store as soon as it is there (``capture.profiler.array``).
+
+Source: Purandare et al. 2023 (mu-TWO), 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from capture.documents import read
+from capture.errors import ProfileError, plain
+from capture.machine.cluster import Cluster
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.profiler.array_pass import ArrayNeeds, ArrayShape, HostCopy
+from profiling_runs.batch import Batch, Progress
+from profiling_runs.executions import machine_of_workers
+from profiling_runs.jobs import Job, Setting
+from profiling_runs.pools.pool import Kept
+from profiling_runs.pools.where import Where, setting_of
+
+if TYPE_CHECKING:
+    from capture.profiler.array import ArrayBackend, ArrayProfile, What
+
+
+@contextmanager
+def array_profile(
+    workload: WorkloadSpec,
+    cluster: Cluster,
+    shape: ArrayShape,
+    *,
+    executes: bool = False,
+    store: Store | None = None,
+    where: Where = Where(),
+    progress: Progress = lambda kind, done, total: None,
+) -> Iterator[ArrayProfile]:
+    """The programs of an array, whose measurements are jobs.
+
+    Args:
+        workload: The task of every model.
+        cluster: One device.
+        shape: Of the array.
+        executes: Whether programs are executed, for their seconds: by one worker, whose clock no
+            other job disturbs.
+        store, where, progress: As for ``profile``.
+
+    Raises:
+        ProfileError: ``array-failed``, where it is asked for what cannot be measured.
+    """
+    from capture.profiler.array import ArrayProfile
+
+    where = replace(where, num_workers=1) if executes and not where.here else where
+    setting = None
+    if not where.here:
+        setting = setting_of(
+            Setting(
+                workload,
+                shape.num_layers or None,
+                backend="run" if executes else "compile",
+                target=cluster.target,
+                array=shape,
+            )
+        )
+    profile = ArrayProfile(
+        workload.load(),
+        cluster,
+        shape.batch_size,
+        shape.num_layers,
+        shape.shared,
+        shape.shared_batches,
+        shape.bundle_bytes,
+        progress,
+        executes,
+        Store() if store is None else store,
+        machine_of_workers(setting, where) if executes and setting is not None else None,
+        lambda wanted, told: jobs.measure(wanted, told),
+    )
+    jobs = _Jobs(lambda: profile.backend, workload, setting, where)
+    try:
+        yield profile
+    finally:
+        jobs.close()
+
+
+@dataclass(eq=False)
+class _Jobs:
+    """What was asked for, as jobs of workers that stay."""
+
+    backend: Callable[[], ArrayBackend]
+    workload: WorkloadSpec
+    setting: Setting | None
+    where: Where
+    _kept: Kept | None = field(default=None, init=False)
+
+    def measure(
+        self, wanted: Mapping[str, What], told: Callable[[int], None]
+    ) -> dict[str, ArrayNeeds]:
+        backend, count = self.backend(), len(wanted)
+        kept = self._kept = self._kept or Kept(
+            lambda: self.where.open(self.setting, backend, count)
+        )
+        jobs = [
+            Job(key, what, "copy" if isinstance(what, HostCopy) else "segment", "segments")
+            for key, what in wanted.items()
+        ]
+        batch = Batch(
+            jobs,
+            backend.store,
+            backend.provenance,
+            self.workload,
+            lambda kind, done, total: told(done),
+        )
+        found, failed = dict[str, ArrayNeeds](), dict[str, str]()
+        for outcome in batch.run(lambda: kept):
+            if outcome.value is None:
+                failed[outcome.job.key] = plain(outcome.error)
+            else:
+                found[outcome.job.key] = read(outcome.value, ArrayNeeds)
+        if failed:
+            raise ProfileError.of(
+                f"{len(failed)} of {count} programs of the array cannot be measured: "
+                f"{next(iter(failed.values()))}. What was measured is kept; capture store shows "
+                "the jobs.",
+                "array-failed",
+            )
+        return found
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept.end()

@@ -1,0 +1,75 @@
+"""A training over hosts of which processes are killed gives what it gives undisturbed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+from pipeline_models import pipeline, tied
+from processes import REPOSITORY
+
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.runtime.hosts.driver import LocalStarter
+from capture.runtime.hosts.restarts import Restarts, train_over_hosts
+from capture.runtime.hosts.saved import complete_steps
+from capture.runtime.training import Training, train
+
+WORKLOAD = WorkloadSpec.parse(f"{REPOSITORY / 'tests/pipeline_models.py'}:tied")
+
+
+@dataclass
+class Killer:
+    """Ends a process of its parent once, when a line of progress is said.
+
+    Attributes:
+        at: Host by the beginning of the line.
+    """
+
+    at: dict[str, int]
+    said: list[str] = field(default_factory=list)
+
+    def __call__(self, text: str) -> None:
+        self.said.append(text)
+        for line in [line for line in self.at if text.startswith(line)]:
+            hosts = sorted(multiprocessing.active_children(), key=lambda host: host.pid or 0)
+            pid = hosts[self.at.pop(line)].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+
+class Shrinking(LocalStarter):
+    """Node 1 is gone when nobody is left to be killed."""
+
+    def missing(self, plan):
+        return frozenset() if killer.at else frozenset({1})
+
+
+killer = Killer({})
+
+
+@pytest.mark.slow
+def test_killed_processes_change_nothing_and_a_node_may_stay_away(tmp_path):
+    plan = pipeline((2, 2), ((2, 1), (1, 2)), remat="full").with_(cluster=Cluster((2, 2)))
+    smaller = pipeline((4,), ((2, 1),)).with_(cluster=Cluster((2,)))
+    undisturbed = train(plan, tied(), Training(num_steps=10))
+    # While it compiles, after a checkpoint, and for good.
+    killer.at.update({"compiling": 1, "step 6": 0, "step 9": 1})
+    training = {"num_steps": 10, "save": tmp_path, "save_every": 4}
+    restarts = Restarts(2, lambda old, gone: smaller)
+    document = train_over_hosts(Shrinking(WORKLOAD), plan, training, restarts, killer)
+    assert not multiprocessing.active_children()
+    first, second, last = document["restarts"]
+    assert (first["host"], first["resumed_from_step"]) == (1, None)
+    # The save of the step before may still have been under way.
+    assert second["host"] == 0 and second["resumed_from_step"] in (None, 4)
+    assert last["host"] == 1 and last["nodes_gone"] == [1]
+    done = last["resumed_from_step"]
+    assert done in (4, 8) and complete_steps(tmp_path) == [8, 10]
+    assert document["loss"][:done] == undisturbed["loss"][:done]
+    assert document["loss"] == pytest.approx(undisturbed["loss"], rel=1e-5)
+    said = f"node 1 is gone: going on from the checkpoint of step {done}"
+    assert any(line.startswith(said) for line in killer.said)

@@ -1,0 +1,177 @@
+"""The driver's side of a run over Ray, with actors that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from plan_examples import two_stages
+
+from capture.errors import ExecutionError
+from capture.machine.cluster import Cluster
+from capture.machine.ray_cluster import Demand, ProcessLostError
+from capture.model.workload import WorkloadSpec
+from capture.runtime.hosts import ray_hosts
+from capture.runtime.hosts.process import Done, Said, Stepped
+from capture.runtime.hosts.ray_hosts import Greeting, RayStarter, unplaced, versions_here
+from capture.runtime.hosts.watching import HostError, watch
+
+PLAN = two_stages(cluster=Cluster((2, 2)))
+NODE = {"CPU": 8.0, "memory": 64e9}
+
+
+class FakeHost:
+    """What a host says, by number; one that has nothing more to say is stopped."""
+
+    over: threading.Event
+    said: list[list[Any]]
+    versions: list[dict[str, str]]
+
+    def __init__(self, number: int):
+        self._number, self._left = number, list(self.said[number])
+
+    def greet(self) -> Greeting:
+        number = self._number
+        return Greeting(f"node {number}", number, f"10.0.0.{number}:1", self.versions[number])
+
+    def live(self, job: Any) -> None:
+        self.job = job
+
+    def hear(self, seconds: float) -> list[Any]:
+        if not self._left:
+            self.over.wait(30)
+            return []
+        message = self._left.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return [message]
+
+
+class FakeCluster:
+    """With threads in the place of actors; what is given back or killed is noted."""
+
+    def __init__(self):
+        self.released, self.killed, self.pool = 0, [], ThreadPoolExecutor(8)
+        self.found = [NODE, NODE]
+        self.asked: list[Any] = []
+
+    def reserve(self, demands, apart, seconds):
+        self.asked.append((demands, apart))
+        self.options = list(range(len(demands)))
+        return self
+
+    def release(self):
+        self.released += 1
+
+    def actor(self, made_of, number, num_threads):
+        assert made_of is ray_hosts.RemoteHost and num_threads == 2
+        host = FakeHost(number)
+        cluster = self
+
+        class Actor:
+            def call(self, method: str, *arguments: Any) -> Future:
+                return cluster.pool.submit(getattr(host, method), *arguments)
+
+            def kill(self) -> None:
+                cluster.killed.append(number)
+
+        return Actor()
+
+    def ready(self, references, seconds):
+        return list(wait(references, seconds, FIRST_COMPLETED).done)
+
+    def result(self, reference):
+        return reference.result()
+
+    def hears_head(self):
+        return True
+
+    def nodes(self):
+        return [{"Resources": node} for node in self.found]
+
+
+@pytest.fixture
+def cluster(monkeypatch, tmp_path):
+    found = FakeCluster()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_hosts, "Actor", found.actor)
+    monkeypatch.setattr(ray_hosts, "kill_process", lambda *who: found.killed.append(who))
+    monkeypatch.setattr(ray_hosts, "_STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(FakeHost, "versions", [versions_here()] * 2, raising=False)
+    monkeypatch.setattr(FakeHost, "over", threading.Event(), raising=False)
+    yield found
+    FakeHost.over.set()
+    found.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def starter(cluster: Any, **options: Any) -> RayStarter:
+    return RayStarter(cluster, WorkloadSpec.parse("a.py:b"), place_seconds=0.0, **options)
+
+
+def test_all_are_heard_and_ended(cluster, monkeypatch):
+    said = [[Said("trains"), Stepped(1, 0.5, 0.1), Done({"host": n})] for n in (0, 1)]
+    monkeypatch.setattr(FakeHost, "said", said, raising=False)
+    processes, noted = starter(cluster).start(PLAN, {}), []
+    assert watch(processes, 2, noted.append) == [{"host": 0}, {"host": 1}]
+    assert noted == said[0][:2]
+    processes.end()
+    processes.end()
+    assert cluster.released == 1 and [n for n in cluster.killed if n in (0, 1)] == [0, 1]
+    (demands, apart) = cluster.asked[0]
+    assert apart and [demand.devices for demand in demands] == [None, None]
+
+
+def test_a_process_that_ray_lost_is_named_and_a_stopped_one_is_killed_on_its_node(
+    cluster, monkeypatch
+):
+    gone = ProcessLostError("The actor died.", node=False)
+    monkeypatch.setattr(FakeHost, "said", [[Said("trains")], [gone]], raising=False)
+    processes = starter(cluster).start(PLAN, {})
+    with pytest.raises(HostError) as refused:
+        watch(processes, 2)
+    assert str(refused.value) == (
+        "host 1: its process ended (killed, or out of memory?): The actor died. [run-host-lost]"
+    )
+    processes.end()
+    assert ("node 0", 0) in cluster.killed and ("node 1", 1) not in cluster.killed
+
+
+def test_hosts_with_other_versions_than_the_driver_are_refused_and_ended(cluster, monkeypatch):
+    monkeypatch.setattr(FakeHost, "said", [[], []], raising=False)
+    own = versions_here()
+    monkeypatch.setattr(FakeHost, "versions", [own, own | {"jax": "0.9.9"}])
+    with pytest.raises(ExecutionError) as refused:
+        starter(cluster).start(PLAN, {})
+    assert str(refused.value) == (
+        f"host 1 has jax 0.9.9 and the driver {own['jax']}; start the command where the versions "
+        "are those of the cluster. [run-hosts-differ]"
+    )
+    assert cluster.released == 1
+
+
+def test_processes_are_on_devices_of_the_target_and_alone_on_virtual_ones(cluster):
+    plan = two_stages(cluster=Cluster((2, 2), target="a100-40g"))
+    for alone, devices, kind in ((False, "GPU", "A100"), (True, None, None)):
+        for demand in starter(cluster, alone=alone).demands(plan):
+            assert (demand.devices, demand.accelerator_type) == (devices, kind)
+            assert demand.num_devices == (0 if alone else 2)
+
+
+def test_nodes_that_the_cluster_has_no_more_are_missing(cluster):
+    assert starter(cluster).missing(PLAN) == frozenset()
+    cluster.found.pop()
+    assert starter(cluster).missing(PLAN) == {1}
+    assert starter(cluster, alone=True).missing(PLAN) == frozenset()
+    big, small = (Demand(10**9, "GPU", count, "A100") for count in (8, 2))
+    kind = {"accelerator_type:A100": 1.0}
+    nodes = [{**NODE, "GPU": 8.0, **kind}, {**NODE, "GPU": 2.0, **kind}]
+    assert unplaced([small, big], nodes) == frozenset()
+    assert unplaced([small, big], nodes[1:]) == {1}
+
+
+def test_a_workload_that_does_not_travel_is_refused(cluster):
+    with pytest.raises(ExecutionError) as refused:
+        RayStarter(cluster, WorkloadSpec.parse("../a.py:b"))
+    assert refused.value.codes == ("ray-workload",)
