@@ -28,7 +28,7 @@ from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, flatten_loss
 from capture.tracing.program import Op, Program
-from capture.tracing.slices import run_op, run_steps, steps_of
+from capture.tracing.slices import Region, run_op, run_steps, steps_of
 
 _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values are numbered from 0
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
@@ -99,8 +99,20 @@ def _run_layer(
     differentiated = [op for op in layer.ops if not program.toward_loss.isdisjoint(op.outputs)]
     run = _Runner(frozenset(differentiated), _read_again(layer.params, differentiated), prefetch)
     env = {**{v: program.consts[v] for v in layer.consts}, **inputs}
-    run_steps(steps_of(layer), env, program.consts, run, (_TOKEN,))
+    for step in steps_of(layer):
+        if isinstance(step, Region):
+            _await_small(step, env, layer.params)
+        run_steps([step], env, program.consts, run, (_TOKEN,))
     return {v: env[v] for v in (*layer.outputs, _TOKEN)}
+
+
+def _await_small(region: Region, env: dict[int, Any], params: Sequence[int]) -> None:
+    """What goes further back waits for the gradients of the small parameters of a region: of what
+    those are computed from, which was computed again, XLA may keep it until the end of the
+    step."""
+    small = [v for v in region.inputs if v in params and not isinstance(env[v], StoredParam)]
+    values, env[_TOKEN] = awaited([env[v] for v in small], env[_TOKEN])
+    env.update(zip(small, values, strict=True))
 
 
 @dataclass(frozen=True)
