@@ -147,7 +147,6 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
         ("explain b.json --workload other.py:model", "--workload: capture explain does not read"),
         ("explain packs.json --workload other.py:model", "does not read it with a plan of kind 'p"),
         ("explain array.json --workload other.py:model --store s", "--workload, --store: capture"),
-        ("verify packs.json --store s", "--store: capture verify does not read it"),
         ("report packs.json --profile p.json", "--profile: capture report does not read it"),
         ("diff b.json stages.json", "of kind 'sharding', and 'stages.json' of kind 'stages'; com"),
         ("osdp packs.json", "'packs.json' is a plan of kind 'packs', and names no devices"),

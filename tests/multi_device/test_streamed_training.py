@@ -253,7 +253,7 @@ def test_what_runs_on_the_host_of_absent_devices_is_compiled_for_a_processor():
     step = StreamedStep(mlp(optax.adam(1e-3)), packs_plan(), [device], refuse, host=host)
     runs = [run for run in step._uncompiled.instructions if isinstance(run, Run)]
     update = next(run for run in runs if run.program.startswith("update"))
-    program = step.programs._executable(update)
+    program = step.programs.executable(update.program)
     assert program.transient_bytes < step._uncompiled.slots[update.outputs[0]].nbytes
     assert {s.sharding.mesh.devices.item() for s in jax.tree.leaves(program.outputs)} == {host}
 
