@@ -32,8 +32,8 @@ from recommender.harmony.packing import (
     reused,
 )
 from recommender.harmony.problem import PacksProblem
-from recommender.harmony.recommendation import plan_of
 from recommender.harmony.search import search
+from recommender.harmony.within import plan_of
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
 SERVER = Server.load("gtx1080ti-x4")
