@@ -15,7 +15,7 @@ from capture.cli.main import main
 from capture.compiler import target_devices
 from capture.extras import install_command
 from capture.machine.cluster import Cluster
-from capture.machine.target import TARGETS_FOLDER
+from capture.machine.target import TARGETS_FOLDER, Target
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.sharding import DP, ZDP, ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
@@ -61,13 +61,13 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     ("how", "left"),
     [
         ("", 0.06),
-        ("&remat=True", 0.06),
+        ("&remat=True", 0.22),
         ("&dtype=bfloat16", 0.2),
-        ("&remat=True&dtype=bfloat16", 0.45),
+        ("&remat=True&dtype=bfloat16", 0.22),
     ],
 )
 def test_an_estimate_leaves_what_the_compiler_was_seen_to_need(how, left):
-    """Most where a block is computed again in 16 bits, and then it says so."""
+    """More where a block is computed again, and then it says so."""
     workload, cluster = WorkloadSpec.parse(GPT + how).load(), Cluster((8,), "h100")
 
     def answer(limit: float):
@@ -77,7 +77,7 @@ def test_an_estimate_leaves_what_the_compiler_was_seen_to_need(how, left):
     assert answer(1.001 * most / (1 - left)).plan.peak_bytes == most
     less = answer(0.999 * most / (1 - left)).plan
     assert less is None or less.peak_bytes < most
-    assert ("jax.checkpoint in bfloat16 was seen" in str(answer(1e9))) == (left == 0.45)
+    assert ("steps with jax.checkpoint were seen" in str(answer(1e9))) == ("remat" in how)
 
 
 @pytest.mark.slow
@@ -96,6 +96,24 @@ def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
     found = osdp(ShardingQuestion(workload, cluster, limit, batch_size=16, smallest_bytes=1024))
     assert found.compiled and found.peak_bytes <= limit
     assert found.plan.sharded_fraction > 0 and "as compiled for h100 (estimated: " in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_blocks_compute_again_is_gone_before_the_next_one(dtype):
+    """The gradients of biases and scales, which devices hold whole, are not left for the end."""
+    if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
+        pytest.skip(
+            "the compiler of cuda targets is not installed: pip install 'capture-jax[cuda-targets]'"
+        )
+    workload = WorkloadSpec.parse(
+        f"benchmarks/plain_gpt.py:gpt?activation=tanh_gelu&num_blocks=3&remat=True&dtype={dtype}"
+    ).load()
+    question = ShardingQuestion(workload, Cluster((8,), "h100"), 1e9, batch_size=8)
+    plan = osdp(question, verify=False).plan
+    compiler = StepCompiler(Target.load("h100"), question.where)
+    compiled, _ = compiler.measure(shard(workload, plan, compiler.mesh))
+    assert plan.peak_bytes < compiled < 1.12 * plan.peak_bytes
 
 
 def test_a_step_far_above_its_estimate_is_an_answer_too(tmp_path, monkeypatch):
