@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 
-from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler
 from capture.compiler.target_compiler import TargetCompiler
 from capture.documents import read, write
@@ -111,13 +110,7 @@ class ArrayBackend:
             known = CompileBackend(self._workload, target=self._target).provenance
             facts = {k: v for k, v in known.items() if k != "program_version"}
         else:
-            facts = {
-                "backend": "run",
-                "target": self.machine.platform,
-                "device_kind": self.machine.device_kind,
-                "versions": environment.versions(),
-                "flags": list(environment.active_flags()),
-            }
+            facts = self.machine.provenance
         return {**facts, "array_version": ARRAY_VERSION}
 
     def key(self, what: What) -> str:

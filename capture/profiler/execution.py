@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from capture import environment
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.model.graph import content_hash
@@ -86,6 +87,17 @@ class Machine:
     platform: str
     device_kind: str
     num_devices: int
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What of this process decides what is measured on them."""
+        return {
+            "backend": "run",
+            "target": self.platform,
+            "device_kind": self.device_kind,
+            "versions": environment.versions(),
+            "flags": list(environment.active_flags()),
+        }
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture import environment
 from capture.compiler.executable import Compiler
 from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
@@ -96,13 +95,7 @@ class LayerBackend:
         if self._machine is None:
             facts = {k: v for k, v in self.compiler.provenance.items() if k != "program_version"}
         else:
-            facts = {
-                "backend": "run",
-                "target": self._machine.platform,
-                "device_kind": self._machine.device_kind,
-                "versions": environment.versions(),
-                "flags": list(environment.active_flags()),
-            }
+            facts = self._machine.provenance
         return {**facts, "layer_version": LAYER_VERSION}
 
     def layers(self, microbatch_size: int) -> Decomposed:

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from capture import environment
 from capture.errors import CaptureError
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
@@ -96,14 +95,10 @@ class RunBackend:
         """What beside the program decides a measurement."""
         allocator = self.fresh_process and self.machine.platform != "cpu"
         return {
-            "backend": self.name,
-            "target": self.machine.platform,
-            "device_kind": self.machine.device_kind,
+            **self.machine.provenance,
             "meter": "allocator, else live arrays + XLA buffer assignment"
             if allocator
             else "live arrays + XLA buffer assignment",
-            "versions": environment.versions(),
-            "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
 
