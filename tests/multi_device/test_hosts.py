@@ -73,7 +73,9 @@ def assert_as_one_process(folder: Path, name: str, num_hosts: int = 2) -> None:
             np.testing.assert_array_equal(of_host[what], one[what], f"{name}, host {host}: {what}")
         assert of_host["num_checks"] > len(plan.stages) * plan.num_microbatches
         assert (of_host["replayed"] == found[0]["replayed"]).all()
-        assert of_host["waiting"].any() and (of_host["waiting"] < of_host["peaks"]).all()
+        assert (of_host["waiting"] < of_host["peaks"]).all()
+    # What a host offers may be taken before it looks.
+    assert any(of_host["waiting"].any() for of_host in found)
     measured = np.concatenate([of_host["peaks"] for of_host in found])
     np.testing.assert_array_equal(measured, found[0]["replayed"], name)
     assert (measured >= one["replayed"]).all(), "what waits to be pulled is held beside the rest"
