@@ -3,6 +3,7 @@ devices, and by what malloc gives out."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -209,25 +210,38 @@ def compiled(layers: Sequence[int]) -> PipelinedStep:
 
 
 @jax.jit
-def late(x: jax.Array) -> jax.Array:
-    """``x``, after some 0.1 s. Products: XLA runs what it thinks cheap, loops of
-    scalars among it, on the thread that dispatches."""
+def after_products(x: jax.Array) -> jax.Array:
+    """``x``, some 0.1 s later."""
     ones = jnp.broadcast_to(x[0] * 0 + 1 / 128, (128, 128))
     return x * jax.lax.fori_loop(0, 1_000, lambda _, y: y @ ones, ones)[0, 0] * 128
 
 
 class Held:
-    """An observer that holds up a step's devices: what the first program reads is ready late. The
-    host can issue the whole step meanwhile, however slow the meter makes it."""
+    """An observer that holds up a step's devices: what the first program reads is ready when the
+    host has issued the last, however slow the meter makes it (it walks all that malloc ever gave
+    out). A step that waits for its devices meanwhile goes on after some seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: PipelinedStep) -> None:
+        self.last_run = [each for each in step.program.instructions if isinstance(each, Run)][-1]
+        self.issued = threading.Event()
         self.is_holding = False
 
     def __call__(self, instruction: Instruction, slots: list[Any]) -> None:
         if isinstance(instruction, Run) and not self.is_holding:
             self.is_holding = True
             slot = instruction.inputs[0][0]
-            slots[slot] = jax.tree.map(late, slots[slot])
+            slots[slot] = jax.tree.map(self.late, slots[slot])
+        if instruction is self.last_run:
+            self.issued.set()
+
+    def wait(self, x: np.ndarray) -> np.ndarray:
+        self.issued.wait(5)
+        return x
+
+    def late(self, x: jax.Array) -> jax.Array:
+        """``x``, when all is issued. XLA's CPU devices run what seems cheap, callbacks among it, on
+        the thread that dispatches, unless what it reads is not ready: hence the products."""
+        return jax.jit(lambda x: jax.pure_callback(self.wait, x, x))(after_products(x))
 
 
 def heaps(
@@ -239,10 +253,12 @@ def heaps(
     )
     state = step.init(jax.random.key(0))
     # The first makes what lasts: threads, compiled transfers.
-    state, _ = step(state, batch, observer=Held() if held else None)
+    state, _ = step(state, batch, observer=Held(step) if held else None)
     added, losses, booked_bytes = [], [], 0
     for _ in range(num_steps):
-        state, metrics, heap = measure_heap(step, state, batch, observer=Held() if held else None)
+        state, metrics, heap = measure_heap(
+            step, state, batch, observer=Held(step) if held else None
+        )
         if heap is None:
             pytest.skip("this system's C library has no mallinfo2; glibc 2.33 and newer does")
         booked_bytes = heap.booked_bytes
