@@ -30,7 +30,7 @@ from capture.documents import read, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import fit_host_link
-from capture.machine.target import HostLink, Target
+from capture.machine.target import HostLink, Rates, Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
@@ -175,6 +175,19 @@ class ArrayBackend:
         finally:
             programs.executables.pop(name)
 
+    def measured(
+        self, wanted: Mapping[str, What], told: Callable[[int], None]
+    ) -> dict[str, ArrayNeeds]:
+        """What has these keys, one by one, each kept as soon as it is there (``Measure``)."""
+        found = dict[str, ArrayNeeds]()
+        for key, what in wanted.items():
+            start = time.perf_counter()
+            found[key] = self.measure(what)
+            took = time.perf_counter() - start
+            self.store.put(key, write(found[key]), provenance=self.provenance, seconds=took)
+            told(len(found))
+        return found
+
     def _executed(self, array: FusedArray, call: Call, run: Callable[..., Any]) -> float:
         here = self._programs.sharding(_DEVICE)
         there = here.with_memory_kind(HOST_MEMORY)
@@ -210,6 +223,7 @@ class ArrayProfile:
         store: Where measurements are kept.
         here: That executes, by default this process.
         measure: Has measured what is not in the store; None: by this process, one by one.
+        rates: That seconds of what was compiled come from; None: the target's.
     """
 
     workload: WorkloadProtocol
@@ -224,6 +238,7 @@ class ArrayProfile:
     store: Store | None = field(default=None, compare=False)
     here: ExecutingMachine | None = None
     measure: Measure | None = field(default=None, compare=False)
+    rates: Rates | None = None
     _needs: dict[str, ArrayNeeds] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -353,11 +368,21 @@ class ArrayProfile:
         """See ``Programs``."""
         known = sub_array.num_models, call
         if known not in self._known:
-            name, key = self._named(sub_array, call)
-            self._require(MORE, {key: ArrayCall(*known)})
-            needs = self._needs[key]
+            needs = self.needs(sub_array, call)
+            name, _ = self._named(sub_array, call)
             self._known[known] = ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
         return self._known[known]
+
+    def needs(self, sub_array: Any, call: Call) -> ArrayNeeds:
+        """What was measured of a program."""
+        _, key = self._named(sub_array, call)
+        self._require(MORE, {key: ArrayCall(sub_array.num_models, call)})
+        return self._needs[key]
+
+    @cached_property
+    def times(self) -> TimeModel:
+        """Seconds of what was compiled."""
+        return TimeModel(self.rates or self.machine.rates, 1)
 
     def seconds_of(self, num_models: int) -> float:
         """Of the programs of so many models that are fused, one after the other."""
@@ -377,32 +402,20 @@ class ArrayProfile:
             del missing[key]
         if not missing:
             return
-        total = len(missing)
+        total, measure = len(missing), self.measure or self.backend.measured
         if kind == MORE:
             # How many more there will be nobody knows.
             self._more.extend(missing)
-            measured = (self.measure or self._measured_here)(missing, lambda done: None)
+            measured = measure(missing, lambda done: None)
             self.progress(kind, len(self._more), len(self._more) + 1)
         else:
             self.progress(kind, 0, total)
             told = lambda done: self.progress(kind, done, total)  # noqa: E731
-            measured = (self.measure or self._measured_here)(missing, told)
+            measured = measure(missing, told)
         self._needs.update(measured)
-
-    def _measured_here(
-        self, wanted: Mapping[str, What], told: Callable[[int], None]
-    ) -> dict[str, ArrayNeeds]:
-        backend, found = self.backend, dict[str, ArrayNeeds]()
-        for key, what in wanted.items():
-            start = time.perf_counter()
-            found[key] = backend.measure(what)
-            took = time.perf_counter() - start
-            backend.store.put(key, write(found[key]), provenance=backend.provenance, seconds=took)
-            told(len(found))
-        return found
 
     def _seconds(self, needs: ArrayNeeds) -> float:
         """Infinite of what has no room on the device, even alone."""
         if needs.work is not None:
-            return TimeModel(self.machine.rates, 1).program_seconds(needs.work)
+            return self.times.program_seconds(needs.work)
         return inf if needs.seconds is None else needs.seconds

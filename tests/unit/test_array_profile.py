@@ -25,6 +25,7 @@ class Backend(Kit):
     """That says of every program that it takes a second."""
 
     store, provenance = Store(), {}
+    measured = ArrayBackend.measured
 
     def measure(self, what):
         return ArrayNeeds(1, 1.0)
