@@ -94,7 +94,7 @@ def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
             for slower in (0.1, 0.1 * 100 ** draw.random(), 10.0):
                 seconds = Seconds(
                     built.seconds,
-                    lambda *given, by=slower: by * free.transfer(*given),
+                    lambda *given, by=slower, of=free: by * of.transfer(*given),
                     duplex,
                 )
                 timeline = simulate_step(built.step, seconds, feeds_ahead=0)
