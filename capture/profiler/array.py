@@ -49,7 +49,11 @@ from capture.step.sub_array import Call, ProgramFacts, SubArray, Uses
 from capture.step.times import TimeModel
 
 #: What traces joint steps: an outline that other code made is not theirs.
-_CODE = ("tracing/*.py", "runtime/fused.py", "runtime/layerwise.py", "runtime/*optimizer.py")
+_CODE = (
+    "tracing/*.py",
+    "step/interface.py",
+    *(f"runtime/{name}.py" for name in ("fused", "layerwise", "leaf_parts", "optimizer")),
+)
 Progress = Callable[[str, int, int], None]
 What = ArrayCall | HostCopy
 #: Has measured, by key, what is not in the store, and tells how many are done.
@@ -68,6 +72,7 @@ def _code() -> str:
     """Hash of what traces joint steps."""
     root = Path(__file__).parents[1]
     files = sorted(path for pattern in _CODE for path in root.glob(pattern))
+    assert len(files) >= len(_CODE), "every file is there"
     return content_hash([path.read_text(encoding="utf-8") for path in files])
 
 
