@@ -104,7 +104,7 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
     counts = Counter(
         (
             row.state,
-            row.job.get("kind", "unknown"),
+            row.job.get("kind", row.provenance.get("kind", "unknown")),
             row.provenance.get("target", row.job.get("backend", "")),
         )
         for row in rows

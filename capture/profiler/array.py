@@ -139,7 +139,8 @@ class ArrayBackend:
             if document is None:
                 document = self.fuser.of(num_models).outline
                 took = time.perf_counter() - start
-                self.store.put(key, document, provenance=facts, seconds=took)
+                known = {**facts, "kind": "outline"}  # of no job
+                self.store.put(key, document, provenance=known, seconds=took)
             self._arrays[num_models] = self.fuser.outlined(num_models, document)
         return self._arrays[num_models]
 

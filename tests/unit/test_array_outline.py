@@ -92,3 +92,4 @@ def test_other_code_traces_again(monkeypatch):
         monkeypatch.setattr("capture.profiler.array._code", lambda code=code: code)
         ArrayProfile(tiny_gpt(1), cluster, BATCH, store=store).sub_array(1)
         assert len(store) == (1, 1, 2)[n]
+    assert [row.provenance["kind"] for row in store.rows()] == ["outline"] * 2
