@@ -156,15 +156,14 @@ class Issue:
         self._coming: list[set[int]] = [set() for _ in self._arrays]
         self._live = self._host_live = 0
         for life in self._arrays:
-            bundles = life.sub_array.bundles
-            self._here.append({n for n, bundle in enumerate(bundles) if bundle.is_state})
+            self._here.append(set(life.where.state))
         for number in self._arrays[0].between if order.carries else ():
             swapped = number in self._arrays[0].swapped
             (self._there if swapped else self._here)[0].add(number)
             self._host_live += self._bytes[0][number] if swapped else 0
         for a, (own, here) in enumerate(zip(self._bytes, self._here, strict=True)):
-            bundles = self._arrays[a].sub_array.bundles
-            self._live += sum(own[n] for n in here if not (a and bundles[n].shared))
+            counted = here - self._arrays[a].where.shared if a else here
+            self._live += sum(map(own.__getitem__, counted))
         self._common = order.fed_to_all()
         #: Of these, with the number of the batch, what is on the device; and when it is read last.
         self._fed: set[tuple[str, int]] = set()

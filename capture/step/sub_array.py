@@ -170,13 +170,17 @@ class Uses:
         issued: Per segment.
         last_forward: By bundle, the last segment of the forward pass that makes or reads it.
         nbytes: By bundle.
+        state, shared: Bundles.
+        dying: Per segment, the bundles that are used last at it, ascending.
     """
 
     def __init__(self, sub_array: SubArray):
         self.sub_array, layers = sub_array, sub_array.num_layers
         bundles, loss = sub_array.bundles, sub_array.loss
         self.nbytes = [bundle.nbytes for bundle in bundles]
-        dying: list[list[int]] = [[] for _ in sub_array.segments]
+        self.state = frozenset(n for n, bundle in enumerate(bundles) if bundle.is_state)
+        self.shared = frozenset(n for n, bundle in enumerate(bundles) if bundle.shared)
+        self.dying: list[list[int]] = [[] for _ in sub_array.segments]
         self.last_forward: list[int] = []
         #: What a segment makes that the backward pass reads.
         self._made: list[list[int]] = [[] for _ in sub_array.segments]
@@ -186,11 +190,11 @@ class Uses:
                 max([use for use in uses if use < layers], default=-1 if writer is None else writer)
             )
             if uses and not (bundle.is_state or bundle.shared):
-                dying[uses[-1]].append(number)
+                self.dying[uses[-1]].append(number)
             if writer is not None and uses and uses[-1] >= layers:
                 self._made[writer].append(number)
         self.issued = [
-            self.issued_at(segment, dying[segment], loss)
+            self.issued_at(segment, self.dying[segment], loss)
             for segment in range(len(sub_array.segments))
         ]
         self._sources: dict[tuple[tuple[int, ...], frozenset[int]], tuple[int, ...]] = {}
@@ -280,16 +284,14 @@ class Lifetimes:
         """Per segment."""
         sub_array, layers = self.sub_array, self.sub_array.num_layers
         bundles, found = sub_array.bundles, list(self.where.issued)
-        later = [n for n, uses in self._more.items() if uses[-1] != (*bundles[n].readers, -1)[-2]]
-        if later:
-            dying: dict[int, list[int]] = {}
-            for number, bundle in enumerate(bundles):
-                if (uses := self.uses(number)) and not (bundle.is_state or bundle.shared):
-                    dying.setdefault(uses[-1], []).append(number)
-            found = [
-                self.where.issued_at(segment, dying.get(segment, ()), sub_array.loss)
-                for segment in range(2 * layers)
-            ]
+        dying: dict[int, set[int]] = {}
+        for number, uses in self._more.items():
+            last = bundles[number].readers[-1]
+            if uses[-1] != last and number not in self.where.state | self.where.shared:
+                dying.setdefault(last, set(self.where.dying[last])).remove(number)
+                dying.setdefault(uses[-1], set(self.where.dying[uses[-1]])).add(number)
+        for segment, ends in dying.items():
+            found[segment] = self.where.issued_at(segment, sorted(ends), sub_array.loss)
         idle: dict[int, list[int]] = {}
         for number in sorted(self.recomputed):
             idle.setdefault(bundles[number].writer or 0, []).append(number)

@@ -26,7 +26,8 @@ def descend(
 
     What is swapped needs least, so that where this does not fit, nothing does. From there, and from
     the best of each family, every choice is revised, and then two together, as long as the step
-    gets faster; and once more from what is found where the limit is just below what that needs.
+    gets faster; of few units once more from what is found where the limit is just below what that
+    needs.
 
     Args:
         space: The choices.
@@ -51,7 +52,8 @@ def descend(
         if best[1].seconds <= enough_seconds:
             break
         best = min(best, _revised(space, start, enough_seconds, budget), key=lambda one: one[1])
-    if best[1].fits and best[1].seconds > enough_seconds:
+    few = len(space.units) <= ALL_PAIRS
+    if few and best[1].fits and best[1].seconds > enough_seconds:
         best = min(
             best, _by_way_of_less(space, best, enough_seconds, budget), key=lambda one: one[1]
         )
