@@ -47,6 +47,8 @@ WORKLOAD = (
 )
 HEARTBEAT_SECONDS, SAVE_EVERY = 5.0, 10
 KINDS = {"kill": 0.5, "stop": 0.2, "pause": 0.15, "cut": 0.15}
+#: Of the failures, those that are not while all starts.
+TRAINING_FRACTION = 0.3
 #: Nothing may take so long: neither a restart nor ten steps.
 HANG_SECONDS = 300.0
 
@@ -164,17 +166,19 @@ def disturb(
             hosts = run.hosts()
         line, begin = len(run.lines), time.monotonic()
         kind = chance.choices(kinds, [KINDS[each] for each in kinds])[0]
-        if chance.random() < 0.3:  # while it trains, or saves
-            steps, wait = chance.randint(1, 13), chance.uniform(0.0, 0.2)
-            while run.running and run.steps_since(line) < steps:
-                assert time.monotonic() - begin < HANG_SECONDS, "it does not go on"
-                if run.hosts() != hosts:
-                    break
-                time.sleep(0.005)
-            start_seconds = max(start_seconds, min(time.monotonic() - begin, 30.0))
-            time.sleep(wait)
-        else:
-            time.sleep(chance.uniform(0.0, start_seconds))
+        # While it trains, or saves; else while it starts, until its first step at the latest: a run
+        # that is left to train for long is over before it has had many failures.
+        steps, wait = 1, chance.uniform(0.0, start_seconds)
+        if chance.random() < TRAINING_FRACTION:
+            steps, wait = chance.randint(1, 13), float("inf")
+        while run.running and run.steps_since(line) < steps and time.monotonic() - begin < wait:
+            assert time.monotonic() - begin < HANG_SECONDS, "it does not go on"
+            if run.hosts() != hosts:
+                break
+            time.sleep(0.005)
+        if run.steps_since(line) == 1 and steps == 1:
+            start_seconds = min(time.monotonic() - begin, 60.0)
+        time.sleep(chance.uniform(0.0, 0.2))
         there = complete_steps(save)
         assert max(there, default=0) >= newest, f"checkpoint {newest} is lost: {there}"
         newest = max(there, default=0)

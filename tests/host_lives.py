@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -19,25 +20,48 @@ def done(job: HostJob, connection: Connection, parent: int) -> None:
 
 def killed(job: HostJob, connection: Connection, parent: int) -> None:
     """Host 1, upon which the other one sees its connection break."""
-    connection.send(Alive())
     if job.host == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.1)
     connection.send(Failed((Violation("a connection is closed.", "exception"),)))
-    time.sleep(600)
+    breathe(connection)
+
+
+def breathe(connection: Connection) -> None:
+    while True:
+        connection.send(Alive(time.monotonic()))
+        time.sleep(0.1)
+
+
+def crashed(job: HostJob, connection: Connection, parent: int) -> None:
+    """Host 1, by itself; the other one lives on."""
+    if job.host == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.abort()
+    breathe(connection)
+
+
+def crashed_with_host_0(job: HostJob, connection: Connection, parent: int) -> None:
+    """The end of host 0 is heard after that of the other one, which follows from it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if job.host == 1:
+        os.abort()
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raising(job: HostJob, connection: Connection, parent: int) -> None:
     if job.host == 1:
         lines = "Traceback: users_model.py, line 3"
         connection.send(Failed((Violation("ValueError: no data", "exception"),), lines))
-    time.sleep(600)
+    breathe(connection)
 
 
 def frozen(job: HostJob, connection: Connection, parent: int) -> None:
-    connection.send(Alive())
-    while job.host == 0:
-        connection.send(Alive())
-        time.sleep(0.1)
+    """Host 1, of which the other one says before that its connection is closed."""
+    connection.send(Alive(time.monotonic()))
+    if job.host == 0:
+        connection.send(Failed((Violation("a connection is closed.", "run-hosts-cut"),)))
+        breathe(connection)
     time.sleep(600)

@@ -3,6 +3,7 @@ step again and again or breaks a rule; a node that is gone is planned away. With
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.runtime.hosts.process import Done, Failed, Stepped
+from capture.runtime.hosts.process import Alive, Done, Failed, Stepped
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps
 from capture.runtime.hosts.watching import lost
@@ -41,7 +42,7 @@ class Attempt:
         self.ended = False
 
     def hear(self, seconds: float):
-        return self.said.pop(0) if self.said else []
+        return self.said.pop(0) if self.said else [(h, Alive(math.inf)) for h in (0, 1)]
 
     def end(self) -> None:
         self.ended = True
