@@ -61,8 +61,15 @@ class Run:
         command = [sys.executable, "-m", "capture", "run", str(plan), "--hosts", "local", "--json"]
         command += ["--steps", str(steps), "--save", str(save), "--save-every", str(SAVE_EVERY)]
         command += ["--max-restarts", "1000", "--heartbeat", str(HEARTBEAT_SECONDS)]
+        # What was compiled is kept: restarts are what is tried here.
+        kept = {"JAX_COMPILATION_CACHE_DIR": str(plan.with_name("compiled"))}
+        kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | kept,
         )
         self.lines: list[tuple[float, str]] = []
         self.out = ""
@@ -74,6 +81,8 @@ class Run:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append((time.monotonic() - self.began, line.rstrip()))
+            if not line.startswith("step "):
+                print(f"    {line.rstrip()}", file=sys.stderr, flush=True)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

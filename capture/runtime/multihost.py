@@ -27,6 +27,7 @@ from capture.measured.stage_cost import StageCost
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import Layout, to_host
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
+from capture.runtime.hosts.addresses import check_coordinator, check_reached, parted
 from capture.runtime.hosts.driver import check_nodes
 from capture.runtime.hosts.part import Part, SharedStep
 from capture.runtime.hosts.sockets import Sockets
@@ -65,6 +66,8 @@ def initialize(
         ExecutionError: ``run-hosts-start`` if the others cannot be reached, ``run-hosts-differ`` if
             they have other versions or flags.
     """
+    if coordinator is not None and host is not None:
+        check_coordinator(coordinator, host)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -134,10 +137,15 @@ class Hosts:
         return Sockets(
             self._address,
             self.process,
-            lambda own: self.exchange("addresses", own),
+            self._exchange_addresses,
             self.limit_seconds,
             self._on_silence,
         )
+
+    def _exchange_addresses(self, own: str) -> list[str]:
+        addresses = self.exchange("addresses", own)
+        check_reached(addresses, self.process, lambda mine: self.exchange("reached", mine))
+        return addresses
 
     @property
     def limit_seconds(self) -> float:
@@ -343,9 +351,8 @@ def _wait(copy: BoundCopy, number: int) -> None:
 
 def _own_address(coordinator: str) -> str:
     """The address of this host from which the coordinator is reached; nothing is sent."""
-    address, _, port = coordinator.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address.strip("[]"), int(port)))
+        probe.connect(parted(coordinator))
         return probe.getsockname()[0]
 
 

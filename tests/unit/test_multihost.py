@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
+from capture.runtime.hosts import addresses
 from capture.runtime.layout import first_devices
-from capture.runtime.multihost import Hosts
+from capture.runtime.multihost import Hosts, initialize
 
 
 class Store:
@@ -87,6 +89,39 @@ def test_nobody_is_waited_for_without_end(monkeypatch):
         "host 1 has not said its costs within 0 s; look why it is late, or ended. "
         "[run-hosts-silent]"
     )
+
+
+def test_an_address_is_tried_before_jax_would_crash_or_wait(monkeypatch):
+    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.0)
+    unknown = "no-such-host.invalid:4321"
+    with socket.socket() as taken, socket.socket() as closed:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = f"127.0.0.1:{taken.getsockname()[1]}"
+        closed.bind(("127.0.0.1", 0))
+        silent = f"127.0.0.1:{closed.getsockname()[1]}"
+        for address, host, says in (
+            (busy, 0, f"host 0 cannot listen at {busy}: [Errno 98] Address already in use; give"),
+            (unknown, 0, f"host 0 cannot listen at {unknown}: "),
+            (unknown, 1, f"host 1 does not reach host 0 at {unknown}: "),
+        ):
+            with pytest.raises(ExecutionError) as refused:
+                initialize(address, 2, host)
+            assert refused.value.codes == ("run-hosts-start",)
+            assert str(refused.value).startswith(says)
+        addresses.check_coordinator(silent, 1)  # host 0 may come later
+        there = [busy, silent, busy]
+        found = together(
+            hosts_of(3),
+            lambda host: addresses.check_reached(
+                there, host.process, lambda mine: host.exchange("reached", mine)
+            ),
+        )
+    for error in found:
+        assert error.codes == ("run-hosts-start",) * 2
+        assert f"host 2 does not reach host 1 at {silent}: [Errno 111] Connection refused" in str(
+            error
+        )
 
 
 def test_a_node_needs_its_process_and_devices(monkeypatch):
