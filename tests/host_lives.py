@@ -8,8 +8,32 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
+from plan_examples import two_stages
+
 from capture.errors import Violation
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
 from capture.runtime.hosts.process import Alive, Done, Failed, HostJob, Said
+
+PLAN = two_stages(cluster=Cluster((2, 2)))
+JOB, SECOND = (
+    HostJob(PLAN, WorkloadSpec.parse("a.py:b"), {}, "127.0.0.1:1", 2, host, ()) for host in (0, 1)
+)
+#: What one host says of its training, in short.
+ALONE = {
+    "measured_peak_bytes_per_device": [1, 2],
+    "ledger_checks": 3,
+    "step_seconds": [],
+    "loss": [],
+    **dict.fromkeys(
+        (
+            "allocator",
+            "resident_set_peak_bytes",
+            "resident_set_before_bytes",
+            "dispatch_seconds",
+        )
+    ),
+}
 
 
 def done(job: HostJob, connection: Connection, parent: int) -> None:
@@ -49,6 +73,15 @@ def crashed_with_host_0(job: HostJob, connection: Connection, parent: int) -> No
         os.abort()
     time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(job: HostJob, connection: Connection, parent: int) -> None:
+    """Done after a while, of which host 1 may be stopped for a part."""
+    connection.send(Alive(time.monotonic()))
+    connection.send(Said("host 0 trains"))
+    time.sleep(0.5)
+    connection.send(Done({"host": job.host}))
+    time.sleep(600)
 
 
 def raising(job: HostJob, connection: Connection, parent: int) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import signal
+import time
 
 import host_lives
 import pytest
@@ -12,16 +15,13 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
+from capture.runtime.hosts import driver
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import LocalProcesses, check_nodes, ended
-from capture.runtime.hosts.process import Failed, HostJob, Said
+from capture.runtime.hosts.process import Failed, Said
 from capture.runtime.hosts.watching import GRACE_SECONDS, first_cause, is_settled, lost, watch
 
-PLAN = two_stages(cluster=Cluster((2, 2)))
-JOBS = [
-    HostJob(PLAN, WorkloadSpec.parse("a.py:b"), {}, "127.0.0.1:1", 2, host, ()) for host in (0, 1)
-]
+JOBS = [host_lives.JOB, host_lives.SECOND]
 
 
 def watched(life, **options) -> list:
@@ -133,6 +133,29 @@ def test_a_host_that_freezes_is_named():
     assert "host 1: its process gives no sign of life for" in str(error)
 
 
+def test_a_host_that_stops_for_less_than_the_heartbeat_goes_on():
+    def pause(said: object) -> None:
+        second = max(process.pid or 0 for process in multiprocessing.active_children())
+        os.kill(second, signal.SIGSTOP)
+        time.sleep(0.8)
+        os.kill(second, signal.SIGCONT)
+
+    assert watched(host_lives.late, note=pause) == [{"host": 0}, {"host": 1}]
+
+
+def test_an_interrupt_while_processes_are_started_leaves_none(monkeypatch):
+    class Interrupted(driver._Host):
+        def __init__(self, job, life, said):
+            if job.host:
+                raise KeyboardInterrupt
+            super().__init__(job, life, said)
+
+    monkeypatch.setattr(driver, "_Host", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watched(host_lives.done)
+    assert not multiprocessing.active_children()
+
+
 def test_stages_on_parts_of_several_nodes_are_refused():
     with pytest.raises(PlanError) as refused:
         check_nodes(two_stages(cluster=Cluster((1, 3))))
@@ -140,7 +163,7 @@ def test_stages_on_parts_of_several_nodes_are_refused():
         "stage 0 has 2 devices of nodes 0, 1, which have 4; over several hosts a stage runs within "
         "a node or on whole nodes: plan with --whole-nodes. [run-hosts-span]"
     )
-    check_nodes(PLAN)
+    check_nodes(host_lives.PLAN)
     check_nodes(two_stages(cluster=Cluster((1, 1, 2))))
 
 

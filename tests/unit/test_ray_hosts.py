@@ -17,6 +17,7 @@ from capture.model.workload import WorkloadSpec
 from capture.runtime.hosts import ray_hosts, watching
 from capture.runtime.hosts.process import Alive, Done, Said, Stepped
 from capture.runtime.hosts.ray_hosts import Greeting, RayStarter, unplaced, versions_here
+from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.watching import HostError, watch
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
@@ -158,6 +159,23 @@ def test_how_a_process_ended_ray_does_not_say_so_it_is_named_once_others_live(
         watch(processes, 2)
     assert refused.value.host == host and refused.value.codes == ("run-host-lost",)
     processes.end()
+
+
+def test_a_head_that_is_gone_ends_the_run(cluster, monkeypatch):
+    monkeypatch.setattr(FakeHost, "said", [[], []], raising=False)
+    gone = ExecutionError.of("the head of the cluster does not answer.", "ray-lost")
+
+    def hears_head():
+        if begun.is_set():
+            raise gone
+
+    begun = threading.Event()
+    monkeypatch.setattr(FakeHost, "live", lambda self, job: begun.set())
+    monkeypatch.setattr(cluster, "hears_head", hears_head)
+    with pytest.raises(ExecutionError) as refused:
+        train_over_hosts(starter(cluster), PLAN, {}, Restarts(3))
+    assert refused.value is gone and cluster.released == 1
+    assert [each for each in cluster.killed if each in (0, 1)] == [0, 1]
 
 
 def test_hosts_with_other_versions_than_the_driver_are_refused_and_ended(cluster, monkeypatch):
