@@ -70,7 +70,7 @@ class LocalStarter:
 
     def start(self, plan: Plan, training: Mapping[str, Any]) -> LocalProcesses:
         nodes, flags = len(plan.cluster.nodes), environment.active_flags()
-        coordinator = f"127.0.0.1:{_free_port()}"
+        coordinator = f"127.0.0.1:{free_port()}"
         return LocalProcesses(
             [
                 HostJob(plan, self.workload, dict(training), coordinator, nodes, host, flags)
@@ -196,7 +196,8 @@ class _Host:
             time.sleep(0.01)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine, for the next process that asks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
