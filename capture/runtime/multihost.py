@@ -156,7 +156,8 @@ class Hosts:
         """Small documents, one per process; every process makes the same calls in the same order.
 
         Raises:
-            ExecutionError: ``run-hosts-silent`` if one does not come in time.
+            ExecutionError: ``run-hosts-silent`` if one does not come in time, ``run-hosts-cut`` if
+                host 0 cannot be asked.
         """
         self._exchanges += 1
         return self.meet(f"{what}/{self._exchanges}", mine)
@@ -165,22 +166,28 @@ class Hosts:
         """As ``exchange``, in any thread and order: no two meetings have one name.
 
         Raises:
-            ExecutionError: ``run-hosts-silent``.
+            ExecutionError: ``run-hosts-silent``, ``run-hosts-cut``.
         """
-        key = f"capture/{what}"
-        self._store.key_value_set(f"{key}/{self.process}", json.dumps(mine))
-        found = []
-        for process in range(self.count):
-            try:
-                milliseconds = int(1000 * self.limit_seconds)
+        key, own, found = f"capture/{what}", json.dumps(mine), []
+        milliseconds = int(1000 * self.limit_seconds)
+        process = self.process
+        try:
+            self._store.key_value_set(f"{key}/{process}", own)
+            for process in range(self.count):
                 text = self._store.blocking_key_value_get(f"{key}/{process}", milliseconds)
-            except Exception as error:
+                found.append(json.loads(text))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in (said := str(error).partition("\n")[0]):
                 raise ExecutionError.of(
-                    f"host {process} has not said its {what.partition('/')[0]} within "
-                    f"{milliseconds // 1000} s; look why it is late, or ended.",
-                    "run-hosts-silent",
+                    f"the service of the run in host 0 does not answer host {self.process}: "
+                    f"{said}; look at that host and the network.",
+                    "run-hosts-cut",
                 ) from error
-            found.append(json.loads(text))
+            raise ExecutionError.of(
+                f"host {process} has not said its {what.partition('/')[0]} within "
+                f"{milliseconds // 1000} s; look why it is late, or ended.",
+                "run-hosts-silent",
+            ) from error
         return found
 
     def compare(self, facts: Mapping[str, Any]) -> None:
