@@ -49,7 +49,7 @@ HEARTBEAT_SECONDS, SAVE_EVERY = 5.0, 10
 KINDS = {"kill": 0.5, "stop": 0.2, "pause": 0.15, "cut": 0.15}
 #: Of the failures, those that are not while all starts.
 TRAINING_FRACTION = 0.3
-#: Nothing may take so long: neither a restart nor ten steps.
+#: On an idle machine nothing may take so long: neither a restart nor ten steps.
 HANG_SECONDS = 300.0
 
 
@@ -170,7 +170,7 @@ def disturb(
     while run.running and sum(done.values()) < count and time.monotonic() < end:
         hosts, begin = run.hosts(), time.monotonic()
         while run.running and (len(hosts) < 2 or all(host in seen for host in hosts)):
-            assert time.monotonic() - begin < HANG_SECONDS, "it does not start again"
+            assert time.monotonic() - begin < environment.patience(HANG_SECONDS), "it does not start again"
             time.sleep(0.02)
             hosts = run.hosts()
         line, begin = len(run.lines), time.monotonic()
@@ -181,7 +181,7 @@ def disturb(
         if chance.random() < TRAINING_FRACTION:
             steps, wait = chance.randint(1, 13), float("inf")
         while run.running and run.steps_since(line) < steps and time.monotonic() - begin < wait:
-            assert time.monotonic() - begin < HANG_SECONDS, "it does not go on"
+            assert time.monotonic() - begin < environment.patience(HANG_SECONDS), "it does not go on"
             if run.hosts() != hosts:
                 break
             time.sleep(0.005)
