@@ -7,8 +7,8 @@ program, in two sub-arrays in turn, and multiplexed with all feature maps swappe
 copy and the like the processor time of the calling thread, from when the runtime is handed an
 instruction until it comes back, with the device idle; so other work on the machine does not count.
 Programs as small as these run on the calling thread, inside of their call: ``executable`` is the
-time there, and ``around`` what the runtime adds. ``arrays`` are those that a program reads and makes,
-or a copy moves.
+time there, and ``around`` what the runtime adds. ``arrays`` are those that a program reads and
+makes, or a copy moves.
 """
 
 from __future__ import annotations
