@@ -103,7 +103,9 @@ def main() -> int:
         "--seconds", type=int, default=600, help="for a proof, where bounds are searched"
     )
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
-    parser.add_argument("-o", "--output", type=Path, help="write the document here")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="write the document here; rows of other cases in it stay"
+    )
     options = parser.parse_args()
     chosen = [
         case for case in CASES[options.cases] if not options.only or options.only in case.name
@@ -119,6 +121,10 @@ def main() -> int:
                 else measure(case, folder, options.workers)
             )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    if options.output and options.output.exists():
+        names = {row["name"] for row in rows}
+        kept = json.loads(options.output.read_text())["rows"]
+        rows = [*(row for row in kept if row["name"] not in names), *rows]
     document = {
         "benchmark": "planning_time",
         "date": date.today().isoformat(),
