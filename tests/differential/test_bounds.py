@@ -205,6 +205,20 @@ def test_a_stage_is_traced_once_for_all_its_degrees(remat, monkeypatch):
         assert BoundsBackend(alone).measure(config) == each, config
 
 
+def test_replicas_and_modes_of_remat_share_the_bounds_of_the_end_of_a_step(monkeypatch):
+    bounded = []
+    compute = Bounder.bounds
+    monkeypatch.setattr(
+        Bounder, "bounds", lambda self, *given: bounded.append(given) or compute(self, *given)
+    )
+    backend = BoundsBackend(CompileBackend(MODELS["mlp"](), store=Store(), num_devices=4))
+    for choice in (StageChoice(1, 1), StageChoice(2, 1), StageChoice(1, 1, "cheap")):
+        backend.measure(StageConfig(1, 3, choice, SIZE))
+    assert len(bounded) == 3 * 2 + 1, "forward and backward of each, and one update"
+    backend.measure(StageConfig(1, 3, StageChoice(1, 2), SIZE))
+    assert len(bounded) == 4 * 2 + 2, "its parameters are split"
+
+
 def test_bounds_are_kept_in_the_store():
     backend = CompileBackend(MODELS["mlp"](), store=Store())
     config = StageConfig(0, 1, StageChoice(), SIZE)
