@@ -160,12 +160,13 @@ def asks_for_bounds(text):
         ("--target v5e --objective memory --remat full --shard-params", True),
         ("--target h100 --smallest-cluster --memory 1GB", True),
         ("--target h100 --try-microbatches 2,4", True),
+        ("--target h100 --remat auto", True),
+        ("--target h100 --remat full:2", True),
         *(
             (f"--target h100 {option}", False)
             for option in (
                 "--profile p.json",
-                "--remat auto",
-                "--remat full:2",
+                "--remat 2%",
                 "--objective throughput",
                 "--objective pareto",
                 "--algorithm minmax",
