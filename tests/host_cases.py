@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     "unequal": lambda: (tied(CLIPPED), _plan((2, 2), ((2, 1), (1, 2)), remat="full"), 1),
 }
 
+#: Little to compile: what differs is how arrays travel.
+SMALL: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
+    "small": lambda: (mlp(), _plan((2, 2), ((2, 1), (1, 2))), 1),
+}
+
 SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # Several stages on a host; what is sharded over replicas.
     "shared": lambda: (
@@ -87,7 +92,23 @@ THREE_HOSTS: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     ),
 }
 
-ALL = CASES | SLOW_CASES | THREE_HOSTS
+ALL = CASES | SMALL | SLOW_CASES | THREE_HOSTS
+
+
+def case(name: str) -> tuple[Workload, Plan, int]:
+    """By its name, with or without a transport in front of it."""
+    return ALL[name.rpartition(":")[2]]()
+
+
+def widest(names: Iterable[str]) -> Plan:
+    """The plan of these cases that has the stage of most devices."""
+    plans = (case(name)[1] for name in names)
+    return max(plans, key=lambda plan: max(stage.num_devices for stage in plan.stages))
+
+
+def transport(name: str) -> str:
+    """With which a case is run."""
+    return name.rpartition(":")[0] or "sockets"
 
 
 #: The case whose training is saved, and restored.

@@ -46,6 +46,13 @@ def test_a_stage_that_spans_nodes_is_refused(plan, capsys):
     assert code == 2 and said.endswith("[run-hosts-span]\n")
 
 
+def test_a_transport_of_one_process_is_refused(plan, capsys):
+    code, _, said = run_here(capsys, "run", str(plan), "--transport", "device_put")
+    assert code == 2 and said.endswith(
+        "--transport device_put is of several hosts; add --hosts or --ray. [run-transport]\n"
+    )
+
+
 def start(plan: Path, *options: str, **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "capture", "run", plan, *options],

@@ -13,7 +13,9 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
-from capture.runtime.hosts import addresses
+from capture.plan.choices import StageChoice
+from capture.plan.stage import Stage
+from capture.runtime.hosts import addresses, device_puts
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.layout import first_devices
 from capture.runtime.multihost import Hosts, initialize
@@ -176,6 +178,45 @@ def test_a_node_needs_its_process_and_devices(monkeypatch):
     )
     devices.append(SimpleNamespace(process_index=1, id=4))
     assert [device.id for device in host.devices(plan)] == [0, 1, 3, 4], "node-major"
+
+
+def test_hosts_without_collectives_refuse_a_stage_that_spans_them(monkeypatch):
+    devices = [SimpleNamespace(process_index=host, id=i) for i, host in enumerate([0, 0, 1, 1])]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    host, plan = hosts_of(2)[0], two_stages(cluster=Cluster((2, 2)))
+    wide = plan.with_(stages=(Stage(0, plan.num_layers, (0, 1, 2, 3), StageChoice(4)),))
+    assert len(host.devices(wide)) == 4
+    host.are_joined = False
+    assert len(host.devices(plan)) == 4
+    with pytest.raises(ExecutionError) as refused:
+        host.devices(wide)
+    assert str(refused.value) == (
+        "a stage of the plan spans hosts, and multihost.initialize(plan=) was given a plan without "
+        "such stages; give it the one that is run. [run-hosts]"
+    )
+
+
+def test_a_transport_that_nobody_knows_is_refused():
+    with pytest.raises(ExecutionError) as refused:
+        initialize(transport="pigeons")
+    assert str(refused.value) == (
+        "transport='pigeons' is not known; choose one of sockets, device_put. [run-transport]"
+    )
+
+
+def test_copies_by_jax_are_made_pair_by_pair_of_devices(monkeypatch):
+    """In one call jaxlib would go through the pairs in another order in every process."""
+    calls = []
+
+    def device_put(arrays, shardings):
+        calls.append((list(arrays), [next(iter(each.device_set)).id for each in shardings]))
+        return [(array, "there") for array in arrays]
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    first, second, *_ = jax.devices()
+    put = device_puts._put(["a", "b", "c", "d"], [first, second, first, first], [second] * 4)
+    assert put == [(name, "there") for name in "abcd"]
+    assert calls == [(["a", "c", "d"], [second.id] * 3), (["b"], [second.id])]
 
 
 def test_devices_of_other_processes_are_refused_where_nobody_shares_the_plan():

@@ -12,7 +12,8 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
-from capture.machine.ray_cluster import Demand, ProcessLostError
+from capture.machine.demand import Demand
+from capture.machine.ray_cluster import ProcessLostError
 from capture.model.workload import WorkloadSpec
 from capture.runtime.hosts import ray_hosts, watching
 from capture.runtime.hosts.process import Alive, Done, Said, Stepped

@@ -168,8 +168,15 @@ def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
     from capture.runtime import multihost
     from capture.runtime.training import Training, train
 
-    hosts = multihost.initialize(job.coordinator, job.num_hosts, job.host, on_silence=voice.give_up)
     training: Training = Training(**job.training)
+    hosts = multihost.initialize(
+        job.coordinator,
+        job.num_hosts,
+        job.host,
+        plan=job.plan,
+        transport=training.transport,
+        on_silence=voice.give_up,
+    )
     return train(
         job.plan, job.workload.load(), training, voice.report, hosts, stepped=voice.stepped
     )

@@ -16,10 +16,10 @@ from typing import Any
 import capture
 from capture import environment
 from capture.errors import ExecutionError, Violation
+from capture.machine.demand import Demand
 from capture.machine.ray_cluster import (
     Actor,
     CallError,
-    Demand,
     ProcessLostError,
     RayCluster,
     Room,
