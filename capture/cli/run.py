@@ -350,4 +350,6 @@ def as_text(document: dict[str, Any]) -> str:
             worst = document["worst_gradient"]
             errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
         lines.append(f"largest relative error: {', '.join(errors)}")
+    if "saved" in document:
+        lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)
