@@ -183,9 +183,10 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     from capture.runtime.training import Training, train
 
     with output_is_ours():
-        hosts = multihost.initialize(
-            *(environment.host_of_run() or ()), plan=plan, transport=options.transport
-        )
+        given = environment.host_of_run() or ()
+        if given:
+            report("host {2} of {1} meets the others at {0}".format(*given))
+        hosts = multihost.initialize(*given, plan=plan, transport=options.transport)
         first = hosts.process == 0
         own = train(
             plan, spec.load(), Training(**training), report if first else lambda text: None, hosts
