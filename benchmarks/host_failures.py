@@ -160,6 +160,10 @@ def fail(kind: str, victim: int, chance: random.Random) -> str:
     return kind
 
 
+def hangs(since: float) -> bool:
+    return time.monotonic() - since > environment.patience(HANG_SECONDS)
+
+
 def disturb(
     run: Run, count: int, chance: random.Random, kinds: list[str], save: Path, end: float
 ) -> dict:
@@ -170,9 +174,7 @@ def disturb(
     while run.running and sum(done.values()) < count and time.monotonic() < end:
         hosts, begin = run.hosts(), time.monotonic()
         while run.running and (len(hosts) < 2 or all(host in seen for host in hosts)):
-            assert time.monotonic() - begin < environment.patience(HANG_SECONDS), (
-                "it does not start again"
-            )
+            assert not hangs(begin), "it does not start again"
             time.sleep(0.02)
             hosts = run.hosts()
         line, begin = len(run.lines), time.monotonic()
@@ -183,9 +185,7 @@ def disturb(
         if chance.random() < TRAINING_FRACTION:
             steps, wait = chance.randint(1, 13), float("inf")
         while run.running and run.steps_since(line) < steps and time.monotonic() - begin < wait:
-            assert time.monotonic() - begin < environment.patience(HANG_SECONDS), (
-                "it does not go on"
-            )
+            assert not hangs(begin), "it does not go on"
             if run.hosts() != hosts:
                 break
             time.sleep(0.005)

@@ -34,7 +34,7 @@ WORKLOAD = (
     ":gpt?num_blocks=32&width=16&num_heads=2&seq_len=8&vocab_size=32"
 )
 NUM_LAYERS, CLUSTER, GLOBAL_BATCH, MICROBATCHES, SAVE_EVERY = 32, "4x1", 8, 4, 5
-QUESTION = ("--cluster", CLUSTER, "--global-batch", str(GLOBAL_BATCH))
+QUESTION: tuple[str, ...] = ("--cluster", CLUSTER, "--global-batch", str(GLOBAL_BATCH))
 QUESTION += ("--microbatches", str(MICROBATCHES), "--remat", "none", "--quiet")
 PROFILED = ("--num-layers", str(NUM_LAYERS), "--calibration-plans", "0")
 VICTIM, KILLED_AFTER, NUM_STEPS = 2, 14, 16

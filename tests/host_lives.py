@@ -6,14 +6,18 @@ import os
 import resource
 import signal
 import time
+import traceback
+import zlib
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 from plan_examples import two_stages
 
 from capture.errors import Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.runtime.hosts.process import Alive, Done, Failed, HostJob, Said
+from capture.runtime.hosts.process import Alive, Done, Failed, HostJob, Said, serve
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
 JOB, SECOND = (
@@ -82,6 +86,29 @@ def late(job: HostJob, connection: Connection, parent: int) -> None:
     time.sleep(0.5)
     connection.send(Done({"host": job.host}))
     time.sleep(600)
+
+
+def mortal(job: HostJob, connection: Connection, parent: int) -> None:
+    """A real one. Host 0 is killed when it has written its part of the checkpoint of step 8, and
+    then host 1 when it reads, each once."""
+    crc32, folder = zlib.crc32, Path(job.training["save"])
+
+    def fatal(*arguments: Any) -> int:
+        names = {frame.name for frame in traceback.extract_stack(limit=6)}
+        saved, restored = folder.with_name("killed in a save"), folder.with_name("and in a restore")
+        if job.host == 0 and "files_of" in names and (folder / "8").exists():
+            due = saved
+        elif job.host == 1 and "damage" in names and saved.exists():
+            due = restored
+        else:
+            return crc32(*arguments)
+        if not due.exists():
+            due.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return crc32(*arguments)
+
+    zlib.crc32 = fatal  # type: ignore[assignment]
+    serve(job, connection, parent)
 
 
 def raising(job: HostJob, connection: Connection, parent: int) -> None:

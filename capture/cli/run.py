@@ -183,9 +183,10 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     from capture.runtime.training import Training, train
 
     with output_is_ours():
-        hosts = multihost.initialize(
-            *(environment.host_of_run() or ()), plan=plan, transport=options.transport
-        )
+        given = environment.host_of_run() or ()
+        if given:
+            report("host {2} of {1} meets the others at {0}".format(*given))
+        hosts = multihost.initialize(*given, plan=plan, transport=options.transport)
         first = hosts.process == 0
         own = train(
             plan, spec.load(), Training(**training), report if first else lambda text: None, hosts
@@ -350,4 +351,6 @@ def as_text(document: dict[str, Any]) -> str:
             worst = document["worst_gradient"]
             errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
         lines.append(f"largest relative error: {', '.join(errors)}")
+    if "saved" in document:
+        lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)

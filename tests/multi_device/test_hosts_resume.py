@@ -7,13 +7,16 @@ import os
 import signal
 from dataclasses import dataclass, field
 
+import host_lives
 import pytest
 from pipeline_models import pipeline, tied
 from processes import REPOSITORY
 
+from capture import environment
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.runtime.hosts.driver import LocalStarter
+from capture.runtime.hosts.driver import LocalProcesses, LocalStarter, free_port
+from capture.runtime.hosts.process import HostJob
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.saved import complete_steps
 from capture.runtime.training import Training, train
@@ -75,3 +78,26 @@ def test_killed_processes_change_nothing_and_a_node_may_stay_away(tmp_path):
     assert document["loss"] == pytest.approx(undisturbed["loss"], rel=1e-5)
     said = f"node 1 is gone: going on from the checkpoint of step {done}"
     assert any(line.startswith(said) for line in killer.said)
+
+
+class Mortal(LocalStarter):
+    """Whose processes are killed while they save, and while they restore."""
+
+    def start(self, plan, training):
+        flags, where = environment.active_flags(), f"127.0.0.1:{free_port()}"
+        jobs = [HostJob(plan, WORKLOAD, dict(training), where, 2, h, flags) for h in (0, 1)]
+        return LocalProcesses(jobs, host_lives.mortal)
+
+
+@pytest.mark.exhaustive
+def test_kills_while_it_saves_and_while_it_restores_lose_nothing(tmp_path):
+    plan = pipeline((2, 2), ((2, 1), (1, 2)), remat="full").with_(cluster=Cluster((2, 2)))
+    undisturbed = train(plan, tied(), Training(num_steps=10))
+    saved = tmp_path / "saved"
+    training = {"num_steps": 10, "save": saved, "save_every": 4}
+    document = train_over_hosts(Mortal(WORKLOAD), plan, training, Restarts(2))
+    assert not multiprocessing.active_children()
+    while_saving, while_restoring = document["restarts"]
+    assert (while_saving["host"], while_saving["resumed_from_step"]) == (0, 4)
+    assert (while_restoring["host"], while_restoring["resumed_from_step"]) == (1, 4)
+    assert document["loss"] == undisturbed["loss"] and complete_steps(saved) == [8, 10]

@@ -14,6 +14,7 @@ from timeouts import TIMEOUT_SECONDS
 
 from capture.cli import options
 from capture.cli.output import emit
+from capture.cli.run import as_text
 from capture.runtime.hosts import process
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.process import Failed, Message, Voice
@@ -81,6 +82,19 @@ def test_a_loss_that_is_no_number_is_null_in_the_document_of_all(capsys):
     alone = ALONE | {"loss": [1.0, float("nan")], "step_seconds": [0.5, 0.5]}
     emit(SimpleNamespace(json=True), joined([alone, alone]), "")  # type: ignore[arg-type]
     assert json.loads(capsys.readouterr().out)["loss"] == [1.0, None]
+
+
+def test_a_run_says_where_its_state_is():
+    document = {
+        "predicted_peak_bytes_per_device": [1000, 1000],
+        "measured_peak_bytes_per_device": [1000, 1000],
+        "is_target": True,
+        "meter": "live arrays",
+        "allocator": None,
+        "loss": [0.5],
+        "saved": "run/12",
+    }
+    assert as_text(document).splitlines()[-2:] == ["loss 0.500000", "state -> run/12"]
 
 
 def test_a_driver_loads_no_jax_and_is_small():

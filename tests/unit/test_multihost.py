@@ -94,6 +94,26 @@ def test_nobody_is_waited_for_without_end(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(113, "No route to host")])
+def test_an_address_that_nobody_answers_is_refused_once_the_time_is_over(monkeypatch, error):
+    tried: list[float] = []
+
+    def connect(place, seconds):
+        tried.append(seconds)
+        raise error
+
+    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(addresses, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(ExecutionError) as refused:
+        addresses.check_coordinator("10.0.0.9:4321", 2)
+    assert str(refused.value) == (
+        f"host 2 does not reach host 0 at 10.0.0.9:4321: {error}; give an address and a free port "
+        "of host 0 that every host reaches. [run-hosts-start]"
+    )
+    assert tried and max(tried) <= 0.05
+
+
 @pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get"])
 def test_a_service_that_is_gone_is_said(monkeypatch, method):
     def gone(*arguments):

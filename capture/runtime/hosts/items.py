@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class _Shard:
     shape: tuple[int, ...]
     dtype: Any
 
-    @property
+    @cached_property
     def data(self) -> Any:
         """What Orbax takes to be on a device; of shards that others write, the shape alone."""
         if self.host is None:
