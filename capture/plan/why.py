@@ -8,7 +8,7 @@ from typing import Any
 
 from capture import documents
 from capture.plan.stage import Stage, StageRow
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 
 #: Of a point of a front, what files always have.
 _ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
@@ -81,6 +81,8 @@ class Bracket:
         least_bytes: No plan of the space needs less.
         most_bytes: The best plan so far needs no more: compiled, or as tracing expects.
         compiled: Whether it is compiled.
+        least_step_seconds, most_step_seconds: Of a step by the closed form without transfers, where
+            the fastest plan that fits is searched for; then the bytes are those of that plan.
     """
 
     seconds: float
@@ -88,13 +90,23 @@ class Bracket:
     least_bytes: int
     most_bytes: int
     compiled: bool
+    least_step_seconds: float | None = None
+    most_step_seconds: float | None = None
 
     def __str__(self) -> str:
+        what, ends = "the least peak", map(format_bytes, (self.least_bytes, self.most_bytes))
+        if self.least_step_seconds is not None and self.most_step_seconds is not None:
+            what = "the fastest step that fits"
+            ends = map(format_seconds, (self.least_step_seconds, self.most_step_seconds))
         return (
-            f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: the least peak "
-            f"is between {format_bytes(self.least_bytes)} and {format_bytes(self.most_bytes)}"
-            f"{'' if self.compiled else ' (expected)'}"
+            f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: {what} is "
+            f"between {' and '.join(ends)}{'' if self.compiled else ' (expected)'}"
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Without seconds of steps where peaks were searched for."""
+        written = documents.fields_of(self)
+        return {name: value for name, value in written.items() if value is not None}
 
 
 @dataclass(frozen=True)
