@@ -4,8 +4,8 @@ Four questions, each answered by medians of one run of this script; what is comp
 that it meets the same load of the machine:
 
 * transfers: how long an array takes from a process to another, half of a round trip, by the
-  transport (``capture.runtime.hosts.sockets``) and by a plain TCP socket whose bytes become an
-  array; beside them a copy of as many bytes in one process.
+  transports (``capture.runtime.multihost.TRANSPORTS``) and by a plain TCP socket whose bytes
+  become an array; beside them a copy of as many bytes in one process.
 * dispatch: how long the host thread of a process is busy with a copy that leaves it, with one that
   comes, and with waiting for acknowledgements, in the interpreter of a step.
 * steps: a step over two hosts against one in one process, on the same cores.
@@ -56,7 +56,7 @@ GPT = f"{HERE.parent / 'models' / 'gpt.py'}:gpt?size=tiny"
 WORKLOADS = {"smallest gpt": MICRO, "gpt tiny": GPT}
 #: (data, tensor) parallel degrees of the stages, one on each host.
 PLANS = {"1 / 1": ((1, 1), (1, 1)), "DP2 / TP2": ((2, 1), (1, 2))}
-SIZES_BYTES = (2**10, 2**16, 2**18, 2**20, 2**24)
+TRANSPORTS = ("sockets", "device_put")
 GLOBAL_BATCH_SIZE, NUM_MICROBATCHES = 16, 8
 
 
@@ -80,13 +80,17 @@ def make_plan(workload: str, degrees: tuple[tuple[int, int], ...]) -> Plan:
 # ---- what a process does -------------------------------------------------------------------------
 
 
-def serve(host: int, coordinator: str, flags: tuple[str, ...], connection: Connection) -> None:
+def serve(
+    host: int, coordinator: str, flags: tuple[str, ...], transport: str, connection: Connection
+) -> None:
     """Does what it is told, together with the other host, until nobody tells it anything."""
     os.dup2(2, 1)  # standard output is the document's
     environment.prepare_worker(2, "cpu", flags)
+    from benchmarks.host_transfers import transfers
     from capture.runtime import multihost
 
-    hosts = multihost.initialize(coordinator, 2, host)
+    plan = make_plan(GPT, PLANS["DP2 / TP2"])
+    hosts = multihost.initialize(coordinator, 2, host, plan=plan, transport=transport)
     trainings: dict[tuple[str, str], Steps] = {}
     while True:
         try:
@@ -101,128 +105,6 @@ def serve(host: int, coordinator: str, flags: tuple[str, ...], connection: Conne
             trainings[workload, plan_name] = Steps(workload, plan_name, hosts)
         training = trainings[workload, plan_name]
         connection.send(getattr(training, what)(num_steps))
-
-
-def transfers(hosts: Hosts, num_rounds: int) -> list[dict[str, Any]]:
-    """Of every size; the answer of host 0 counts."""
-    ways = [Transported(hosts), Plain(hosts)]
-    found = []
-    for nbytes in SIZES_BYTES:
-        repeats = 20 if nbytes <= 2**20 else 5
-        times: dict[str, list[float]] = defaultdict(list)
-        for _ in range(num_rounds):
-            for way in ways:
-                ways[1].meet()
-                seconds = [way.there_and_back(nbytes) / 2 for _ in range(repeats + 2)]
-                times[way.name] += seconds[2:]
-            times["copy"] += [_copy_seconds(nbytes) for _ in range(repeats)]
-        row: dict[str, Any] = {"bytes": nbytes}
-        for name, seconds in times.items():
-            row |= {f"{name}_seconds": median(seconds), f"{name}_seconds_least": min(seconds)}
-        for name in ("plain_socket", "copy"):
-            row[f"ratio_to_{name}"] = row["transport_seconds"] / row[f"{name}_seconds"]
-        row["least_ratio_to_plain_socket"] = (
-            row["transport_seconds_least"] / row["plain_socket_seconds_least"]
-        )
-        row["transport_bytes_per_second"] = nbytes / row["transport_seconds"]
-        found.append(row)
-    return found
-
-
-class Transported:
-    """By the transport of ``hosts``."""
-
-    name = "transport"
-
-    def __init__(self, hosts: Hosts):
-        import jax
-        from jax.sharding import SingleDeviceSharding
-
-        self._hosts, self._jax = hosts, jax
-        self._sharding = SingleDeviceSharding(jax.local_devices()[0])
-        self._arrays: dict[int, Any] = {}
-
-    def there_and_back(self, nbytes: int) -> float:
-        jax, hosts = self._jax, self._hosts
-        first, transport = hosts.reserve(2), hosts.transport
-        struct = jax.ShapeDtypeStruct((nbytes // 4,), "float32", sharding=self._sharding)
-        start = time.perf_counter()
-        if hosts.process == 0:
-            if nbytes not in self._arrays:
-                zeros = jax.numpy.zeros(nbytes // 4, "float32", device=self._sharding)
-                self._arrays[nbytes] = zeros.block_until_ready()
-                start = time.perf_counter()
-            transport.offer(first, [self._arrays[nbytes]])
-            (array,) = transport.pull(1, first + 1, [struct], "the answer")
-            array.block_until_ready()
-        else:
-            (array,) = transport.pull(0, first, [struct], "the question")
-            array.block_until_ready()
-            transport.offer(first + 1, [array])
-        return time.perf_counter() - start
-
-
-class Plain:
-    """By a socket of the operating system."""
-
-    name = "plain_socket"
-
-    def __init__(self, hosts: Hosts):
-        import jax
-
-        self._process, self._jax = hosts.process, jax
-        self._device = jax.local_devices()[0]
-        self._arrays: dict[int, Any] = {}
-        if hosts.process == 0:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                hosts.exchange("port", server.getsockname()[1])
-                self._socket, _ = server.accept()
-        else:
-            port, _ = hosts.exchange("port", None)
-            self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def meet(self) -> None:
-        """Both get here."""
-        self._socket.sendall(b"x")
-        assert self._socket.recv(1) == b"x"
-
-    def there_and_back(self, nbytes: int) -> float:
-        import numpy as np
-
-        if nbytes not in self._arrays:
-            zeros = self._jax.device_put(np.zeros(nbytes // 4, np.float32), self._device)
-            self._arrays[nbytes] = zeros.block_until_ready()
-        start = time.perf_counter()
-        if self._process == 0:
-            self._send(self._arrays[nbytes])
-            self._receive(nbytes)
-        else:
-            self._send(self._receive(nbytes))
-        return time.perf_counter() - start
-
-    def _send(self, array: Any) -> None:
-        import numpy as np
-
-        self._socket.sendall(memoryview(np.asarray(array)).cast("B"))
-
-    def _receive(self, nbytes: int) -> Any:
-        import numpy as np
-
-        array = np.empty(nbytes // 4, np.float32)
-        view, got = memoryview(array).cast("B"), 0
-        while got < nbytes:
-            got += self._socket.recv_into(view[got:])
-        return self._jax.device_put(array, self._device).block_until_ready()
-
-
-def _copy_seconds(nbytes: int) -> float:
-    import numpy as np
-
-    array = np.zeros(nbytes // 4, np.float32)
-    start = time.perf_counter()
-    array.copy()
-    return time.perf_counter() - start
 
 
 class Steps:
@@ -244,7 +126,7 @@ class Steps:
         self.step: PipelinedStep = pipeshard(task, plan, hosts=hosts)
         self._hosts, self._jax = hosts, jax
         self._batch = jax.tree.map(np.asarray, task.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
-        self._state = self.step.init(jax.random.key(0))
+        self.state = self.step.init(jax.random.key(0))
         self.seconds(2)
 
     def seconds(self, num_steps: int) -> list[float]:
@@ -266,8 +148,8 @@ class Steps:
         return dict(clock.seconds)
 
     def _step(self, observer: Any = None) -> None:
-        self._state, metrics = self.step(self._state, self._batch, observer=observer)
-        self._jax.block_until_ready((self._state, metrics.losses))
+        self.state, metrics = self.step(self.state, self._batch, observer=observer)
+        self._jax.block_until_ready((self.state, metrics.losses))
 
 
 class Clock:
@@ -314,7 +196,7 @@ class Clock:
 class Pair:
     """Two processes of this machine that do as they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -322,7 +204,9 @@ class Pair:
         self._connections, self._processes = [], []
         for host in (0, 1):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(host, coordinator, flags, theirs))
+            process = context.Process(
+                target=serve, args=(host, coordinator, flags, transport, theirs)
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -341,8 +225,8 @@ class Pair:
 
 
 @contextmanager
-def pair_of_hosts() -> Iterator[Pair]:
-    pair = Pair()
+def pair_of_hosts(transport: str) -> Iterator[Pair]:
+    pair = Pair(transport)
     try:
         yield pair
     finally:
@@ -426,11 +310,12 @@ def log(text: str) -> None:
 
 
 def print_tables(document: dict[str, Any]) -> None:
-    log(f"\n{'one way':>12} {'transport':>12} {'plain socket':>12} {'copy':>10} {'ratio':>6}")
+    log(f"\n{'one way':>23} {'transport':>12} {'plain socket':>12} {'copy':>12} {'ratio':>6}")
     for row in document["transfers"]:
         times = [row[f"{name}_seconds"] for name in ("transport", "plain_socket", "copy")]
         cells = " ".join(f"{seconds * 1e6:9.0f} us" for seconds in times)
-        log(f"{row['bytes'] / 1e6:9.3f} MB {cells} {row['ratio_to_plain_socket']:6.2f}")
+        size = f"{row['transport']:10} {row['bytes'] / 1e6:9.3f} MB"
+        log(f"{size} {cells} {row['ratio_to_plain_socket']:6.2f}")
     log("\ndispatch of an instruction, medians (best quarter)")
     for row in document["dispatch"]:
         cells = ", ".join(
@@ -438,11 +323,12 @@ def print_tables(document: dict[str, Any]) -> None:
             f"({row[f'{kind}_seconds_of_best_quarter'] * 1e6:.0f})"
             for kind in ("offer", "pull", "wait")
         )
-        log(f"{row['plan']:12} {cells}")
+        log(f"{row['transport']:10} {row['plan']:12} {cells}")
     log("\nstep over two hosts, in one process")
     for row in document["steps"]:
         times = f"{row['hosts_seconds'] * 1e3:.1f} ms {row['one_process_seconds'] * 1e3:.1f} ms"
-        log(f"{row['workload']:14} {row['plan']:10} {times}, ratio {row['ratio']:.2f}")
+        name = f"{row['transport']:10} {row['workload']:14} {row['plan']:10}"
+        log(f"{name} {times}, ratio {row['ratio']:.2f}")
     for row in document["detection"]:
         log(f"\n{row['signal']} to host {row['host']}: {row['seconds']:.2f} s: {row['error']}")
 
@@ -467,11 +353,17 @@ def main() -> None:
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "num_microbatches": NUM_MICROBATCHES,
     }
-    with pair_of_hosts() as pair:
-        log("transfers")
-        document["transfers"] = pair.ask("transfers", 2 if args.quick else 5)[0]
-        document["dispatch"] = measure_dispatch(pair, 10 if args.quick else 40)
-        document["steps"] = measure_steps(pair, 2 if args.quick else 6)
+    document |= {"transfers": [], "dispatch": [], "steps": []}
+    for transport in TRANSPORTS:
+        with pair_of_hosts(transport) as pair:
+            log(f"transfers, {transport}")
+            found = {
+                "transfers": pair.ask("transfers", 2 if args.quick else 5)[0],
+                "dispatch": measure_dispatch(pair, 10 if args.quick else 40),
+                "steps": measure_steps(pair, 2 if args.quick else 6),
+            }
+        for what, rows in found.items():
+            document[what] += [{"transport": transport} | row for row in rows]
     document["detection"] = measure_detection(signals)
     # Above the number of cores before the start, other work shared the machine: seconds are
     # inflated then, ratios less so.

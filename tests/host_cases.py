@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from pipeline_models import mlp, pipeline, tied
@@ -28,10 +30,26 @@ def _plan(*arguments, nodes: tuple[int, ...] = NODES, **options) -> Plan:
     return pipeline(*arguments, **options).with_(cluster=Cluster(nodes))
 
 
+def _spoilt() -> Workload:
+    """A number that is none in the last layer; clipping by the norm takes it to every host."""
+    whole = mlp(CLIPPED)
+
+    def init(key):
+        *others, last = whole.init(key)
+        return [*others, last | {"bias": last["bias"].at[0].set(jnp.nan)}]
+
+    return replace(whole, init=init)
+
+
 #: Workload, plan, window.
 CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # Tied parameters, dropout, a value that skips a stage, clipping, and layouts that are not alike.
     "unequal": lambda: (tied(CLIPPED), _plan((2, 2), ((2, 1), (1, 2)), remat="full"), 1),
+}
+
+#: Little to compile: what differs is how arrays travel.
+SMALL: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
+    "small": lambda: (mlp(), _plan((2, 2), ((2, 1), (1, 2))), 1),
 }
 
 SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
@@ -57,6 +75,7 @@ SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # A stage on all devices of both hosts.
     "span": lambda: (tied(CLIPPED), _plan((4,), ((2, 2),), shard_optimizer=True), 1),
     "split": lambda: (mlp(), _plan((2, 2), ((2, 1), (1, 2)), schedule="zb-h1"), 2),
+    "nan": lambda: (_spoilt(), _plan((2, 2), ((2, 1), (2, 1))), 1),
 }
 
 THREE_HOSTS: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
@@ -73,7 +92,23 @@ THREE_HOSTS: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     ),
 }
 
-ALL = CASES | SLOW_CASES | THREE_HOSTS
+ALL = CASES | SMALL | SLOW_CASES | THREE_HOSTS
+
+
+def case(name: str) -> tuple[Workload, Plan, int]:
+    """By its name, with or without a transport in front of it."""
+    return ALL[name.rpartition(":")[2]]()
+
+
+def widest(names: Iterable[str]) -> Plan:
+    """The plan of these cases that has the stage of most devices."""
+    plans = (case(name)[1] for name in names)
+    return max(plans, key=lambda plan: max(stage.num_devices for stage in plan.stages))
+
+
+def transport(name: str) -> str:
+    """With which a case is run."""
+    return name.rpartition(":")[0] or "sockets"
 
 
 #: The case whose training is saved, and restored.

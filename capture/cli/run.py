@@ -105,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment)",
     )
     parser.add_argument(
+        "--transport",
+        choices=["sockets", "device_put"],
+        help="with --hosts or --ray: how arrays get from host to host; device_put: by JAX, NCCL on "
+        "GPUs (default: sockets on CPU, else device_put)",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -177,7 +183,9 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     from capture.runtime.training import Training, train
 
     with output_is_ours():
-        hosts = multihost.initialize(*(environment.host_of_run() or ()))
+        hosts = multihost.initialize(
+            *(environment.host_of_run() or ()), plan=plan, transport=options.transport
+        )
         first = hosts.process == 0
         own = train(
             plan, spec.load(), Training(**training), report if first else lambda text: None, hosts
@@ -190,7 +198,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``capture.runtime.training.Training`` that are asked for."""
-    names = ("seed", "check", "save", "save_every", "restore")
+    names = ("seed", "check", "save", "save_every", "restore", "transport")
     given = {name: getattr(options, name) for name in names}
     return {"num_steps": options.steps, "trace": options.trace is not None, **given}
 
@@ -207,7 +215,8 @@ def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
 
     Raises:
         PlanError: ``run-restarts`` where nothing is started again, ``run-ray`` for what does not go
-            with Ray or only with it, ``run-save-every`` and ``run-trace`` of an array.
+            with Ray or only with it, ``run-transport`` in one process, ``run-save-every`` and
+            ``run-trace`` of an array.
     """
     starts = options.hosts == "local" or options.ray is not None
     of_driver = {
@@ -239,6 +248,13 @@ def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
                 f"--ray {options.ray} has Ray start the processes, and --hosts {options.hosts} "
                 "does not; give one of them.",
                 "run-ray",
+            )
+        )
+    if options.transport is not None and options.hosts is None and options.ray is None:
+        violations.append(
+            Violation(
+                f"--transport {options.transport} is of several hosts; add --hosts or --ray.",
+                "run-transport",
             )
         )
     if options.ray is None and options.accelerator is not None:

@@ -23,7 +23,7 @@ import jax
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
-from capture.runtime.hosts.sockets import Buffer, Transport
+from capture.runtime.hosts.transport import Buffer, Transport
 from capture.runtime.pipeline import PipelinedStep, StepMetrics
 from capture.runtime.process_memory import HeapMeter, ResidentSetMeter
 from capture.runtime.state import PipelineState
@@ -373,8 +373,9 @@ class LiveArrayMeter:
     def _live(self) -> dict[Buffer, int]:
         """Bytes of all buffers that arrays hold."""
         found: dict[Buffer, int] = {}
+        others = {id(array) for array in (self._transport.held if self._transport else ())}
         for array in jax.live_arrays():
-            if array.is_deleted():
+            if array.is_deleted() or id(array) in others:
                 continue
             reference, known = self._seen.get(id(array), (None, ()))
             if reference is None or reference() is not array:

@@ -53,6 +53,7 @@ class Training:
         until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
         trace: Note what the devices do when in the last step, instead of malloc's bytes.
         fast_compile: See ``Compiler``.
+        transport: Of several hosts, for whoever makes them (``multihost.initialize``).
 
     Raises:
         PlanError: ``run-check-restored`` for both of ``check`` and ``restore``,
@@ -69,6 +70,7 @@ class Training:
     until: int | None = None
     trace: bool = False
     fast_compile: bool = False
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         if self.check and self.restore is not None:

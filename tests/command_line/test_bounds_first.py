@@ -71,9 +71,9 @@ def model():
 @pytest.mark.parametrize(
     "workload",
     [
-        pytest.param(chain, marks=pytest.mark.slow),
+        pytest.param(chain, marks=pytest.mark.exhaustive),
         pytest.param(mlp, marks=pytest.mark.slow),
-        pytest.param(lambda: tied(optax.adam(0.1)), marks=pytest.mark.slow),
+        pytest.param(lambda: tied(optax.adam(0.1)), marks=pytest.mark.exhaustive),
     ],
     ids=["chain", "mlp", "tied"],
 )

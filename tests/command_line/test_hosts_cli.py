@@ -46,6 +46,13 @@ def test_a_stage_that_spans_nodes_is_refused(plan, capsys):
     assert code == 2 and said.endswith("[run-hosts-span]\n")
 
 
+def test_a_transport_of_one_process_is_refused(plan, capsys):
+    code, _, said = run_here(capsys, "run", str(plan), "--transport", "device_put")
+    assert code == 2 and said.endswith(
+        "--transport device_put is of several hosts; add --hosts or --ray. [run-transport]\n"
+    )
+
+
 def start(plan: Path, *options: str, **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "capture", "run", plan, *options],
@@ -125,6 +132,10 @@ def is_gone(process: int) -> bool:
 def test_nothing_is_left_running(plan, end, code, says):
     command = start(plan, "--hosts", "local", "--steps", "1000")
     started = hosts_of(command)
+    # The driver loads no JAX, and is small.
+    assert "jaxlib" not in Path(f"/proc/{command.pid}/maps").read_text()
+    resident = Path(f"/proc/{command.pid}/status").read_text().split("VmHWM:")[1].split()[0]
+    assert int(resident) < 300_000, "kB"
     if end == "interrupt":
         command.send_signal(signal.SIGINT)
     else:

@@ -94,7 +94,7 @@ def test_no_stage_needs_less_than_tracing_says(model):
 
 
 #: What takes longest of these; smaller models have the same operations.
-LARGE = ("gpt", "llama", "moe")
+LARGE = ("gpt", "llama", "lstm", "moe", "wide_resnet")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def assert_as_one_process(folder: Path, names: Collection[str], num_hosts: int =
 def one_process_waiting(folder: Path, name: str, num_hosts: int) -> int:
     """Bytes that waited to be pulled, after the hosts' results have been held against those of one
     process."""
-    workload, plan, _ = host_cases.ALL[name]()
+    workload, plan, _ = host_cases.case(name)
     one = host_cases.train(
         pipeshard(workload, plan, jax.devices()[: sum(plan.cluster.nodes)]), workload
     )
@@ -90,9 +90,14 @@ def one_process_waiting(folder: Path, name: str, num_hosts: int) -> int:
 
 
 def test_two_hosts_are_one_process(tmp_path):
-    run_hosts(tmp_path, list(host_cases.CASES))
-    assert_as_one_process(tmp_path, host_cases.CASES)
+    names = [*host_cases.CASES, *by_device_put(host_cases.SMALL)]
+    run_hosts(tmp_path, names)
+    assert_as_one_process(tmp_path, names)
     assert_restored_alone(tmp_path)
+
+
+def by_device_put(names: Collection[str]) -> list[str]:
+    return [f"device_put:{name}" for name in names]
 
 
 def assert_restored_alone(folder: Path) -> None:
@@ -140,11 +145,21 @@ def test_more_plans_and_late_processes(tmp_path):
 
 @pytest.mark.slow
 def test_three_hosts_with_random_delays(tmp_path):
-    run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02)
-    assert_as_one_process(tmp_path, host_cases.THREE_HOSTS, num_hosts=3)
+    names = [*host_cases.THREE_HOSTS, *by_device_put(["three"])]
+    run_hosts(tmp_path, names, num_hosts=3, delay=0.02)
+    assert_as_one_process(tmp_path, names, num_hosts=3)
 
 
 @pytest.mark.exhaustive
-def test_twenty_orders_of_events_give_the_same(tmp_path):
-    run_hosts(tmp_path, list(host_cases.THREE_HOSTS), num_hosts=3, delay=0.02, seeds=20)
-    assert_as_one_process(tmp_path, host_cases.THREE_HOSTS, num_hosts=3)
+def test_every_plan_by_device_put(tmp_path):
+    names = by_device_put(host_cases.CASES | host_cases.SLOW_CASES)
+    run_hosts(tmp_path, names, delay=0.02)
+    assert_as_one_process(tmp_path, names)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("prefix", ["", "device_put:"])
+def test_twenty_orders_of_events_give_the_same(tmp_path, prefix):
+    names = [f"{prefix}{name}" for name in host_cases.THREE_HOSTS]
+    run_hosts(tmp_path, names, num_hosts=3, delay=0.02, seeds=20)
+    assert_as_one_process(tmp_path, names, num_hosts=3)

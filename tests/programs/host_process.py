@@ -1,6 +1,7 @@
 """One process of several that share a plan: ``host_process.py COORDINATOR NUM_HOSTS HOST FOLDER
 DELAY SEEDS CASE...`` leaves what every case gives in a file of the folder; before every instruction
-it waits at random, up to DELAY seconds. Of several seeds all must give the same."""
+it waits at random, up to DELAY seconds. Of several seeds all must give the same. A case may have
+the transport in front of it: ``device_put:unequal``."""
 
 from __future__ import annotations
 
@@ -24,9 +25,17 @@ from capture.runtime.dispatch import Observer
 def main(
     coordinator: str, num_hosts: str, host: str, folder: str, delay: str, seeds: str, *names: str
 ) -> None:
-    hosts = multihost.initialize(coordinator, int(num_hosts), int(host), patience_seconds=60)
+    hosts = multihost.initialize(
+        coordinator,
+        int(num_hosts),
+        int(host),
+        plan=host_cases.widest(names),
+        transport="device_put",
+        patience_seconds=60,
+    )
     for name in names:
-        workload, plan, hosts.window = host_cases.ALL[name]()
+        workload, plan, hosts.window = host_cases.case(name)
+        hosts.transport_name = host_cases.transport(name)
         step = pipeshard(workload, plan, hosts=hosts)
         directory = Path(folder) / "saved" if name == host_cases.SAVED else None
         observers = [delays(f"{seed} {host}", float(delay)) for seed in range(int(seeds))]

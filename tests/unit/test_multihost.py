@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,12 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice
+from capture.plan.stage import Stage
+from capture.runtime.hosts import addresses, device_puts
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.layout import first_devices
-from capture.runtime.multihost import Hosts
+from capture.runtime.multihost import Hosts, initialize
 
 
 class Store:
@@ -89,6 +94,72 @@ def test_nobody_is_waited_for_without_end(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get"])
+def test_a_service_that_is_gone_is_said(monkeypatch, method):
+    def gone(*arguments):
+        raise RuntimeError("UNAVAILABLE: Socket closed\nand more")
+
+    monkeypatch.setattr(Store, method, gone)
+    with pytest.raises(ExecutionError) as refused:
+        hosts_of(2)[1].exchange("costs", {})
+    assert str(refused.value) == (
+        "the service of the run in host 0 does not answer host 1: UNAVAILABLE: Socket closed; look "
+        "at that host and the network. [run-hosts-cut]"
+    )
+
+
+def test_a_host_that_cannot_write_is_named_by_all(tmp_path):
+    def write(host):
+        saver = object.__new__(Saver)
+        saver._hosts, saver._directory = host, tmp_path
+
+        def on_one_host():
+            if host.process == 1:
+                raise OSError("No space left on device")
+            return host.process
+
+        return saver._agreed("written", on_one_host)
+
+    for error in together(hosts_of(3), write):
+        assert str(error) == (
+            f"host 1 could not write into {str(tmp_path)!r}: OSError: No space left on device. "
+            "[checkpoint-write]"
+        )
+
+
+def test_an_address_is_tried_before_jax_would_crash_or_wait(monkeypatch):
+    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.0)
+    unknown = "no-such-host.invalid:4321"
+    with socket.socket() as taken, socket.socket() as closed:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = f"127.0.0.1:{taken.getsockname()[1]}"
+        closed.bind(("127.0.0.1", 0))
+        silent = f"127.0.0.1:{closed.getsockname()[1]}"
+        for address, host, says in (
+            (busy, 0, f"host 0 cannot listen at {busy}: [Errno 98] Address already in use; give"),
+            (unknown, 0, f"host 0 cannot listen at {unknown}: "),
+            (unknown, 1, f"host 1 does not reach host 0 at {unknown}: "),
+        ):
+            with pytest.raises(ExecutionError) as refused:
+                initialize(address, 2, host)
+            assert refused.value.codes == ("run-hosts-start",)
+            assert str(refused.value).startswith(says)
+        addresses.check_coordinator(silent, 1)  # host 0 may come later
+        there = [busy, silent, busy]
+        found = together(
+            hosts_of(3),
+            lambda host: addresses.check_reached(
+                there, host.process, lambda mine: host.exchange("reached", mine)
+            ),
+        )
+    for error in found:
+        assert error.codes == ("run-hosts-start",) * 2
+        assert f"host 2 does not reach host 1 at {silent}: [Errno 111] Connection refused" in str(
+            error
+        )
+
+
 def test_a_node_needs_its_process_and_devices(monkeypatch):
     devices = [SimpleNamespace(process_index=host, id=i) for i, host in enumerate([0, 0, 0, 1])]
     monkeypatch.setattr(jax, "devices", lambda: devices)
@@ -107,6 +178,45 @@ def test_a_node_needs_its_process_and_devices(monkeypatch):
     )
     devices.append(SimpleNamespace(process_index=1, id=4))
     assert [device.id for device in host.devices(plan)] == [0, 1, 3, 4], "node-major"
+
+
+def test_hosts_without_collectives_refuse_a_stage_that_spans_them(monkeypatch):
+    devices = [SimpleNamespace(process_index=host, id=i) for i, host in enumerate([0, 0, 1, 1])]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    host, plan = hosts_of(2)[0], two_stages(cluster=Cluster((2, 2)))
+    wide = plan.with_(stages=(Stage(0, plan.num_layers, (0, 1, 2, 3), StageChoice(4)),))
+    assert len(host.devices(wide)) == 4
+    host.are_joined = False
+    assert len(host.devices(plan)) == 4
+    with pytest.raises(ExecutionError) as refused:
+        host.devices(wide)
+    assert str(refused.value) == (
+        "a stage of the plan spans hosts, and multihost.initialize(plan=) was given a plan without "
+        "such stages; give it the one that is run. [run-hosts]"
+    )
+
+
+def test_a_transport_that_nobody_knows_is_refused():
+    with pytest.raises(ExecutionError) as refused:
+        initialize(transport="pigeons")
+    assert str(refused.value) == (
+        "transport='pigeons' is not known; choose one of sockets, device_put. [run-transport]"
+    )
+
+
+def test_copies_by_jax_are_made_pair_by_pair_of_devices(monkeypatch):
+    """In one call jaxlib would go through the pairs in another order in every process."""
+    calls = []
+
+    def device_put(arrays, shardings):
+        calls.append((list(arrays), [next(iter(each.device_set)).id for each in shardings]))
+        return [(array, "there") for array in arrays]
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    first, second, *_ = jax.devices()
+    put = device_puts._put(["a", "b", "c", "d"], [first, second, first, first], [second] * 4)
+    assert put == [(name, "there") for name in "abcd"]
+    assert calls == [(["a", "c", "d"], [second.id] * 3), (["b"], [second.id])]
 
 
 def test_devices_of_other_processes_are_refused_where_nobody_shares_the_plan():

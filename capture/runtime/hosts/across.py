@@ -16,12 +16,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from capture.runtime.array_copy import plan_copies
 from capture.runtime.fetches import Fetches, plan_fetches
-from capture.runtime.hosts.sockets import Buffer, Transport
+from capture.runtime.hosts.transport import Bundle, Transport
 from capture.runtime.reshard import cutter, joiner
 from capture.step.offers import Crossing
-
-#: Of the number of an offer: an acknowledgement.
-_ACKNOWLEDGED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -107,38 +104,26 @@ class BoundCopy:
 
     Args:
         across: The copy.
-        process, num_processes: This one, of how many.
+        process: This one.
         transport: Between them.
-        acknowledged: Whether the sender is told what has arrived.
+        is_acknowledged: Whether senders are told what has arrived.
     """
 
     def __init__(
         self,
         across: CopyAcross,
         process: int,
-        num_processes: int,
         transport: Transport,
         *,
-        acknowledged: bool = True,
+        is_acknowledged: bool = True,
     ):
-        self._acknowledged = acknowledged
-        self._across, self._process, self._num_processes = across, process, num_processes
-        self._transport, self._moves = transport, across.moves
-        pairs = sorted(across.crossing.pairs)
-        self._offers = {
-            receiver: across.between(process, receiver)
-            for sender, receiver in pairs
-            if sender == process
-        }
-        self._pulls = {
-            sender: across.between(sender, process)
-            for sender, receiver in pairs
-            if receiver == process
-        }
-        self._structs = {
-            sender: [self._struct(m, f) for m, f in pieces]
-            for sender, pieces in self._pulls.items()
-        }
+        self._across, self._process, self._transport = across, process, transport
+        self._moves, pairs = across.moves, sorted(across.crossing.pairs)
+        self._bundles = [
+            (self._bundle(*pair, is_acknowledged), across.between(*pair))
+            for pair in pairs
+            if transport.takes_all or process in pair
+        ]
         self._local = across.between(process, process)
         self._copy = plan_copies([self._struct(m, f).sharding for m, f in self._local])  # type: ignore[misc]
         self._joins = [
@@ -151,7 +136,7 @@ class BoundCopy:
 
     @property
     def sends(self) -> bool:
-        return bool(self._offers)
+        return any(bundle.sender == self._process for bundle, _ in self._bundles)
 
     @property
     def receives(self) -> bool:
@@ -160,6 +145,10 @@ class BoundCopy:
             for move in self._moves
             for target, _ in move.fetches.joins
         )
+
+    @property
+    def takes_part(self) -> bool:
+        return bool(self._bundles or self._local)
 
     def cutters(self, device: jax.Device) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
         """Cuts a device's shards of the arrays into all its pieces, array by array."""
@@ -174,16 +163,17 @@ class BoundCopy:
 
         return cut
 
-    def send(
+    def __call__(
         self,
         arrays: Sequence[jax.Array],
         pieces: dict[jax.Device, list[jax.Array]],
         number: int,
-    ) -> dict[tuple[int, int], jax.Array]:
-        """Offer what goes to other processes; what stays in this one.
+    ) -> list[jax.Array]:
+        """The arrays of the target, of which other processes' pieces need not be there yet; none in
+        a process that has no part of them.
 
         Args:
-            arrays: The source's.
+            arrays: The source's; none in a process that has no part of them.
             pieces: Of every device that cuts some, as ``cutters`` returns them.
             number: Of this copy in all that the processes ever make.
         """
@@ -196,62 +186,38 @@ class BoundCopy:
                 return shards[m][fetch.source]
             return pieces[fetch.source][first[fetch.source][m] + fetch.piece]
 
-        for receiver, wanted in self._offers.items():
-            offered, own = [part(m, f) for m, f in wanted], self._number(number, receiver)
-            self._transport.offer(own, offered)
-            if self._acknowledged and self._transport.waiting is not None:
-                self._transport.waiting[own] = _buffers(offered)
-        here = self._copy([part(m, f) for m, f in self._local]) if self._local else []
-        return dict(zip(self._local, here, strict=True))
-
-    def receive(self, here: dict[tuple[int, int], jax.Array], number: int) -> list[jax.Array]:
-        """The arrays of the target, of which other processes' pieces need not be there yet; their
-        senders are told when they are.
-
-        Args:
-            here: What ``send`` of this process kept for it.
-            number: As there.
-        """
-        found = dict(here)
-        for sender, wanted in self._pulls.items():
-            own = self._number(number, self._process)
-            got = self._transport.pull(sender, own, self._structs[sender], self._across.label)
-            found |= zip(wanted, got, strict=True)
-            by_device: defaultdict[jax.Device, list[jax.Array]] = defaultdict(list)
-            for struct, array in zip(self._structs[sender], got, strict=True):
-                by_device[next(iter(struct.sharding.device_set))].append(array)  # type: ignore[union-attr]
-            if self._acknowledged:
-                touched = [_touch(arrays) for arrays in by_device.values()]
-                self._transport.offer(self._number(number, sender, own=False), touched)
-        return [self._joined(m, found) for m in range(len(self._moves))]
+        found: dict[tuple[int, int], jax.Array] = {}
+        for bundle, carried in self._bundles:
+            is_sent = bundle.sender == self._process
+            sent = [part(m, f) for m, f in carried] if is_sent else ()
+            found |= zip(carried, self._transport.carry(bundle, number, sent), strict=False)
+        if self._local:
+            here = self._copy([part(m, f) for m, f in self._local])
+            found |= zip(self._local, here, strict=True)
+        return [self._joined(m, found) for m in range(len(self._moves))] if self.receives else []
 
     def wait(self, number: int) -> None:
-        """Until all that was offered has been pulled."""
-        device = jax.local_devices()[0]
-        for receiver, wanted in self._offers.items():
-            counts: defaultdict[jax.Device, int] = defaultdict(int)
-            for m, f in wanted:
-                counts[self._moves[m].fetches.fetches[f].target] += 1
-            structs = [
-                jax.ShapeDtypeStruct((count,), jnp.float32, sharding=SingleDeviceSharding(device))
-                for count in counts.values()
-            ]
-            label = f"the acknowledgement of {self._across.label!r}"
-            own = self._number(number, self._process, own=False)
-            for array in self._transport.pull(receiver, own, structs, label):
-                array.block_until_ready()
-            if self._transport.waiting is not None:
-                self._transport.waiting.pop(self._number(number, receiver), None)
+        """Until all that this process has sent has arrived."""
+        for bundle, _ in self._bundles:
+            if bundle.sender == self._process:
+                self._transport.wait(bundle, number)
+
+    def _bundle(self, sender: int, receiver: int, is_acknowledged: bool) -> Bundle:
+        carried = self._across.between(sender, receiver)
+        return Bundle(
+            sender,
+            receiver,
+            tuple(self._moves[m].fetches.fetches[f].source for m, f in carried),
+            tuple(self._struct(m, f) for m, f in carried),
+            self._across.label,
+            is_acknowledged,
+        )
 
     def _struct(self, m: int, f: int) -> jax.ShapeDtypeStruct:
         move = self._moves[m]
         fetch = move.fetches.fetches[f]
         sharding = SingleDeviceSharding(fetch.target)
         return jax.ShapeDtypeStruct(fetch.shape, move.dtype, sharding=sharding)
-
-    def _number(self, number: int, receiver: int, own: bool = True) -> int:
-        """Of an offer to a process, and of an acknowledgement to it."""
-        return (number * self._num_processes + receiver) | (0 if own else _ACKNOWLEDGED)
 
     def _first_pieces(self, device: jax.Device) -> dict[int, int]:
         """Per array, how many pieces of others come before its own."""
@@ -278,18 +244,3 @@ def _shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return {shard.device: shard.data for shard in array.addressable_shards}
-
-
-def _buffers(arrays: Sequence[jax.Array]) -> dict[Buffer, int]:
-    """Bytes of arrays that are each on one device."""
-    return {
-        (array.device, str(array.sharding.memory_kind), array.unsafe_buffer_pointer()): array.nbytes
-        for array in arrays
-        if array.nbytes
-    }
-
-
-@jax.jit
-def _touch(arrays: list[jax.Array]) -> jax.Array:
-    """A value that is there as soon as all of them are."""
-    return jnp.stack([jnp.real(array.ravel()[0]).astype(jnp.float32) for array in arrays])

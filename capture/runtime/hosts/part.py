@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -94,7 +94,7 @@ class Part:
             if any(devices[d].process_index == hosts.process for d in place.devices)
         }
         self._copies = {
-            number: BoundCopy(copy, hosts.process, hosts.count, hosts.transport)
+            number: BoundCopy(copy, hosts.process, hosts.transport)
             for number, copy in shared.copies.items()
         }
         self._pieces: dict[int, dict[jax.Device, int]] = {number: {} for number in self._copies}
@@ -186,18 +186,16 @@ class Part:
 
     def _bind_copy(self, number: int, instruction: Copy) -> Action:
         copy, pieces, target = self._copies[number], self._pieces[number], instruction.target
-        sends = self.has(self.step.slots[instruction.source].place)
+        has_source = self.has(self.step.slots[instruction.source].place)
         receives, taken = copy.receives, self._taken(number)
 
         def action(frame: Frame) -> None:
-            here: dict[Any, jax.Array] = {}
-            if sends:
-                cuts = {device: frame.slots[slot] or [] for device, slot in pieces.items()}
-                here = copy.send(taken(frame), cuts, self._first + number)
+            cuts = {device: frame.slots[slot] or [] for device, slot in pieces.items()}
+            arrays = copy(taken(frame) if has_source else (), cuts, self._first + number)
             if receives:
-                frame.slots[target] = copy.receive(here, self._first + number)
+                frame.slots[target] = arrays
 
-        return action if sends or receives else _nothing
+        return action if copy.takes_part else _nothing
 
     def _taken(self, number: int) -> Callable[[Frame], list[jax.Array]]:
         """The arrays that a copy takes of its source."""

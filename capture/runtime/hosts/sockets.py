@@ -8,65 +8,43 @@ the hosts know each other.
 
 from __future__ import annotations
 
-import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
 
-from capture import environment
+from capture.runtime.hosts.transport import Buffer, Bundle, Silence, buffers, touch
 
 #: Sockets to each peer over which pieces of an array travel side by side.
 _SOCKETS = 2
 #: In which pieces, and how many at once; by default JAX reserves 256 MiB for each.
 _PIECE_BYTES, _PIECES = 2**22, 8
-
-
-#: A device, the kind of its memories, and an address there.
-Buffer = tuple[jax.Device, str, int]
-
-
-class Transport(Protocol):
-    """How arrays get from one process to another. None of the calls waits.
-
-    Attributes:
-        waiting: By number, the buffers that are offered and not acknowledged and their bytes, for a
-            check of the ledger; None where nobody asks.
-    """
-
-    waiting: dict[int, dict[Buffer, int]] | None
-
-    def offer(self, number: int, arrays: Sequence[jax.Array]) -> None:
-        """Let the one receiver that knows the number pull the arrays, once. They are held until
-        then; an array that is donated or deleted before is not protected."""
-
-    def pull(
-        self, sender: int, number: int, structs: Sequence[jax.ShapeDtypeStruct], label: str
-    ) -> list[jax.Array]:
-        """The arrays, which are not there yet; ``label`` says what they are."""
+#: Of the number of an offer: an acknowledgement.
+_ACKNOWLEDGED = 1 << 62
 
 
 class Sockets:
-    """The transfer server of this process, and its connections.
+    """The transfer server of this process, and its connections: a ``Transport``.
 
     Args:
         address: Of this host, where it listens.
         process: Number of this process.
         exchange: Gives every process's address for this one's.
-        patience_seconds: For what is pulled.
-        on_silence: Called with a sentence when it is over.
+        silence: Watches over what is pulled.
     """
+
+    takes_all = False
+    held: Sequence[jax.Array] = ()
 
     def __init__(
         self,
         address: str,
         process: int,
         exchange: Callable[[str], Sequence[str]],
-        patience_seconds: float,
-        on_silence: Callable[[str], None],
+        silence: Silence,
     ):
         client = jax.local_devices()[0].client
         own = [f"{address}:0"] * _SOCKETS
@@ -75,43 +53,42 @@ class Sockets:
         )
         self._addresses = exchange(self._server.address())
         self._connections: dict[int, Any] = {}
-        self._pulled: dict[int, tuple[Any, float, str]] = {}
-        self._count = 0
-        self._patience_seconds, self._on_silence = patience_seconds, on_silence
-        self.waiting: dict[int, dict[Buffer, int]] | None = None
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._process, self._silence = process, silence
+        self.waiting: dict[tuple[int, int], dict[Buffer, int]] | None = None
 
-    def offer(self, number: int, arrays: Sequence[jax.Array]) -> None:
-        self._server.await_pull(number, list(arrays))
+    def carry(
+        self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        own = number * len(self._addresses) + bundle.receiver
+        if bundle.sender == self._process:
+            self._server.await_pull(own, list(arrays))
+            if bundle.is_acknowledged and self.waiting is not None:
+                self.waiting[number, bundle.receiver] = buffers(arrays)
+            return ()
+        got = self._pull(bundle.sender, own, bundle.structs, bundle.label)
+        if bundle.is_acknowledged:
+            arrived = [touch([got[n] for n in numbers]) for numbers in bundle.of_targets.values()]
+            self._server.await_pull(own | _ACKNOWLEDGED, arrived)
+        return got
 
-    def pull(
-        self, sender: int, number: int, structs: Sequence[jax.ShapeDtypeStruct], label: str
+    def wait(self, bundle: Bundle, number: int) -> None:
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+        structs = [
+            jax.ShapeDtypeStruct((len(numbers),), jnp.float32, sharding=sharding)
+            for numbers in bundle.of_targets.values()
+        ]
+        own = (number * len(self._addresses) + bundle.receiver) | _ACKNOWLEDGED
+        label = f"the acknowledgement of {bundle.label!r}"
+        for array in self._pull(bundle.receiver, own, structs, label):
+            array.block_until_ready()
+        if self.waiting is not None:
+            self.waiting.pop((number, bundle.receiver), None)
+
+    def _pull(
+        self, host: int, number: int, structs: Sequence[jax.ShapeDtypeStruct], label: str
     ) -> list[jax.Array]:
-        if sender not in self._connections:
-            self._connections[sender] = self._server.connect(self._addresses[sender])
-        arrays = self._connections[sender].pull(number, list(structs))
-        what = f"host {sender} has not sent {label}"
-        self._count += 1
-        self._pulled[self._count] = weakref.ref(arrays[-1]), time.monotonic(), what
+        if host not in self._connections:
+            self._connections[host] = self._server.connect(self._addresses[host])
+        arrays = self._connections[host].pull(number, list(structs))
+        self._silence.expect(arrays[-1], host, label)
         return arrays
-
-    def _watch(self) -> None:
-        """A pull has no limit of its own that works (its ``timeout`` does not fire on a silent
-        connection), and everything that a process waits for comes by one."""
-        while True:
-            time.sleep(1.0)
-            now, found = time.monotonic(), list(self._pulled.items())
-            for number, (reference, since, what) in found:
-                if _has_come(reference()):
-                    del self._pulled[number]
-                elif now - since > environment.patience(self._patience_seconds):
-                    late = f"within {now - since:.0f} s"
-                    self._on_silence(f"{what} {late}; look why it is slow, frozen or cut off.")
-                    return
-
-
-def _has_come(array: Any) -> bool:
-    try:
-        return array is None or array.is_deleted() or array.is_ready()
-    except RuntimeError:  # deleted in between
-        return True

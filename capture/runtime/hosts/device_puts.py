@@ -1,0 +1,124 @@
+"""Arrays between processes by ``jax.device_put``: NCCL on GPUs, the interconnect of TPUs, sockets
+on CPUs.
+
+JAX numbers these copies by counting them, so every process makes all of them in one order, also
+those between others, for which it holds arrays without shards; else values are swapped in silence,
+or all hang.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from capture.runtime.hosts.transport import Buffer, Bundle, Silence, buffers, touch
+
+#: Sockets to each peer.
+_SOCKETS = 2
+
+
+def prepare(address: str, patience_seconds: float) -> None:
+    """Say where CPU devices listen; call it before anything asks JAX for devices. JAX takes no port
+    0 for an address.
+
+    Args:
+        address: Of this host.
+        patience_seconds: For what the others say of themselves.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address.strip("[]") else socket.AF_INET) as probe:
+        probe.bind((address.strip("[]"), 0))
+        port = probe.getsockname()[1]
+    for name, value in (
+        ("socket_address", f"{address}:{port}"),
+        ("timeout_seconds", int(patience_seconds)),
+    ):
+        jax.config.update(f"jax_cross_host_transfer_{name}", value)
+    jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{address}:0"] * _SOCKETS))
+
+
+class DevicePuts:
+    """The copies that all processes make: a ``Transport``.
+
+    Args:
+        process: Number of this process.
+        silence: Watches over what is on its way.
+    """
+
+    takes_all = True
+
+    def __init__(self, process: int, silence: Silence):
+        self._process, self._silence = process, silence
+        self._acknowledgements: dict[tuple[int, int], list[jax.Array]] = {}
+        self.waiting: dict[tuple[int, int], dict[Buffer, int]] | None = None
+
+    @property
+    def held(self) -> list[jax.Array]:
+        return [array for arrays in self._acknowledgements.values() for array in arrays]
+
+    def carry(
+        self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        sends, receives = (self._process == p for p in (bundle.sender, bundle.receiver))
+        if not sends:
+            arrays = [
+                _elsewhere(struct.shape, struct.dtype, device)
+                for struct, device in zip(bundle.structs, bundle.sources, strict=True)
+            ]
+        got = _put(arrays, bundle.sources, bundle.targets)
+        if receives:
+            self._silence.expect(got[-1], bundle.sender, bundle.label)
+        if bundle.is_acknowledged:
+            if sends and self.waiting is not None:
+                self.waiting[number, bundle.receiver] = buffers(arrays)
+            arrived = self._acknowledge(bundle, got if receives else ())
+            if sends:
+                self._acknowledgements[number, bundle.receiver] = arrived
+        return got if receives else ()
+
+    def wait(self, bundle: Bundle, number: int) -> None:
+        for array in self._acknowledgements.pop((number, bundle.receiver)):
+            array.block_until_ready()
+        if self.waiting is not None:
+            self.waiting.pop((number, bundle.receiver), None)
+
+    def _acknowledge(self, bundle: Bundle, got: Sequence[jax.Array]) -> list[jax.Array]:
+        """Values that the sender has as soon as the receiver has the arrays."""
+        devices = tuple(bundle.of_targets)
+        back = tuple(bundle.sources[numbers[0]] for numbers in bundle.of_targets.values())
+        arrived = [
+            touch([got[n] for n in numbers])
+            if got
+            else _elsewhere((len(numbers),), jnp.dtype(jnp.float32), device)
+            for device, numbers in bundle.of_targets.items()
+        ]
+        found = _put(arrived, devices, back)
+        if self._process == bundle.sender:
+            self._silence.expect(
+                found[-1], bundle.receiver, f"the acknowledgement of {bundle.label!r}"
+            )
+        return found
+
+
+def _elsewhere(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> jax.Array:
+    """An array of another process."""
+    sharding = SingleDeviceSharding(device)
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+def _put(
+    arrays: Sequence[jax.Array], sources: Sequence[jax.Device], targets: Sequence[jax.Device]
+) -> list[jax.Array]:
+    """One call per pair of devices: jaxlib goes through the pairs of a call in an order that is
+    not the same in all processes (jax 0.10.2, four pairs in a call: values swapped in 10 of 12)."""
+    pairs = list(zip(sources, targets, strict=True))
+    found: dict[int, jax.Array] = {}
+    for pair in dict.fromkeys(pairs):
+        numbers = [number for number, each in enumerate(pairs) if each == pair]
+        sharding = SingleDeviceSharding(pair[1])
+        moved = jax.device_put([arrays[n] for n in numbers], [sharding] * len(numbers))
+        found |= zip(numbers, moved, strict=True)
+    return [found[number] for number in range(len(pairs))]
