@@ -99,7 +99,7 @@ class _Search:
         self._found = self._predicted(estimated)
         assert self._found.plan is not None and estimated.step_seconds is not None, "a plan fits"
         least = bound.step_seconds / (1 + bound.bound_fraction)
-        self._trail.append(self._bracket(least, estimated.step_seconds))
+        self._trail.append(self._bracket(least))
         self._told(self._trail[-1])
         if ended := self._ended(self._trail[-1]):
             return ended
@@ -180,14 +180,10 @@ class _Search:
         plan = plan.with_(prediction=prediction, why=why)
         return Answer(result.status, plan, result, why, headroom)
 
-    def _bracket(self, least: float, estimated: float) -> Bracket:
+    def _bracket(self, least: float) -> Bracket:
         """What is known now of the fastest step."""
-        assert self._found.prediction is not None, "a plan was found"
-        peak = self._found.prediction.peak_bytes
-        most = max(least, estimated)
-        if self._best is not None:
-            most, peak = self._best[0], self._best[1].peak_bytes
-        seconds = time.perf_counter() - self._start
+        most, answer = (None, self._found) if self._best is None else self._best
+        seconds, peak = time.perf_counter() - self._start, answer.peak_bytes
         is_compiled = self._best is not None
         return Bracket(seconds, self._num_compiled, peak, peak, is_compiled, least, most)
 
@@ -210,25 +206,24 @@ class _Search:
             return self._beyond(seconds)
         bracket, num_plans = self._trail[-1], len(self._compiled_plans)
         least, most = bracket.least_step_seconds, bracket.most_step_seconds
-        assert least is not None and most is not None, "they are of a step"
-        within = most / least - 1
+        assert least is not None, "it is of a step"
+        within = None if most is None else most / least - 1
         proven = Proven(within, tuple(self._trail), ended)
         best = self._found if self._best is None else self._best[1]
         assert best.plan is not None, "a plan was found"
-        said = f"no plan that fits is faster by more than {within:.1%}"
-        if within == 0:
-            said = "proven: no plan that fits is faster"
-        said += ", by the closed form, which leaves transfers out"
-        if self._best is None:
+        closed = "by the closed form, which leaves transfers out"
+        if within is None:
             said = (
-                f"nothing that fits was compiled: a step takes at least {format_seconds(least)}, "
-                f"and {format_seconds(most)} by what is known of products."
+                "nothing that fits was compiled: a step takes at least "
+                f"{format_seconds(least)}, {closed}."
             )
             why = Why(said, uncompiled=said, proven=proven)
         else:
+            least_said = f"no plan that fits is faster by more than {within:.1%}"
             summary = (
                 f"{counted(num_plans, 'plan')} with {counted(self._num_compiled, 'new stage')} "
-                f"compiled; {said}."
+                f"compiled; {least_said if within else 'proven: no plan that fits is faster'}, "
+                f"{closed}."
             )
             what = (
                 f"{counted(best.plan.num_stages, 'stage')}; the peak is {best.peak_bytes:,} bytes."
@@ -238,10 +233,10 @@ class _Search:
         proof = replace(
             best.proof,
             algorithm=BOUNDS_FIRST,
-            optimal=bracket.compiled and within == 0,
+            optimal=within == 0,
             tie_break="none",
             seconds=seconds,
-            bound_fraction=within,
+            bound_fraction=within or 0.0,
         )
         return replace(best, plan=best.plan.with_(why=why), proof=proof, why=why)
 
@@ -255,7 +250,7 @@ class _Search:
             "rematerialisation. [memory-limit]",
             code="memory-limit",
             memory_limit_bytes=limit,
-            proven=Proven(0.0, tuple(self._trail), "memory"),
+            proven=Proven(None, tuple(self._trail), "memory"),
         )
         proof = replace(found.proof, algorithm=BOUNDS_FIRST, seconds=seconds)
         return Answer("infeasible", found.plan and found.plan.with_(why=why), proof, why)
