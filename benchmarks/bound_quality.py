@@ -7,7 +7,7 @@
 The first compiles a sample of stages of one layer and two; the second takes those that a store has
 (``capture plan --store``; again with other models to put several together) and that are the same
 programs today. Per stage, the peak in a step of 1F1B with two micro-batches in flight: the least
-and the most that tracing says, over what the compiler says.
+and the most that tracing says, over what the compiler says; and the least seconds of a micro-batch.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "num_stages": len(rows),
         "num_above": sum(bool(row["above"]) for row in rows),
     }
-    for name in ("least", "most"):
-        ratios = [row[name] / row["compiled"] for row in rows] or [1.0]
+    for name, of in (("least", ""), ("most", ""), ("least", "_seconds")):
+        known = [row for row in rows if f"compiled{of}" in row]
+        ratios = [row[f"{name}{of}"] / row[f"compiled{of}"] for row in known] or [1.0]
+        name += of
         found[f"{name}_over_compiled"] = {
             "median": round(statistics.median(ratios), 3),
             "least": round(min(ratios), 3),
@@ -161,6 +163,8 @@ def measured(asked: Any, costs: Mapping[Any, Any]) -> list[dict[str, Any]]:
     number."""
     from capture.measured.store import Store
     from capture.predictor import AdditivePredictor
+    from capture.predictor.step_time import has_times
+    from capture.predictor.times import TimePredictor
     from profiling_runs.bounds import bounds
     from profiling_runs.measurements import open_measurements
     from profiling_runs.verify import with_stages
@@ -169,6 +173,7 @@ def measured(asked: Any, costs: Mapping[Any, Any]) -> list[dict[str, Any]]:
     between = bounds(asked, measurements)
     print(f"bounds: {time.process_time() - start:.1f} s of the processor", file=sys.stderr)
     measurements.costs.update(costs)
+    times = TimePredictor(between.least, 8) if has_times(between.least) else None
     predictors = {
         "least": AdditivePredictor(between.least),
         "compiled": AdditivePredictor(with_stages(between.least, list(costs), measurements)),
@@ -195,6 +200,11 @@ def measured(asked: Any, costs: Mapping[Any, Any]) -> list[dict[str, Any]]:
                 "above": [p for p in PARTS if parts["least"][p] > parts["compiled"][p]],
             }
         )
+        if times is not None and (took := times.model.stage_times(costs[config])) is not None:
+            table = times.table(choice, asked.microbatch_size)
+            seconds = table.at(*span).microbatch_seconds, took.microbatch_seconds
+            rows[-1].update(zip(("least_seconds", "compiled_seconds"), seconds, strict=True))
+            rows[-1]["above"] += ["seconds"] * (seconds[0] > seconds[1])
     return rows
 
 

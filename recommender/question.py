@@ -15,8 +15,8 @@ from capture.plan.stages import batch_violations
 #: Alpa's search (``recommender.capture.autostage``): it has a space and a limit of its own, so it
 #: is asked with the profile.
 AUTOSTAGE = "autostage"
-#: The least peak in compiled bytes, from bounds and few compiles
-#: (``recommender.capture.bounds_first``): it is asked without a profile.
+#: The least peak in compiled bytes, or the fastest plan that fits, from bounds and few compiles
+#: (``recommender.capture.bounds_first``, ``fastest_first``): it is asked without a profile.
 BOUNDS_FIRST = "bounds-first"
 #: What answers a question, as (objective, mode, algorithm). Of the entries that agree with what is
 #: asked, the first is taken.
@@ -29,6 +29,7 @@ SEARCHES = (
     ("memory", "default", BOUNDS_FIRST),
     ("throughput", "default", "throughput"),
     ("throughput", "default", AUTOSTAGE),
+    ("throughput", "default", BOUNDS_FIRST),
     ("pareto", "default", "throughput"),
 )
 OBJECTIVES, MODES, SEARCH_NAMES = (

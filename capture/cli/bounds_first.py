@@ -31,6 +31,7 @@ from recommender.answer import StageAnswer
 from recommender.capture.bounds_first import BoundedKnowledge, Effort, bounds_first
 from recommender.capture.changes import FittingChange, cheapest_change
 from recommender.capture.extent import Attempt, best_of, smallest_cluster
+from recommender.capture.fastest_first import fastest_first
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 
@@ -97,6 +98,9 @@ def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
     other += ["backend"] * (of_profile.backend != "compile")
     other += ["calibration_plans"] * (options.calibration_plans != DEFAULT_CALIBRATION_PLANS)
     is_named = options.algorithm == BOUNDS_FIRST
+    if is_named and options.objective == "throughput":
+        of_peaks = ("smallest_cluster", "try_microbatches")
+        other += [name for name in of_peaks if getattr(options, name)]
     is_bounded = is_named or (not other and _is_default(options, of_profile))
     given = [each.name for each in OPTIONS if getattr(options, each.name) not in (None, False)]
     if is_bounded and options.quick and options.compiles:
@@ -156,9 +160,10 @@ class _Asking:
         return PlanCompiler(least, lambda: self._measurements)
 
     def answer(self, question: PlanQuestion) -> StageAnswer:
-        """The plan of least peak."""
+        """The plan of least peak, or the fastest."""
         options, between = self._options, self.bounds(question.microbatch_size)
-        return bounds_first(
+        search = fastest_first if question.objective == "throughput" else bounds_first
+        return search(
             between.least,
             between.most,
             question,
@@ -214,7 +219,7 @@ class _Asking:
         is_limited = options.quick or options.compiles is not None or options.seconds is not None
         known = BoundedKnowledge(least, compiler=self.compiler(least))
         return cheapest_change(
-            question,
+            replace(question, objective=None),
             least.graph.num_layers,
             # A stage on added nodes may take more devices than this process has.
             None if is_limited or of_profile.space.whole_nodes else known,

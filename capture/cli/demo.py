@@ -49,7 +49,8 @@ def main(options: argparse.Namespace) -> int:
     spec = WorkloadSpec.parse(WORKLOAD)
     say(options, f"profiling {WORKLOAD} for {cluster} by compiling: nothing is run")
     measured = profile(
-        ProfileQuestion(spec, cluster, MICROBATCH_SIZE, num_neighbours=1, calibration_plans=4),
+        # No interval is shown.
+        ProfileQuestion(spec, cluster, MICROBATCH_SIZE, num_neighbours=1, calibration_plans=0),
         store=asked.open_store(options),
         where=asked.where_of(options),
         progress=progress(options),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from capture import documents
 from capture.plan.stage import Stage, StageRow
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 
 #: Of a point of a front, what files always have.
 _ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
@@ -81,6 +81,9 @@ class Bracket:
         least_bytes: No plan of the space needs less.
         most_bytes: The best plan so far needs no more: compiled, or as tracing expects.
         compiled: Whether it is compiled.
+        least_step_seconds, most_step_seconds: Of a step by the closed form without transfers, where
+            the fastest plan that fits is searched for; then the bytes are those of that plan. The
+            second once it is compiled.
     """
 
     seconds: float
@@ -88,13 +91,28 @@ class Bracket:
     least_bytes: int
     most_bytes: int
     compiled: bool
+    least_step_seconds: float | None = None
+    most_step_seconds: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: the least peak "
-            f"is between {format_bytes(self.least_bytes)} and {format_bytes(self.most_bytes)}"
-            f"{'' if self.compiled else ' (expected)'}"
-        )
+        what, ends = "the least peak", map(format_bytes, (self.least_bytes, self.most_bytes))
+        begins = f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: "
+        if self.least_step_seconds is not None:
+            what, ends = "the fastest step that fits", map(format_seconds, self._step_seconds)
+            if self.most_step_seconds is None:
+                return f"{begins}{what} takes at least {next(ends)}"
+        expected = "" if self.compiled else " (expected)"
+        return f"{begins}{what} is between {' and '.join(ends)}{expected}"
+
+    @property
+    def _step_seconds(self) -> Sequence[float]:
+        ends = self.least_step_seconds, self.most_step_seconds
+        return [seconds for seconds in ends if seconds is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Without seconds of steps where peaks were searched for."""
+        written = documents.fields_of(self)
+        return {name: value for name, value in written.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,8 @@ class Proven:
 
     Attributes:
         within_fraction: No plan of the space needs less than its peak by more; 0 if none needs
-            less.
+            less. Of the fastest plan the same of its step; None where nothing was compiled, so that
+            nothing is known of that.
         trail: Every bracket, the last one last.
         ended: Why the search ended: ``proven``; ``within`` what was asked; ``memory``: nothing
             fits; ``fits``: a plan does, and any was asked for; ``compiles``, ``seconds``: so many
@@ -111,7 +130,7 @@ class Proven:
             ``search``: it names a compiled plan again.
     """
 
-    within_fraction: float
+    within_fraction: float | None
     trail: tuple[Bracket, ...]
     ended: str = "proven"
 

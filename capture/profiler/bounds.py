@@ -17,7 +17,7 @@ from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 8
+BOUNDS_VERSION = 9
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -35,7 +35,9 @@ class BoundsBackend:
         target = backend.target
         # Of Triton's products nothing is known.
         uses_cublas = target.compiler_options.get("xla_gpu_enable_triton_gemm") is False
-        self._bounder = Bounder(target.platform == "cpu", _CUBLAS_BYTES * uses_cublas)
+        self._bounder = Bounder(
+            target.platform == "cpu", _CUBLAS_BYTES * uses_cublas, target.rates is not None
+        )
         self._traces: tuple[Any, StageTraces] = None, StageTraces()
 
     def key(self, config: StageConfig) -> str:

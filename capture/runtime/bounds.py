@@ -29,9 +29,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from capture.compiler.executable import Executable, LayerOf
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
+from capture.measured.work import ProgramWork
 from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import Step, TracedProgram
+from capture.tracing.flops import equation_flops
 from capture.tracing.jaxprs import is_variable
 
 #: What compilers were seen to need beside a live set, of programs of transformers, mixtures of
@@ -66,10 +68,13 @@ class Bounder:
             every program its memory as a whole.
         product_scratch_bytes: What a compiler gives to every matrix product while it runs, at
             least.
+        counts_work: Whether to say what programs compute, at least: large matrix products, shared
+            out evenly.
     """
 
     is_cpu: bool = False
     product_scratch_bytes: int = 0
+    counts_work: bool = False
 
     def __call__(
         self,
@@ -83,7 +88,8 @@ class Bounder:
     ) -> BoundedProgram:
         """See ``AnyCompiler``."""
         if not jax.tree.leaves(tuple(args)):  # a layer without parameters has nothing to update
-            return BoundedProgram(_not_compiled, jax.eval_shape(function, *args), 0)
+            nothing = ProgramWork(0, "float32", 0, 0) if self.counts_work else None
+            return BoundedProgram(_not_compiled, jax.eval_shape(function, *args), 0, nothing)
         return self.bounds(TracedProgram(function, args), args, donate, out_shardings)
 
     def bounds(
@@ -135,6 +141,7 @@ class Bounder:
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
             memory.all() if self.is_cpu else memory.most(),
+            _least_work(program, mesh.size) if self.counts_work else None,
             least_bytes=memory.least(),
             least_outputs=tuple(least),
         )
@@ -242,6 +249,17 @@ class Memory:
         first, _ = self._program.lives(stores_reduced=False)
         stored = sum(map(self._split.nbytes, first.keys() - self._program.elsewhere))
         return stored + _CPU_SCRATCH_BYTES + sum(self._fresh.values())
+
+
+def _least_work(program: TracedProgram, num_devices: int) -> ProgramWork:
+    """What every device computes at least, in the data type that is fastest of those there are;
+    what it reads and sends is not known."""
+    flops = sum(
+        equation_flops(product)
+        for product in program.distinct_products
+        if min(_product_sizes(product)) >= _SMALLEST_PRODUCT * num_devices
+    )
+    return ProgramWork(flops // num_devices, program.narrowest_dtype, 0, 0)
 
 
 def _product_sizes(equation: Any) -> tuple[int, int, int]:

@@ -92,6 +92,26 @@ class TracedProgram:
         """All that operations make that is no result."""
         return [v for equation in self.equations for v in self._inner(equation.outvars)]
 
+    @cached_property
+    def distinct_products(self) -> Sequence[Any]:
+        """The products that results depend on; of equal ones, which a compiler runs once, the
+        first."""
+        found: dict[Any, Any] = {}
+        for at in self.products:
+            equation = self.equations[at]
+            operands = (v if is_variable(v) else id(v) for v in equation.invars)
+            if at in self._useful:
+                found.setdefault((equation.primitive, str(equation.params), *operands), equation)
+        return list(found.values())
+
+    @cached_property
+    def narrowest_dtype(self) -> str:
+        """Of floating-point values; products may be computed in it."""
+        atoms = [*self.flow.inputs, *(v for e in self.equations for v in e.outvars)]
+        dtypes = {getattr(v.aval, "dtype", None) for v in atoms}
+        floats = [d for d in dtypes if d and jax.numpy.issubdtype(d, jax.numpy.floating)]
+        return min(floats, key=lambda d: (d.itemsize, d.name)).name if floats else "float32"
+
     def _inner(self, atoms: Iterable[Any]) -> list[Any]:
         return [v for v in variables(atoms) if v not in self.elsewhere]
 

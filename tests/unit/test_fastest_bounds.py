@@ -1,0 +1,135 @@
+"""The search for the fastest plan on bounds with a planted compiler: against all plans compiled,
+with limits of memory, and when it is to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from report_plans import with_work
+from synthetic_profiles import MICROBATCH_SIZE, Planted, hybrid
+from test_verified import Compiler
+
+from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
+from capture.plan.stages import Plan
+from recommender import PlanQuestion, recommend
+from recommender.capture.bounds_first import Effort
+from recommender.capture.fastest_first import fastest_first
+from recommender.capture.posed import search_problem
+from recommender.capture.throughput import throughput
+
+TARGET = "a100-40g"
+WHOLE = Effort()
+QUESTION = PlanQuestion(
+    Cluster((2, 2), TARGET), 8 * MICROBATCH_SIZE, 8, objective="throughput", algorithm=None
+)
+
+
+class Timed:
+    """A few layers, and a compiler whose programs take longer than their products: by choice, and
+    each by its own factor."""
+
+    def __init__(self, seed: int, spread: float = 0.2):
+        planted = Planted(5, seed)
+        exact = planted.profile(hybrid(2), sizes=(MICROBATCH_SIZE,), num_neighbours=4)
+        exact = replace(exact, provenance={"backend": "compile", "target": TARGET})
+        self.compiler, self.spread = Compiler(planted, exact, spread=0.0), spread
+        self.all = replace(
+            exact,
+            measurements={c: with_work(c, cost) for c, cost in exact.measurements.items()},
+            verified={config: self.cost(config) for config in exact.measurements},
+        )
+        self.least = self.bounds("least")
+
+    def cost(self, config: StageConfig):
+        """What the compiler says."""
+        choice = config.choice
+        seed = [config.first, config.stop, choice.data_parallel, choice.tensor_parallel]
+        noise = self.spread * np.random.default_rng(seed).uniform()
+        slowness = 1 + 0.5 * (choice.tensor_parallel > 1) + noise
+        return with_work(config, self.compiler.cost(config), slowness)
+
+    def bounds(self, name: str):
+        """Of windows, products alone."""
+
+        def products(work):
+            return replace(work, product_bytes=0, other_bytes=0)
+
+        windows = {
+            config: replace(
+                cost,
+                forward_work=products(cost.forward_work),
+                backward_work=products(cost.backward_work),
+                update_work=products(cost.update_work),
+            )
+            for config, cost in self.all.measurements.items()
+            if config.num_layers <= 2
+        }
+        provenance = {**self.all.provenance, "bounds": name}
+        return replace(self.all, measurements=windows, verified={}, provenance=provenance)
+
+    def attempt(self, plan: Plan, known):
+        said, _ = self.compiler(plan, known)
+        configs = [StageConfig.of(stage, MICROBATCH_SIZE) for stage in plan.stages]
+        verified = {**known.verified, **{config: self.cost(config) for config in configs}}
+        new = len(set(configs) - known.verified.keys())
+        return replace(said, num_stages_compiled=new), replace(known, verified=verified)
+
+    def search(self, effort=WHOLE, **changes):
+        asked = replace(QUESTION, **changes)
+        return fastest_first(self.least, self.bounds("most"), asked, self, effort)
+
+    def fastest(self, **changes) -> float:
+        """Seconds of the fastest plan by all stages compiled."""
+        asked = replace(QUESTION, **changes)
+        return throughput(search_problem(self.all, asked, with_times=True)).step_seconds
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_is_faster_than_the_bracket_says(seed):
+    planted = Timed(seed)
+    found, fastest = planted.search(), planted.fastest()
+    last = found.why.proven.trail[-1]
+    assert found.compiled and found.status == "ok" and last.compiled
+    assert last.least_step_seconds <= fastest * (1 + 1e-9)
+    assert fastest <= last.most_step_seconds * (1 + 1e-9)
+    assert last.most_step_seconds <= last.least_step_seconds * (
+        1 + found.why.proven.within_fraction
+    )
+    assert "by the closed form" in found.why.summary
+
+
+def test_what_stages_of_a_choice_take_decides_which_plan_is_compiled():
+    planted = Timed(0, spread=0.0)
+    found = planted.search()
+    assert found.why.proven.trail[-1].most_step_seconds == pytest.approx(planted.fastest())
+    assert found.why.proven.ended in ("search", "proven")
+    assert len(planted.compiler.compiled) == len(set(planted.compiler.compiled)) <= 4
+
+
+def test_a_plan_within_the_limit_is_fastest_of_those():
+    planted = Timed(2, spread=0.0)
+    whole = planted.search()
+    limit = recommend(planted.all, replace(QUESTION, objective="memory")).peak_bytes
+    assert limit < whole.peak_bytes
+    found = planted.search(memory_limit_bytes=limit)
+    assert found.status == "ok" and found.peak_bytes <= limit
+    last = found.why.proven.trail[-1]
+    assert last.least_step_seconds <= planted.fastest(memory_limit_bytes=limit) * (1 + 1e-9)
+    assert last.most_step_seconds >= whole.why.proven.trail[-1].most_step_seconds
+    nothing = planted.search(memory_limit_bytes=1)
+    assert (nothing.status, nothing.why.code) == ("infeasible", "memory-limit")
+    assert "proven with 0 compiled stages" in nothing.why.summary
+
+
+def test_without_compiling_the_bracket_is_the_answer():
+    planted = Timed(0)
+    found = planted.search(Effort(compiles=0))
+    assert not found.compiled and not planted.compiler.compiled
+    assert found.why.uncompiled and found.why.proven.ended == "compiles"
+    assert found.why.proven.within_fraction is None
+    assert "the fastest step that fits takes at least" in str(found.why.proven.trail[0])
+    near = planted.search(Effort(within_fraction=9.0))
+    assert near.why.proven.ended == "within" and len(planted.compiler.compiled) == 1
