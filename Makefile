@@ -92,7 +92,7 @@ test-fast: $(VENV)/.stamp-dev ## What one runs all the time: unit and property t
 
 .PHONY: test-slow
 test-slow: $(VENV)/.stamp-dev ## What make test leaves out: models of the zoo, absent chips, processes that are killed
-	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m slow
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=loadgroup -m slow
 
 .PHONY: test-exhaustive
 test-exhaustive: $(VENV)/.stamp-dev ## The rest of what make test-slow has a part of: every schedule with every remat, larger models

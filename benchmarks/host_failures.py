@@ -47,7 +47,9 @@ WORKLOAD = (
 )
 HEARTBEAT_SECONDS, SAVE_EVERY = 5.0, 10
 KINDS = {"kill": 0.5, "stop": 0.2, "pause": 0.15, "cut": 0.15}
-#: Nothing may take so long: neither a restart nor ten steps.
+#: Of the failures, those that are not while all starts.
+TRAINING_FRACTION = 0.3
+#: On an idle machine nothing may take so long: neither a restart nor ten steps.
 HANG_SECONDS = 300.0
 
 
@@ -59,8 +61,15 @@ class Run:
         command = [sys.executable, "-m", "capture", "run", str(plan), "--hosts", "local", "--json"]
         command += ["--steps", str(steps), "--save", str(save), "--save-every", str(SAVE_EVERY)]
         command += ["--max-restarts", "1000", "--heartbeat", str(HEARTBEAT_SECONDS)]
+        # What was compiled is kept: restarts are what is tried here.
+        kept = {"JAX_COMPILATION_CACHE_DIR": str(plan.with_name("compiled"))}
+        kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | kept,
         )
         self.lines: list[tuple[float, str]] = []
         self.out = ""
@@ -72,6 +81,8 @@ class Run:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append((time.monotonic() - self.began, line.rstrip()))
+            if not line.startswith("step "):
+                print(f"    {line.rstrip()}", file=sys.stderr, flush=True)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -159,22 +170,28 @@ def disturb(
     while run.running and sum(done.values()) < count and time.monotonic() < end:
         hosts, begin = run.hosts(), time.monotonic()
         while run.running and (len(hosts) < 2 or all(host in seen for host in hosts)):
-            assert time.monotonic() - begin < HANG_SECONDS, "it does not start again"
+            assert time.monotonic() - begin < environment.patience(HANG_SECONDS), (
+                "it does not start again"
+            )
             time.sleep(0.02)
             hosts = run.hosts()
         line, begin = len(run.lines), time.monotonic()
         kind = chance.choices(kinds, [KINDS[each] for each in kinds])[0]
-        if chance.random() < 0.3:  # while it trains, or saves
-            steps, wait = chance.randint(1, 13), chance.uniform(0.0, 0.2)
-            while run.running and run.steps_since(line) < steps:
-                assert time.monotonic() - begin < HANG_SECONDS, "it does not go on"
-                if run.hosts() != hosts:
-                    break
-                time.sleep(0.005)
-            start_seconds = max(start_seconds, min(time.monotonic() - begin, 30.0))
-            time.sleep(wait)
-        else:
-            time.sleep(chance.uniform(0.0, start_seconds))
+        # While it trains, or saves; else while it starts, until its first step at the latest: a run
+        # that is left to train for long is over before it has had many failures.
+        steps, wait = 1, chance.uniform(0.0, start_seconds)
+        if chance.random() < TRAINING_FRACTION:
+            steps, wait = chance.randint(1, 13), float("inf")
+        while run.running and run.steps_since(line) < steps and time.monotonic() - begin < wait:
+            assert time.monotonic() - begin < environment.patience(HANG_SECONDS), (
+                "it does not go on"
+            )
+            if run.hosts() != hosts:
+                break
+            time.sleep(0.005)
+        if run.steps_since(line) == 1 and steps == 1:
+            start_seconds = min(time.monotonic() - begin, 60.0)
+        time.sleep(chance.uniform(0.0, 0.2))
         there = complete_steps(save)
         assert max(there, default=0) >= newest, f"checkpoint {newest} is lost: {there}"
         newest = max(there, default=0)

@@ -126,7 +126,7 @@ class Steps:
         self.step: PipelinedStep = pipeshard(task, plan, hosts=hosts)
         self._hosts, self._jax = hosts, jax
         self._batch = jax.tree.map(np.asarray, task.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
-        self._state = self.step.init(jax.random.key(0))
+        self.state = self.step.init(jax.random.key(0))
         self.seconds(2)
 
     def seconds(self, num_steps: int) -> list[float]:
@@ -148,8 +148,8 @@ class Steps:
         return dict(clock.seconds)
 
     def _step(self, observer: Any = None) -> None:
-        self._state, metrics = self.step(self._state, self._batch, observer=observer)
-        self._jax.block_until_ready((self._state, metrics.losses))
+        self.state, metrics = self.step(self.state, self._batch, observer=observer)
+        self._jax.block_until_ready((self.state, metrics.losses))
 
 
 class Clock:

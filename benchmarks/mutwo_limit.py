@@ -9,7 +9,8 @@ of other ways, full rematerialisation, and offload without multiplexing. Program
 the target, which need not be there; seconds are simulated.
 
 Times of this machine: ``cold`` traces and compiles all programs that searches ask for first, into a
-store that is empty unless ``--store`` names one; ``planned`` traces and searches from it.
+store that is empty unless ``--store`` names one; ``planned`` traces the loss of one model and
+searches from it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.documents import arguments
 from benchmarks.mutwo_paper.settings import (
     UNLIMITED,
     ZOO,
-    StoredProfile,
+    Compiled,
     finish,
     prepare,
     profile_of,
@@ -34,54 +35,52 @@ from benchmarks.mutwo_paper.settings import (
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import Order
-from capture.step.sub_array import Uses
 from recommender.mutwo.baselines import all_baselines
 from recommender.mutwo.descent import descend
 from recommender.mutwo.problem import ArrayProblem
 from recommender.mutwo.search import search
 from recommender.mutwo.ways import Way, placed, ways
 
+if TYPE_CHECKING:
+    from capture.profiler.array import ArrayProfile
+
 WORKLOAD, BATCH_SIZE, COUNT = "gpt2.py:gpt2?size=small&injected=true", 8, 8
 REMATERIALISATION = ("full rematerialisation", "full rematerialisation, one by one")
 OFFLOAD = "offload without multiplexing"
 
 
-def cold(profile: StoredProfile) -> dict[str, Any]:
+def cold(profile: ArrayProfile, compiled: Compiled) -> dict[str, Any]:
     """Trace and compile what every search asks for first."""
     begun, busy = time.perf_counter(), time.process_time()
-    for size in range(1, COUNT + 1):
-        array = profile.sub_array(size)
-        for issued in Uses(array).issued:
-            profile.facts(array, issued.call)
+    profile.prepare(range(1, COUNT + 1))
     return {
-        "num_compiled": profile.num_compiled,
+        "num_compiled": compiled.num_compiled,
         "seconds": time.perf_counter() - begun,
         "processor_seconds": time.process_time() - busy,
     }
 
 
-def planned(profile: StoredProfile, limit: int) -> dict[str, Any]:
-    """Trace and search."""
+def planned(profile: ArrayProfile, compiled: Compiled, limit: int) -> dict[str, Any]:
+    """Trace the loss, read what is known of the arrays, and search."""
     begun, busy = time.perf_counter(), time.process_time()
-    for size in range(1, COUNT + 1):
-        profile.sub_array(size)
+    profile.prepare(range(1, COUNT + 1))
     traced = time.perf_counter() - begun
     found = search(_problem(profile, limit))
     return {
         "limit_bytes": limit,
         "way": found.best.way.name,
-        "num_compiled": profile.num_compiled,
+        "num_compiled": compiled.num_compiled,
         "trace_seconds": traced,
         "search_seconds": found.seconds,
         "processor_seconds": time.process_time() - busy,
     }
 
 
-def _problem(profile: StoredProfile, limit: int) -> ArrayProblem:
-    return ArrayProblem(profile, COUNT, profile.rates.host, limit, rule="all")
+def _problem(profile: ArrayProfile, limit: int) -> ArrayProblem:
+    return ArrayProblem(profile, COUNT, profile.host, limit, rule="all")
 
 
-def limit_rows(profile: StoredProfile) -> Iterator[dict[str, Any]]:
+def limit_rows(profile: ArrayProfile) -> Iterator[dict[str, Any]]:
     """At both limits."""
     free = _problem(profile, UNLIMITED)
     fastest = search(free).best
@@ -148,12 +147,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(options.store or Path(folder) / "store.sqlite")
         for target in options.targets:
-            profile = profile_of(workload, BATCH_SIZE, target, store)
-            first = cold(profile)
+            compiled, no_more = Compiled(), Compiled()
+            profile = profile_of(workload, BATCH_SIZE, target, store, compiled)
+            first = cold(profile, compiled)
             print(f"{target}: {first}", file=sys.stderr, flush=True)
             own = list(limit_rows(profile))
-            again = profile_of(workload, BATCH_SIZE, target, store)
-            second = planned(again, own[0]["limit_bytes"])
+            again = profile_of(workload, BATCH_SIZE, target, store, no_more)
+            second = planned(again, no_more, own[0]["limit_bytes"])
             print(f"{target}: {second}", file=sys.stderr, flush=True)
             rows += [{"target": target, **row} for row in own]
             claims[target] = {

@@ -26,10 +26,10 @@ from benchmarks.mutwo_paper.settings import (
     Case,
     arguments,
     finish,
+    kernels_of,
     prepare,
 )
 from capture.measured.store import Store
-from capture.step.sub_array import Uses
 from recommender.mutwo.ways import Way, placed
 
 DEGREES = (1, 2, 4, 8)
@@ -43,13 +43,11 @@ def rows_of(case: Case, store: Store) -> Iterator[dict[str, Any]]:
     profile, alone = case.profile(store), 0.0
     for degree in DEGREES:
         problem = case.problem(profile, degree)
-        array = profile.sub_array(degree)
         space = problem.space(Way(placed((degree,)), "in turn"))
         weighed = space.weigh(space.retained, UNLIMITED)
-        calls = [issued.call for issued in Uses(array).issued]
-        kernels = [one for call in calls for one in profile.kernels(array, call)]
-        floor = profile.rates.kernel_seconds.value
-        least = sum(one.count for one in kernels if profile.seconds_of(one) <= floor)
+        kernels, seconds_of = kernels_of(profile, degree), profile.times.kernel_seconds
+        floor = profile.machine.rates.kernel_seconds.value
+        least = sum(one.count for one in kernels if seconds_of(one) <= floor)
         alone = alone or weighed.seconds
         yield {
             "model": case.model,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from capture.errors import ProfileError
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageBounds
-from capture.plan.choices import num_full_layers
+from capture.plan.choices import remat_time_fraction
 from capture.profiler.windows import window_configs
 from profiling_runs.batch import Progress
 from profiling_runs.measurements import Measurements, unmeasured
@@ -44,15 +44,16 @@ def bounds(
         progress: Told how far it is.
 
     Raises:
-        ProfileError: ``profile-remat`` for mixtures, whose bounds are not known.
+        ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
     """
     from capture.profiler.bounds import BoundsBackend
 
-    size, choices = question.microbatch_size, question.stage_choices
-    if mixed := [choice.remat for choice in choices if num_full_layers(choice.remat)]:
+    size, choices = question.microbatch_size, question.profiled_choices
+    if timed := [choice.remat for choice in choices if remat_time_fraction(choice.remat)]:
         raise ProfileError.of(
-            f"remat={mixed[0]!r}: bounds are proven of stages all of whose layers recompute the "
-            "same; name another, or leave out --algorithm bounds-first.",
+            f"remat={timed[0]!r}: what a longer stage recomputes in so much time does not follow "
+            "from what its layers do, so it has no bounds; name another, or leave out --algorithm "
+            "bounds-first.",
             "profile-remat",
         )
     num_layers = measurements.backend.traced(size).graph.num_layers

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from pipeline_models import mlp, pipeline, tied
@@ -26,6 +28,17 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
 
 def _plan(*arguments, nodes: tuple[int, ...] = NODES, **options) -> Plan:
     return pipeline(*arguments, **options).with_(cluster=Cluster(nodes))
+
+
+def _spoilt() -> Workload:
+    """A number that is none in the last layer; clipping by the norm takes it to every host."""
+    whole = mlp(CLIPPED)
+
+    def init(key):
+        *others, last = whole.init(key)
+        return [*others, last | {"bias": last["bias"].at[0].set(jnp.nan)}]
+
+    return replace(whole, init=init)
 
 
 #: Workload, plan, window.
@@ -62,6 +75,7 @@ SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # A stage on all devices of both hosts.
     "span": lambda: (tied(CLIPPED), _plan((4,), ((2, 2),), shard_optimizer=True), 1),
     "split": lambda: (mlp(), _plan((2, 2), ((2, 1), (1, 2)), schedule="zb-h1"), 2),
+    "nan": lambda: (_spoilt(), _plan((2, 2), ((2, 1), (2, 1))), 1),
 }
 
 THREE_HOSTS: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {

@@ -16,34 +16,33 @@ and the best lies between.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.drawing import ALPA, OURS, Panel, draw
 from benchmarks.mutwo_paper.settings import (
     UNLIMITED,
     Case,
-    StoredProfile,
     arguments,
     finish,
+    kernels_of,
     prepare,
 )
 from capture.measured.store import Store
 from capture.plan.array import Order
-from capture.step.sub_array import Uses
 from recommender.mutwo.descent import descend
 from recommender.mutwo.problem import ArrayProblem
 from recommender.mutwo.ways import Way, placed
 
+if TYPE_CHECKING:
+    from capture.profiler.array import ArrayProfile
+
 CASE, COUNT, DEGREES = Case("BERT", 16, "a100-40g"), 8, (1, 2, 4, 8)
 
 
-def row_of(profile: StoredProfile, problem: ArrayProblem, degree: int) -> dict[str, Any]:
-    array = profile.sub_array(degree)
-    calls = [issued.call for issued in Uses(array).issued]
-    seconds = sum(profile.facts(array, call).seconds for call in calls)
-    kernels = [one for call in calls for one in profile.kernels(array, call)]
-    flops = sum(one.count * one.flops for one in kernels)
-    rate = profile.rates.rate_of("float32", "default").value
+def row_of(profile: ArrayProfile, problem: ArrayProblem, degree: int) -> dict[str, Any]:
+    seconds = profile.seconds_of(degree)
+    flops = sum(one.count * one.flops for one in kernels_of(profile, degree))
+    rate = profile.machine.rates.rate_of("float32", "default").value
     parts = COUNT // degree
     orders: list[Order] = ["in turn", "multiplexed"] if parts > 1 else ["in turn"]
     spaces = {order: problem.space(Way(placed((degree,) * parts), order)) for order in orders}

@@ -29,11 +29,12 @@ from typing import Any
 from benchmarks.drawing import ALPA, COLORS, OURS, PAPER, Panel, draw
 from benchmarks.mutwo_paper.settings import (
     Case,
-    StoredProfile,
+    Compiled,
     arguments,
     finish,
     prepare,
     result_of,
+    with_floor,
 )
 from capture.measured.store import Store
 from recommender.mutwo.baselines import Baseline, all_baselines
@@ -67,27 +68,28 @@ SERIES = {
 def rows_of(name: str, store: Store) -> Iterator[dict[str, Any]]:
     """Of a case, at every number of models."""
     case, counts, floors = CASES[name]
-    compiled = case.profile(store)
+    compiled = Compiled()
+    plain = case.profile(store, compiled)
     for count in counts:
         for floor in (None, *floors):
-            profile = compiled if floor is None else compiled.with_floor(floor)
+            profile = plain if floor is None else with_floor(plain, floor)
             begun = time.perf_counter()
-            row = row_of(profile, case.problem(profile, count))
+            row = row_of(case.problem(profile, count))
             yield {
                 "name": name,
                 "model": case.model,
                 "batch_size": case.batch_size,
                 "target": case.target,
                 "num_models": count,
-                "kernel_seconds": profile.rates.kernel_seconds.value,
+                "kernel_seconds": profile.times.rates.kernel_seconds.value,
                 **row,
-                "num_compiled": profile.num_compiled,
-                "compile_seconds": profile.compile_seconds,
+                "num_compiled": compiled.num_compiled,
+                "compile_seconds": compiled.compile_seconds,
                 "seconds": time.perf_counter() - begun,
             }
 
 
-def row_of(profile: StoredProfile, problem: ArrayProblem) -> dict[str, Any]:
+def row_of(problem: ArrayProblem) -> dict[str, Any]:
     """All systems on the same models."""
     limit = problem.limit_bytes
     best = search(problem).best

@@ -12,28 +12,26 @@ import argparse
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import documents
 from capture import environment
-from capture.documents import read
 from capture.machine.cluster import Cluster
-from capture.machine.target import HostLink, Link, Rates, Sourced, Target
+from capture.machine.target import HostLink, Link, Sourced, Target
 from capture.measured.store import Store
-from capture.measured.work import Kernel, ProgramWork
-from capture.model.graph import content_hash
+from capture.measured.work import Kernel
 from capture.model.workload import WorkloadSpec
 from capture.step.multiplexed import HOST
-from capture.step.sub_array import Call, ProgramFacts, SubArray
-from capture.step.times import TimeModel
+from capture.step.sub_array import Uses
 from recommender.mutwo.problem import ArrayProblem, Chosen, Space
 
 if TYPE_CHECKING:
-    from capture.profiler.array import ArrayProfile
+    from capture.profiler.array import ArrayProfile, What
+    from capture.profiler.array_pass import ArrayNeeds
 
 ZOO = Path(__file__).parents[2] / "models"
 RESULTS = Path(__file__).parents[1] / "results"
@@ -73,73 +71,28 @@ def workload_of(name: str) -> Any:
 
 
 @dataclass(eq=False)
-class StoredProfile:
-    """The programs of arrays of a model (``Profiled``), from a store or compiled.
+class Compiled:
+    """What was not in the store.
 
     Attributes:
-        array: Compiles.
-        store: Keeps what was.
-        rates: Of the target, for seconds.
-        num_compiled, compile_seconds: Not from the store.
+        num_compiled, compile_seconds: Of programs.
     """
 
-    array: ArrayProfile
-    store: Store
-    rates: Rates
     num_compiled: int = 0
     compile_seconds: float = 0.0
-    _works: dict[str, tuple[int, ProgramWork]] = field(default_factory=dict)
-    _known: dict[tuple[int, Call], ProgramFacts] = field(default_factory=dict)
 
-    def sub_array(self, num_models: int) -> SubArray:
-        return self.array.sub_array(num_models)
 
-    def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
-        key = sub_array.num_models, call
-        if key not in self._known:
-            name = self.array.programs.name_of(sub_array, call)
-            nbytes, work = self._work(name, sub_array, call)
-            seconds = TimeModel(self.rates, 1).program_seconds(work)
-            self._known[key] = ProgramFacts(name, nbytes, seconds)
-        return self._known[key]
+def with_floor(profile: ArrayProfile, seconds: float) -> ArrayProfile:
+    """As if no kernel took less."""
+    floor = Sourced(seconds, "assumed")
+    return replace(profile, rates=replace(profile.machine.rates, kernel_seconds=floor))
 
-    def with_floor(self, seconds: float) -> StoredProfile:
-        """As if no kernel took less."""
-        floor = Sourced(seconds, "assumed")
-        return replace(self, rates=replace(self.rates, kernel_seconds=floor), _known={})
 
-    def kernels(self, sub_array: Any, call: Call) -> tuple[Kernel, ...]:
-        """That a program launches."""
-        name = self.array.programs.name_of(sub_array, call)
-        return self._work(name, sub_array, call)[1].kernels or ()
-
-    def seconds_of(self, kernel: Kernel) -> float:
-        """One of them."""
-        return TimeModel(self.rates, 1).kernel_seconds(kernel)
-
-    def _work(self, name: str, sub_array: Any, call: Call) -> tuple[int, ProgramWork]:
-        if name not in self._works:
-            target = self.array.machine.target
-            facts = {
-                "backend": f"compile:{target.name}",
-                "versions": environment.versions(target.platform),
-                "compiler": content_hash([target.key]),
-            }
-            key = content_hash([facts, "array", name])
-            found = self.store.get([key]).get(key)
-            if found is None:
-                begun = time.perf_counter()
-                self.array.programs.facts(sub_array, call)
-                executable = self.array.programs.executables.pop(name)
-                assert executable.work is not None, "counted for a target with rates"
-                nbytes, work = executable.transient_bytes, executable.work.to_json()
-                found = {"transient_bytes": nbytes, "work": work}
-                seconds = time.perf_counter() - begun
-                self.store.put(key, found, provenance=facts, seconds=seconds)
-                self.num_compiled += 1
-                self.compile_seconds += seconds
-            self._works[name] = found["transient_bytes"], read(found["work"], ProgramWork)
-        return self._works[name]
+def kernels_of(profile: ArrayProfile, num_models: int) -> list[Kernel]:
+    """That the programs of so many models launch, where everything is retained."""
+    array = profile.sub_array(num_models)
+    works = [profile.needs(array, issued.call).work for issued in Uses(array).issued]
+    return [one for work in works if work is not None for one in work.kernels or ()]
 
 
 @dataclass(frozen=True)
@@ -156,25 +109,37 @@ class Case:
     batch_size: int
     target: str
 
-    def profile(self, store: Store) -> StoredProfile:
+    def profile(self, store: Store, compiled: Compiled | None = None) -> ArrayProfile:
         """Call ``prepare`` first."""
-        return profile_of(workload_of(self.model), self.batch_size, self.target, store)
+        workload = workload_of(self.model)
+        return profile_of(workload, self.batch_size, self.target, store, compiled)
 
-    def problem(self, profile: StoredProfile, count: int) -> ArrayProblem:
+    def problem(self, profile: ArrayProfile, count: int) -> ArrayProblem:
         """So many models, in equal sub-arrays or as one."""
-        limit = int(profile.array.machine.memory_limit_bytes)
-        link, host_bytes = HOSTS.get(self.target, (profile.rates.host, None))
+        limit = int(profile.machine.memory_limit_bytes)
+        link, host_bytes = HOSTS.get(self.target, (profile.host, None))
         return ArrayProblem(profile, count, link, limit, host_bytes, rule="equal")
 
 
-def profile_of(workload: Any, batch_size: int, target: str, store: Store) -> StoredProfile:
-    """Of arrays of a task; call ``prepare`` first."""
+def profile_of(
+    workload: Any, batch_size: int, target: str, store: Store, compiled: Compiled | None = None
+) -> ArrayProfile:
+    """Of arrays of a task, from the store or compiled in this process, which is counted; call
+    ``prepare`` first."""
     from capture.profiler.array import ArrayProfile
 
-    array = ArrayProfile(workload, Cluster((1,), target), batch_size)
-    rates = Target.load(target).rates
-    assert rates is not None, "every target of the evaluation has rates"
-    return StoredProfile(array, store, rates)
+    count = Compiled() if compiled is None else compiled
+
+    def measure(wanted: Mapping[str, What], told: Callable[[int], None]) -> dict[str, ArrayNeeds]:
+        begun = time.perf_counter()
+        found = profile.backend.measured(wanted, told)
+        count.num_compiled += len(found)
+        count.compile_seconds += time.perf_counter() - begun
+        return found
+
+    cluster = Cluster((1,), target)
+    profile = ArrayProfile(workload, cluster, batch_size, store=store, measure=measure)
+    return profile
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

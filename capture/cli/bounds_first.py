@@ -17,7 +17,7 @@ from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.measured.profile import Profile
-from capture.plan.choices import num_full_layers
+from capture.plan.choices import remat_time_fraction
 from capture.plan.schedule import SCHEDULES
 from capture.predictor.step_time import describe_time, time_summary
 from capture.profiler.windows import DEFAULT_NEIGHBOURS
@@ -117,11 +117,9 @@ def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
 
 
 def _is_default(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
-    # Mixtures of what is recomputed, which several modes stand for, too, have no bounds.
-    are_same = len(of_profile.remat) == 1 and not num_full_layers(of_profile.remat[0])
     return (
         options.algorithm is None
-        and are_same
+        and not any(map(remat_time_fraction, of_profile.remat))  # has no bounds
         and options.neighbours == DEFAULT_NEIGHBOURS
         and options.objective in (None, "memory")
         and options.mode == "default"

@@ -23,6 +23,7 @@ ENDED_EARLY = {
     "profile-worker",
     "ray-lost",
     "run-host-lost",
+    "run-hosts-cut",
     "run-hosts-silent",
     "run-hosts-start",
 }

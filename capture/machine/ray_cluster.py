@@ -14,137 +14,21 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from capture import environment
 from capture.errors import CaptureError
 from capture.extras import install_command
-from capture.machine.target import Target, same_target
+from capture.machine.demand import Demand, resources_text
 
-#: Kinds as Ray detects them, by target; those of the same letters share a kind, whatever memory
-#: they have.
-ACCELERATOR_TYPES = {
-    "v100-32g": "V100",
-    "a100-40g": "A100",
-    "a100-80g": "A100",
-    "h100": "H100",
-    "h200": "H200",
-    "b200": "B200",
-    "gh200": "GH200",
-    "gb300": "GB300",
-    "v4": "TPU-V4",
-    "v5e": "TPU-V5LITEPOD",
-    "v5p": "TPU-V5P",
-    "v6e": "TPU-V6E",
-    "tpu7x": "TPU-V7X",
-}
 #: Ray's least; what is sent is a few kilobytes.
 _OBJECT_STORE_BYTES = 80_000_000
 _SECONDS_BETWEEN_LOOKS, _SECONDS_TO_CONNECT, _SECONDS_TO_END = 2.0, 5.0, 10.0
 #: That the head may be silent. A minute after it was lost Ray ends the driver's process, without a
 #: word of ours.
 _SECONDS_WITHOUT_HEAD = 20.0
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a process needs of its node.
-
-    Attributes:
-        memory_bytes: Memory on the host.
-        devices: ``"GPU"`` or ``"TPU"``; None if it uses no accelerators.
-        num_devices: How many of them.
-        accelerator_type: Kind of the devices.
-    """
-
-    memory_bytes: int
-    devices: str | None = None
-    num_devices: int = 0
-    accelerator_type: str | None = None
-
-    def on(
-        self,
-        target: str,
-        num_devices: int,
-        accelerator_type: str | None,
-        error: type[CaptureError],
-    ) -> Demand:
-        """The same, on devices of a target.
-
-        Args:
-            target: A name or a file.
-            num_devices: That it uses.
-            accelerator_type: Ray's name of them; None for the usual one.
-            error: What is raised.
-
-        Raises:
-            CaptureError: ``ray-accelerator`` if it is not known how Ray calls the devices of the
-                target.
-        """
-        found = Target.load(target)
-        if found.platform == "cpu":
-            return self
-        kind = accelerator_type or next(
-            (ray for name, ray in ACCELERATOR_TYPES.items() if same_target(name, target)), None
-        )
-        if kind is None:
-            raise error.of(
-                f"target={target!r} has no accelerator type of Ray's that is known here; "
-                "name one with --accelerator.",
-                "ray-accelerator",
-            )
-        devices = "GPU" if found.platform == "cuda" else "TPU"
-        return replace(self, devices=devices, num_devices=num_devices, accelerator_type=kind)
-
-    def offered(self, resources: Mapping[str, float]) -> bool:
-        """Whether a node has such devices at all."""
-        return self.devices is None or (
-            f"accelerator_type:{self.accelerator_type}" in resources
-            and resources.get(self.devices, 0) >= 1
-        )
-
-    def room(self, resources: Mapping[str, float]) -> int:
-        """How many such processes a node has room for.
-
-        Example:
-            >>> node = {"CPU": 8, "GPU": 5, "memory": 64e9}
-            >>> Demand(10**9, "GPU", 2, "A100").room({**node, "accelerator_type:A100": 1})
-            2
-            >>> Demand(10**9, "GPU", 2, "A100").room({**node, "accelerator_type:H100": 1})
-            0
-        """
-        if not self.offered(resources):
-            return 0
-        bounds = [resources.get("CPU", 0), resources.get("memory", 0) // self.memory_bytes]
-        if self.devices is not None:
-            bounds.append(resources[self.devices] // self.num_devices)
-        return int(min(bounds))
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """As Ray calls them."""
-        # A node offers a whole one of its kind, to be shared by all that need it: an actor takes
-        # next to nothing.
-        kind = {f"accelerator_type:{self.accelerator_type}": 0.001} if self.accelerator_type else {}
-        devices = {self.devices: self.num_devices} if self.devices else {}
-        return {"CPU": 1, "memory": self.memory_bytes, **devices, **kind}
-
-    def options(self) -> dict[str, Any]:
-        """What Ray is asked for, for an actor."""
-        own = dict(self.resources)
-        return {
-            "num_cpus": own.pop("CPU"),
-            "num_gpus": own.pop("GPU", 0),
-            "memory": own.pop("memory"),
-            "resources": own,
-            "max_restarts": 0,
-        }
-
-    def __str__(self) -> str:
-        devices = f"{self.num_devices} {self.devices} of type {self.accelerator_type}, "
-        return f"{devices if self.devices else ''}1 CPU, {self.memory_bytes} bytes of memory"
 
 
 class ProcessLostError(Exception):
@@ -465,18 +349,6 @@ def check_travels(paths: Sequence[str], error: type[CaptureError]) -> None:
             "installed package.",
             "ray-workload",
         )
-
-
-def resources_text(nodes: Sequence[Mapping[str, float]]) -> str:
-    """What nodes have, for people."""
-    return "; ".join(
-        ", ".join(
-            f"{name} {amount:g}"
-            for name, amount in sorted(resources.items())
-            if ":" not in name or "type:" in name
-        )
-        for resources in nodes
-    )
 
 
 def _join(

@@ -11,6 +11,10 @@ Of a stage [a, b) with the border at m:
 All that the backward passes of both parts read follows from what both keep, so a cut through the
 whole stage keeps no more. A program is M_i of either part plus the sum of M_a of the other, and
 counts as the larger of the two; no M_a below 0 counts.
+
+Where the tables are lower bounds, of what both parts have to do with (a value at the border, a leaf
+of the batch) it is not known that both keep it, or that it is in memory: ``least_kept``,
+``least_running``.
 """
 
 from __future__ import annotations
@@ -39,6 +43,30 @@ def running(full: np.ndarray, cheap: np.ndarray, num_full: int) -> np.ndarray:
     grown = cheap[..., inside, stop] + np.maximum(full[..., first, inside + 1] - alone, 0)
     behind = seconds(full, cheap, num_full)
     return np.where(border < stop, np.maximum(behind, grown), behind)
+
+
+def least_kept(
+    full: np.ndarray, cheap: np.ndarray, num_full: int, *, passed: np.ndarray
+) -> np.ndarray:
+    """As ``kept``, of lower bounds.
+
+    Args:
+        full, cheap, num_full: See there.
+        passed: Per cut, bytes of what layers on both sides of it have to do with, (L + 1,).
+    """
+    _, border, stop = _borders(full, num_full)
+    return kept(full, cheap, num_full) - np.where(border < stop, passed[border], 0)
+
+
+def least_running(
+    full: np.ndarray, cheap: np.ndarray, num_full: int, *, passed: np.ndarray
+) -> np.ndarray:
+    """As ``running``, of lower bounds: the larger of both parts. Arguments as of
+    ``least_kept``."""
+    first, border, stop = _borders(full, num_full)
+    rest = cheap[..., np.minimum(border, len(first) - 1), stop]
+    before = full[..., first, border]
+    return np.where(border < stop, np.fmax(before, rest) - passed[border], before)
 
 
 def seconds(full: np.ndarray, cheap: np.ndarray, num_full: int) -> np.ndarray:

@@ -3,8 +3,9 @@ for every choice and micro-batch size; those of mixtures from the tables of thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -183,8 +184,13 @@ class ComponentTables:
     def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
         table, num_full = cheap.copy(), num_full_layers(choice.remat)
+        running, kept = mixture.running, mixture.kept
+        if self.profile.is_lower_bound:
+            passed = _passed(self.graph(microbatch_size), choice)
+            kept = partial(mixture.least_kept, passed=passed)
+            running = partial(mixture.least_running, passed=passed)
         for row, component in enumerate(self.components[: self.num_passes]):
-            mixed = mixture.running if component in _TEMPORARIES else mixture.kept
+            mixed = running if component in _TEMPORARIES else kept
             table[row] = mixed(full[row], cheap[row], num_full)
         return table
 
@@ -298,25 +304,31 @@ def _kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndar
     value or batch leaf that two layers have to do with, too far apart for a window, and none
     between."""
     found = np.zeros((graph.num_layers, graph.num_layers + 1))
-    touched: list[tuple[int, set[int]]] = [
-        (
-            graph.value_bytes(v, choice.value_split),
-            {layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs},
-        )
-        for v in range(len(graph.values))
-    ]
-    touched += [
-        (
-            leaf.shard_bytes(choice.data_parallel),
-            {layer.layer_id for layer in graph.layers if b in layer.batch},
-        )
-        for b, leaf in enumerate(graph.batch)
-    ]
-    for nbytes, layers in touched:
-        for layer, later in pairwise(sorted(layers)):
+    for nbytes, layers in _touched(graph, choice):
+        for layer, later in pairwise(layers):
             if later - layer >= longest:
                 found[: layer + 1, later + 1 :] += nbytes
     return found
+
+
+def _passed(graph: LayerGraph, choice: StageChoice) -> np.ndarray:
+    """Bytes of the values and batch leaves that layers on both sides of a cut have to do with,
+    (L + 1,)."""
+    found = np.zeros(graph.num_layers + 1)
+    for nbytes, layers in _touched(graph, choice):
+        if layers:
+            found[layers[0] + 1 : layers[-1] + 1] += nbytes
+    return found
+
+
+def _touched(graph: LayerGraph, choice: StageChoice) -> Iterator[tuple[int, list[int]]]:
+    """Bytes of every value and batch leaf, and the layers that have to do with it, in order."""
+    for v in range(len(graph.values)):
+        layers = [layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs]
+        yield graph.value_bytes(v, choice.value_split), layers
+    for b, leaf in enumerate(graph.batch):
+        layers = [layer.layer_id for layer in graph.layers if b in layer.batch]
+        yield leaf.shard_bytes(choice.data_parallel), layers
 
 
 def _kind(choice: StageChoice) -> StageChoice:

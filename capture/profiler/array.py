@@ -23,13 +23,14 @@ from typing import Any
 
 import jax
 
+from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler
 from capture.compiler.target_compiler import TargetCompiler
 from capture.documents import read, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import fit_host_link
-from capture.machine.target import HostLink, Target
+from capture.machine.target import HostLink, Rates, Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
@@ -47,6 +48,8 @@ from capture.step.program import Place
 from capture.step.sub_array import Call, ProgramFacts, SubArray, Uses
 from capture.step.times import TimeModel
 
+#: What traces joint steps: an outline that other code made is not theirs.
+_CODE = ("tracing/*.py", "runtime/fused.py", "runtime/layerwise.py", "runtime/*optimizer.py")
 Progress = Callable[[str, int, int], None]
 What = ArrayCall | HostCopy
 #: Has measured, by key, what is not in the store, and tells how many are done.
@@ -59,6 +62,13 @@ NUM_EXECUTIONS = 3
 #: Programs that are asked for while choices are weighed.
 MORE = "more programs"
 _DEVICE = Place("device", (0,))
+
+
+def _code() -> str:
+    """Hash of what traces joint steps."""
+    root = Path(__file__).parents[1]
+    files = sorted(path for pattern in _CODE for path in root.glob(pattern))
+    return content_hash([path.read_text(encoding="utf-8") for path in files])
 
 
 class ArrayBackend:
@@ -89,6 +99,7 @@ class ArrayBackend:
         self._workload, self._shape, self._target = workload, shape, target
         self.store = Store() if store is None else store
         self.machine = None if target is not None else machine or machine_here()
+        self._arrays: dict[int, FusedArray] = {}
 
     @cached_property
     def fuser(self) -> Fuser:
@@ -112,6 +123,20 @@ class ArrayBackend:
         else:
             facts = self.machine.provenance
         return {**facts, "array_version": ARRAY_VERSION}
+
+    def sub_array(self, num_models: int) -> FusedArray:
+        """So many models, fused: from the outline in the store, or traced, and then that is kept.
+        Nothing of it can run."""
+        if num_models not in self._arrays:
+            facts = {"backend": "trace", "versions": environment.versions(), "code": _code()}
+            key = content_hash([facts, self.fuser.key(num_models)])
+            document, start = self.store.get([key]).get(key), time.perf_counter()
+            if document is None:
+                document = self.fuser.of(num_models).outline
+                took = time.perf_counter() - start
+                self.store.put(key, document, provenance=facts, seconds=took)
+            self._arrays[num_models] = self.fuser.outlined(num_models, document)
+        return self._arrays[num_models]
 
     def key(self, what: What) -> str:
         """Content hash of everything that can change a measurement."""
@@ -150,6 +175,19 @@ class ArrayBackend:
         finally:
             programs.executables.pop(name)
 
+    def measured(
+        self, wanted: Mapping[str, What], told: Callable[[int], None]
+    ) -> dict[str, ArrayNeeds]:
+        """What has these keys, one by one, each kept as soon as it is there (``Measure``)."""
+        found = dict[str, ArrayNeeds]()
+        for key, what in wanted.items():
+            start = time.perf_counter()
+            found[key] = self.measure(what)
+            took = time.perf_counter() - start
+            self.store.put(key, write(found[key]), provenance=self.provenance, seconds=took)
+            told(len(found))
+        return found
+
     def _executed(self, array: FusedArray, call: Call, run: Callable[..., Any]) -> float:
         here = self._programs.sharding(_DEVICE)
         there = here.with_memory_kind(HOST_MEMORY)
@@ -185,6 +223,7 @@ class ArrayProfile:
         store: Where measurements are kept.
         here: That executes, by default this process.
         measure: Has measured what is not in the store; None: by this process, one by one.
+        rates: That seconds of what was compiled come from; None: the target's.
     """
 
     workload: WorkloadProtocol
@@ -199,10 +238,14 @@ class ArrayProfile:
     store: Store | None = field(default=None, compare=False)
     here: ExecutingMachine | None = None
     measure: Measure | None = field(default=None, compare=False)
+    rates: Rates | None = None
     _needs: dict[str, ArrayNeeds] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _known: dict[tuple[int, Call], ProgramFacts] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _names: dict[tuple[int, Call], tuple[str, str]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     #: Keys of what was measured beside what was prepared.
@@ -301,31 +344,49 @@ class ArrayProfile:
 
     def sub_array(self, num_models: int) -> SubArray:
         """So many models, fused."""
-        return self.fuser.of(num_models)
+        return self.backend.sub_array(num_models)
+
+    def _named(self, array: Any, call: Call) -> tuple[str, str]:
+        """Name and key of a program."""
+        known = array.num_models, call
+        if known not in self._names:
+            name = program_name(array, call)
+            self._names[known] = name, self.backend.key_of(name)
+        return self._names[known]
 
     def prepare(self, sizes: Iterable[int]) -> None:
         """Measure the segments of sub-arrays of some sizes: what every search asks for first."""
         wanted: dict[str, What] = {}
-        for array in map(self.fuser.of, sorted(set(sizes))):
+        for num_models in sorted(set(sizes)):
+            array = self.backend.sub_array(num_models)
             for issued in Uses(array).issued:
-                key = self.backend.key_of(program_name(array, issued.call))
-                wanted[key] = ArrayCall(array.num_models, issued.call)
+                _, key = self._named(array, issued.call)
+                wanted[key] = ArrayCall(num_models, issued.call)
         self._require("segments", wanted)
 
     def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
         """See ``Programs``."""
         known = sub_array.num_models, call
         if known not in self._known:
-            name = program_name(sub_array, call)
-            key = self.backend.key_of(name)
-            self._require(MORE, {key: ArrayCall(*known)})
-            needs = self._needs[key]
+            needs = self.needs(sub_array, call)
+            name, _ = self._named(sub_array, call)
             self._known[known] = ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
         return self._known[known]
 
+    def needs(self, sub_array: Any, call: Call) -> ArrayNeeds:
+        """What was measured of a program."""
+        _, key = self._named(sub_array, call)
+        self._require(MORE, {key: ArrayCall(sub_array.num_models, call)})
+        return self._needs[key]
+
+    @cached_property
+    def times(self) -> TimeModel:
+        """Seconds of what was compiled."""
+        return TimeModel(self.rates or self.machine.rates, 1)
+
     def seconds_of(self, num_models: int) -> float:
         """Of the programs of so many models that are fused, one after the other."""
-        array = self.fuser.of(num_models)
+        array = self.backend.sub_array(num_models)
         return sum(self.facts(array, issued.call).seconds for issued in Uses(array).issued)
 
     def end(self) -> None:
@@ -341,32 +402,20 @@ class ArrayProfile:
             del missing[key]
         if not missing:
             return
-        total = len(missing)
+        total, measure = len(missing), self.measure or self.backend.measured
         if kind == MORE:
             # How many more there will be nobody knows.
             self._more.extend(missing)
-            measured = (self.measure or self._measured_here)(missing, lambda done: None)
+            measured = measure(missing, lambda done: None)
             self.progress(kind, len(self._more), len(self._more) + 1)
         else:
             self.progress(kind, 0, total)
             told = lambda done: self.progress(kind, done, total)  # noqa: E731
-            measured = (self.measure or self._measured_here)(missing, told)
+            measured = measure(missing, told)
         self._needs.update(measured)
-
-    def _measured_here(
-        self, wanted: Mapping[str, What], told: Callable[[int], None]
-    ) -> dict[str, ArrayNeeds]:
-        backend, found = self.backend, dict[str, ArrayNeeds]()
-        for key, what in wanted.items():
-            start = time.perf_counter()
-            found[key] = backend.measure(what)
-            took = time.perf_counter() - start
-            backend.store.put(key, write(found[key]), provenance=backend.provenance, seconds=took)
-            told(len(found))
-        return found
 
     def _seconds(self, needs: ArrayNeeds) -> float:
         """Infinite of what has no room on the device, even alone."""
         if needs.work is not None:
-            return TimeModel(self.machine.rates, 1).program_seconds(needs.work)
+            return self.times.program_seconds(needs.work)
         return inf if needs.seconds is None else needs.seconds

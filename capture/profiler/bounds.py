@@ -79,14 +79,18 @@ class BoundsBackend:
         return StageBounds(least, most)
 
     def _traces_of(self, config: StageConfig) -> StageTraces:
-        """Those of the stage before where only its degrees were others: stages are asked for in
-        that order, and what is traced of a stage is too large to be held for all."""
+        """Those of the stage before where only its degrees were others, and of the same layers the
+        end of a step: stages are asked for in that order, and what is traced of a stage is too
+        large to be held for all."""
         choice, remat = config.choice, config.choice.remat
         # Constraints in programs name the mesh.
         has_own = choice.shard_params or choice.sequence_parallel
-        key = (config.first, config.stop, config.microbatch_size, choice if has_own else remat)
-        if self._traces[0] != key:
-            self._traces = key, StageTraces()
+        layers = (config.first, config.stop, config.microbatch_size)
+        key = (*layers, choice if has_own else remat)
+        last, traces = self._traces
+        if last != key:
+            shares_ends = last is not None and last[:3] == layers
+            self._traces = key, StageTraces(ends=traces.ends if shares_ends else {})
         return self._traces[1]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from capture.errors import WorkloadError
-from capture.model.graph import item_bytes
+from capture.model.graph import content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
@@ -33,6 +33,8 @@ from capture.tracing import TracedModel, trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
+from capture.tracing.outline import outline, outlined
+from capture.tracing.program import Program
 from capture.tracing.slices import struct_of
 
 #: The categories of parameters that all models have alike, and of what all read of a batch.
@@ -78,14 +80,34 @@ class Fuser:
     def of(self, num_models: int) -> FusedArray:
         """So many models, fused."""
         if num_models not in self._fused:
-            self._fused[num_models] = FusedArray(
-                self.traced,
-                self.optimizer,
-                num_models,
-                shared_batches=self.shared_batches,
-                bundle_bytes=self.bundle_bytes,
-            )
+            self._fused[num_models] = self._array(num_models)
         return self._fused[num_models]
+
+    def key(self, num_models: int) -> str:
+        """Hash of all that their joint step is traced from."""
+        return content_hash([self._key, num_models])
+
+    @cached_property
+    def _key(self) -> str:
+        optimizer, shared = self.optimizer, sorted(self.optimizer.shared)
+        return content_hash(
+            [self.traced.graph.model_hash, optimizer.sliced.key, shared, self.shared_batches]
+        )
+
+    def outlined(self, num_models: int, document: Mapping[str, Any]) -> FusedArray:
+        """So many models from the outline of their array: what plans need of it, and nothing that
+        could run."""
+        return self._array(num_models, document)
+
+    def _array(self, num_models: int, document: Mapping[str, Any] | None = None) -> FusedArray:
+        return FusedArray(
+            self.traced,
+            self.optimizer,
+            num_models,
+            shared_batches=self.shared_batches,
+            bundle_bytes=self.bundle_bytes,
+            document=document,
+        )
 
 
 class FusedArray:
@@ -97,6 +119,7 @@ class FusedArray:
         num_models: How many.
         shared_batches: Whether all read the same batch.
         bundle_bytes: Feature maps of equal lifetime are one bundle until it has so many bytes.
+        document: Its outline, in the place of tracing it; then nothing of it can run.
 
     Attributes:
         program: All operations of an update of all models.
@@ -118,6 +141,7 @@ class FusedArray:
         *,
         shared_batches: bool = False,
         bundle_bytes: int = BUNDLE_BYTES,
+        document: Mapping[str, Any] | None = None,
     ):
         graph = traced.graph
         self.num_models, self.num_layers = num_models, graph.num_layers
@@ -125,33 +149,15 @@ class FusedArray:
         self._traced, self._stages = traced, optimizer.stages
         self._bundle_bytes, self._shared = bundle_bytes, optimizer.shared
         self._late = any(stage.summary for stage in self._stages)
-
-        def stacked(struct: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((num_models, *struct.shape), struct.dtype)
-
-        structs = optimizer.sliced.state_structs
-        params = [
-            struct_of(tensor) if p in self._shared else stacked(struct_of(tensor))
-            for p, tensor in enumerate(graph.params)
-        ]
-        state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
-        leaves = [struct_of(tensor) for tensor in graph.batch]
-        batch_axes = self._batch_axes = [
+        self._batch_axes = [
             None if shared_batches and tensor.dtype not in KEYS else 0 for tensor in graph.batch
         ]
-        batch = [
-            leaf if axis is None else stacked(leaf)
-            for leaf, axis in zip(leaves, batch_axes, strict=True)
-        ]
-        axes = [None if p in self._shared else 0 for p in range(len(params))]
-        joint = jax.vmap(
-            self._update,
-            in_axes=(axes, 0, batch_axes),
-            out_axes=(0, axes, 0),
-        )
-        closed = jax.make_jaxpr(joint)(params, state, batch)
-        WorkloadError.check(key_violations(closed.jaxpr))
-        self.program = flatten(closed, len(params), None, {}).program
+        if document is None:
+            self.program = self._traced_program(optimizer)
+            self.hasher = ProgramHasher(self.program)
+        else:
+            self.program, self.hasher = outlined(document)
+        state = [stage.state for stage in self._stages]
         num_state = sum(map(len, state))
         self.params = self.program.params
         flat = self.program.batch[:num_state]
@@ -161,14 +167,44 @@ class FusedArray:
         marks = [mark.position for mark in self.program.marks]
         assert len(marks) == 2 * self.num_layers - 1, f"{len(marks)} marks in a joint step"
         self.layers = assign_layers(self.program, [0, *marks, len(self.program.ops)])
-        self.hasher = ProgramHasher(self.program)
         self.bundles: list[Bundle] = []
         self.values: list[tuple[int, ...]] = []
         self.renewed: list[tuple[int, ...]] = []
         self._bundle()
         self.segments = [self._segment(ops) for ops in self.layers]
 
+    @property
+    def outline(self) -> dict[str, Any]:
+        """The program as data (``Fuser.outlined``)."""
+        return outline(self.program, self.hasher)
+
     # ---- tracing ---------------------------------------------------------------------------------
+
+    def _traced_program(self, optimizer: LayerwiseOptimizer) -> Program:
+        graph = self._traced.graph
+
+        def stacked(struct: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.num_models, *struct.shape), struct.dtype)
+
+        structs = optimizer.sliced.state_structs
+        params = [
+            struct_of(tensor) if p in self._shared else stacked(struct_of(tensor))
+            for p, tensor in enumerate(graph.params)
+        ]
+        state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
+        batch = [
+            struct_of(tensor) if axis is None else stacked(struct_of(tensor))
+            for tensor, axis in zip(graph.batch, self._batch_axes, strict=True)
+        ]
+        axes = [None if p in self._shared else 0 for p in range(len(params))]
+        joint = jax.vmap(
+            self._update,
+            in_axes=(axes, 0, self._batch_axes),
+            out_axes=(0, axes, 0),
+        )
+        closed = jax.make_jaxpr(joint)(params, state, batch)
+        WorkloadError.check(key_violations(closed.jaxpr))
+        return flatten(closed, len(params), None, {}).program
 
     def _update(
         self, params: Sequence[Any], state: Sequence[Sequence[Any]], batch: Sequence[Any]

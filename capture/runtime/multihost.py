@@ -28,6 +28,7 @@ from capture.plan.stages import Plan
 from capture.runtime.dispatch import Layout, to_host
 from capture.runtime.hosts import device_puts
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
+from capture.runtime.hosts.addresses import check_coordinator, check_reached, parted
 from capture.runtime.hosts.device_puts import DevicePuts
 from capture.runtime.hosts.driver import check_nodes
 from capture.runtime.hosts.part import Part, SharedStep
@@ -79,6 +80,8 @@ def initialize(
             f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}.",
             "run-transport",
         )
+    if coordinator is not None and host is not None:
+        check_coordinator(coordinator, host)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -182,9 +185,14 @@ class Hosts:
         return Sockets(
             self._address,
             self.process,
-            lambda own: self.exchange("addresses", own),
+            self._exchange_addresses,
             self.silence,
         )
+
+    def _exchange_addresses(self, own: str) -> list[str]:
+        addresses = self.exchange("addresses", own)
+        check_reached(addresses, self.process, lambda mine: self.exchange("reached", mine))
+        return addresses
 
     @property
     def limit_seconds(self) -> float:
@@ -195,7 +203,8 @@ class Hosts:
         """Small documents, one per process; every process makes the same calls in the same order.
 
         Raises:
-            ExecutionError: ``run-hosts-silent`` if one does not come in time.
+            ExecutionError: ``run-hosts-silent`` if one does not come in time, ``run-hosts-cut`` if
+                host 0 cannot be asked.
         """
         self._exchanges += 1
         return self.meet(f"{what}/{self._exchanges}", mine)
@@ -204,22 +213,28 @@ class Hosts:
         """As ``exchange``, in any thread and order: no two meetings have one name.
 
         Raises:
-            ExecutionError: ``run-hosts-silent``.
+            ExecutionError: ``run-hosts-silent``, ``run-hosts-cut``.
         """
-        key = f"capture/{what}"
-        self._store.key_value_set(f"{key}/{self.process}", json.dumps(mine))
-        found = []
-        for process in range(self.count):
-            try:
-                milliseconds = int(1000 * self.limit_seconds)
+        key, own, found = f"capture/{what}", json.dumps(mine), []
+        milliseconds = int(1000 * self.limit_seconds)
+        process = self.process
+        try:
+            self._store.key_value_set(f"{key}/{process}", own)
+            for process in range(self.count):
                 text = self._store.blocking_key_value_get(f"{key}/{process}", milliseconds)
-            except Exception as error:
+                found.append(json.loads(text))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in (said := str(error).partition("\n")[0]):
                 raise ExecutionError.of(
-                    f"host {process} has not said its {what.partition('/')[0]} within "
-                    f"{milliseconds // 1000} s; look why it is late, or ended.",
-                    "run-hosts-silent",
+                    f"the service of the run in host 0 does not answer host {self.process}: "
+                    f"{said}; look at that host and the network.",
+                    "run-hosts-cut",
                 ) from error
-            found.append(json.loads(text))
+            raise ExecutionError.of(
+                f"host {process} has not said its {what.partition('/')[0]} within "
+                f"{milliseconds // 1000} s; look why it is late, or ended.",
+                "run-hosts-silent",
+            ) from error
         return found
 
     def compare(self, facts: Mapping[str, Any]) -> None:
@@ -397,9 +412,8 @@ def _spans_hosts(plan: Plan) -> bool:
 
 def _own_address(coordinator: str) -> str:
     """The address of this host from which the coordinator is reached; nothing is sent."""
-    address, _, port = coordinator.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address.strip("[]"), int(port)))
+        probe.connect(parted(coordinator))
         return probe.getsockname()[0]
 
 

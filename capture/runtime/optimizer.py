@@ -206,6 +206,11 @@ class SlicedOptimizer:
         return self._state_leaves
 
     @property
+    def key(self) -> str:
+        """Equal for equal updates of equal parameters."""
+        return self._update_program.key
+
+    @property
     def state_struct(self) -> Any:
         """Shapes of the optimizer state, as optax would hold it."""
         return self.unflatten_state(self._state_leaves)

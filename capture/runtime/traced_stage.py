@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from capture.compiler.executable import Executable
 from capture.runtime.bounds import Bounder
 from capture.runtime.programs import StagePrograms
@@ -22,10 +24,13 @@ class StageTraces:
     Attributes:
         saved: The forward pass.
         programs: By name, and by what is kept of the forward pass.
+        ends: Programs of the end of a step, by name, which depend on parameters alone; and their
+            bounds, by name and how the parameters are split.
     """
 
     saved: SavedPass | None = None
     programs: dict[Any, TracedProgram] = field(default_factory=dict)
+    ends: dict[Any, Any] = field(default_factory=dict)
 
 
 class TracedStage(StagePrograms):
@@ -54,8 +59,35 @@ class TracedStage(StagePrograms):
     ) -> Executable:
         if self._has_local_calls or not any(args):  # what is local depends on the mesh
             return super()._compile(function, args, donate, out_shardings)
+        if function.__name__ in _ENDS:
+            return self._end(function, args, donate, out_shardings)
         kept = self.residuals
         key = (function.__name__, kept.inputs, kept.batch, kept.outputs, *kept.stored)
         if key not in self.traces.programs:
             self.traces.programs[key] = TracedProgram(function, args)
         return self._compiler.bounds(self.traces.programs[key], args, donate, out_shardings)
+
+    def _end(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        donate: Sequence[int],
+        out_shardings: Any,
+    ) -> Executable:
+        """A program of the end of a step. Without products, its bounds are the same for any number
+        of replicas that do all the same."""
+        ends, name = self.traces.ends, function.__name__
+        if name not in ends:
+            ends[name] = TracedProgram(function, args)
+        splits = [
+            (str(each.sharding.spec), each.sharding.shard_shape(each.shape))
+            for each in jax.tree.leaves(tuple(args))
+        ]
+        key = (name, *splits, self.mesh.size * bool(ends[name].products))
+        if key not in ends:
+            ends[key] = self._compiler.bounds(ends[name], args, donate, out_shardings)
+        return ends[key]
+
+
+#: The functions of these programs.
+_ENDS = ("_update", "_summarize")

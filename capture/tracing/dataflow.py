@@ -12,6 +12,7 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.model.graph import content_hash
+from capture.tracing.hashing import jaxpr_key
 from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate
 from capture.tracing.recompute import aval_bytes
 from capture.tracing.source import at_source, line_of
@@ -61,6 +62,11 @@ class DataFlow:
         if not any(equation.primitive.name == "cond" for equation in self.jaxpr.eqns):
             return self
         return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
+
+    @property
+    def key(self) -> str:
+        """Hash of all that it computes, closed-over arrays by content."""
+        return jaxpr_key(jex_core.ClosedJaxpr(self.jaxpr, self._consts))
 
     @property
     def values(self) -> list[Any]:

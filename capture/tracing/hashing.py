@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 
 from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, opened, sub_jaxprs
 from capture.tracing.layers import LayerOps
-from capture.tracing.program import Program
+from capture.tracing.program import Op, Program, RematRegion
 from capture.tracing.split_rule import PRIMITIVE
 
 #: Parameters of equations that say nothing about the result, or that hold the functions of a custom
@@ -43,12 +43,19 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def jaxpr_key(closed: Any) -> str:
+    """Equal for closed jaxprs that compute the same, closed-over arrays included."""
+    return ProgramHasher(Program((), (), {}, (), (), 0, (), ())).body(closed)
+
+
 class ProgramHasher:
     """Hashes the layers of one program; remembers the text of bodies that occur again."""
 
     def __init__(self, program: Program):
         self._program = program
         self._consts: dict[int, str] = {}
+        self._types: dict[int, str] = {}
+        self._operations: dict[Op, str] = {}
         self._known: dict[
             tuple[int, bool], tuple[Any, str]
         ] = {}  # by id of an object, which is kept so that the id stays its own
@@ -66,31 +73,51 @@ class ProgramHasher:
         for prefix, values in (("p", layer.params), ("i", layer.inputs), ("b", layer.batch)):
             names.update({v: f"{prefix}{n}" for n, v in enumerate(values)})
         lines = [
-            f"{name}:{_type(program.avals[v])}:{v in program.differentiable}"
-            for v, name in names.items()
+            f"{name}:{self._type(v)}:{v in program.differentiable}" for v, name in names.items()
         ]
-        names.update({v: self._const(v) for v in layer.consts})
+        names.update({v: self.const(v) for v in layer.consts})
         regions: dict[Any, str] = {}
         for op in layer.ops:
             for region in op.regions:
-                regions.setdefault(
-                    region, f"r{len(regions)}{self._text(region.policy)}{region.prevent_cse}"
-                )
+                regions.setdefault(region, f"r{len(regions)}{self.region(region)}")
             for v in op.outputs:
                 names[v] = f"v{len(names)}"
-            inputs = ",".join(names[v] if isinstance(v, int) else _array(v.val) for v in op.inputs)
-            outputs = ",".join(f"{names[v]}:{_type(program.avals[v])}" for v in op.outputs)
+            inputs = ",".join(
+                [names[v] if isinstance(v, int) else self.literal(v) for v in op.inputs]
+            )
+            outputs = ",".join([f"{names[v]}:{self._type(v)}" for v in op.outputs])
             lines.append(
-                f"{outputs}={self._equation(op)}({inputs})"
-                f"[{','.join(regions[r] for r in op.regions)}]"
+                f"{outputs}={self.operation(op)}({inputs})"
+                f"[{','.join([regions[r] for r in op.regions])}]"
             )
         lines += [f"out {names[v]}:{v in program.differentiable}" for v in layer.outputs]
         return digest("\n".join(lines))
 
-    def _const(self, value: int) -> str:
+    def const(self, value: int) -> str:
+        """A constant of the program, by content."""
         if value not in self._consts:
             self._consts[value] = _array(self._program.consts[value])
         return self._consts[value]
+
+    def literal(self, atom: Any) -> str:
+        """An operand that is no value of the program, by content."""
+        return _array(atom.val)
+
+    def region(self, region: RematRegion) -> str:
+        """What a remat region does."""
+        return f"{self._text(region.policy)}{region.prevent_cse}"
+
+    def operation(self, op: Op) -> str:
+        """What an operation does, whatever it reads."""
+        # Many layers, and slices of layers, have the same one.
+        if op not in self._operations:
+            self._operations[op] = self._equation(op)
+        return self._operations[op]
+
+    def _type(self, value: int) -> str:
+        if value not in self._types:
+            self._types[value] = _type(self._program.avals[value])
+        return self._types[value]
 
     def _equation(self, equation) -> str:
         """Primitive and parameters of an ``Op`` or of an equation of a jaxpr."""
@@ -130,7 +157,8 @@ class ProgramHasher:
             self._known[id(params), False] = params, text
         return self._known[id(params), False][1]
 
-    def _jaxpr(self, body) -> str:
+    def body(self, body: Any) -> str:
+        """A jaxpr."""
         jaxpr, consts = opened(body), consts_of(body)
         names = {
             v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))
@@ -161,7 +189,7 @@ class ProgramHasher:
         if is_body(value):
             known = (id(value), self._in_rule)
             if known not in self._known:
-                self._known[known] = value, self._jaxpr(value)
+                self._known[known] = value, self.body(value)
             return self._known[known][1]
         if isinstance(value, (np.ndarray, jax.Array)):
             return _array(value)

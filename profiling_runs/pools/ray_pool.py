@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from capture.errors import CaptureError, ProfileError, WorkloadError
+from capture.machine.demand import Demand
 from capture.machine.ray_cluster import (
     Actor,
     CallError,
-    Demand,
     ProcessLostError,
     RayCluster,
     check_travels,

@@ -119,12 +119,7 @@ def stage_choices(profile: Profile, remat: Remat | None = None) -> Sequence[Stag
     if remat is not None and num_full_layers(remat):
         found = (replace(choice, remat=remat) for choice in profile.choices)
         return sorted({each for each in found if {*each.measured} <= {*profile.choices}})
-    # A bound of a mixture does not follow from those of its parts.
-    known = (
-        profile.choices
-        if "bounds" in profile.provenance
-        else with_mixtures(profile.choices, profile.graph.num_layers)
-    )
+    known = with_mixtures(profile.choices, profile.graph.num_layers)
     return [choice for choice in known if remat in (None, choice.remat)]
 
 

@@ -4,6 +4,7 @@ that is tried is better."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 
@@ -25,7 +26,7 @@ def descend(
 
     What is swapped needs least, so that where this does not fit, nothing does. From there, and from
     the best of each family, every choice is revised, and then two together, as long as the step
-    gets faster.
+    gets faster; and once more from what is found where the limit is just below what that needs.
 
     Args:
         space: The choices.
@@ -50,7 +51,23 @@ def descend(
         if best[1].seconds <= enough_seconds:
             break
         best = min(best, _revised(space, start, enough_seconds, budget), key=lambda one: one[1])
+    if best[1].fits and best[1].seconds > enough_seconds:
+        best = min(
+            best, _by_way_of_less(space, best, enough_seconds, budget), key=lambda one: one[1]
+        )
     return best
+
+
+def _by_way_of_less(
+    space: Space, found: tuple[Chosen, Weighed], enough_seconds: float, budget: int
+) -> tuple[Chosen, Weighed]:
+    """From what needs less memory than what was found, with which a smaller limit may be answered
+    better: one more way out of a valley."""
+    less = replace(space.problem, limit_bytes=found[1].peak_bytes - 1).space(space.way)
+    chosen, weighed = _revised(less, (found[0], less.weigh(found[0])), 0.0, budget)
+    if not weighed.fits:
+        return found
+    return _revised(space, (chosen, space.weigh(chosen)), enough_seconds, budget)
 
 
 def _distinct(begun: list[tuple[Chosen, Weighed]]) -> list[tuple[Chosen, Weighed]]:

@@ -71,9 +71,9 @@ def model():
 @pytest.mark.parametrize(
     "workload",
     [
-        pytest.param(chain, marks=pytest.mark.slow),
+        pytest.param(chain, marks=pytest.mark.exhaustive),
         pytest.param(mlp, marks=pytest.mark.slow),
-        pytest.param(lambda: tied(optax.adam(0.1)), marks=pytest.mark.slow),
+        pytest.param(lambda: tied(optax.adam(0.1)), marks=pytest.mark.exhaustive),
     ],
     ids=["chain", "mlp", "tied"],
 )
@@ -160,12 +160,13 @@ def asks_for_bounds(text):
         ("--target v5e --objective memory --remat full --shard-params", True),
         ("--target h100 --smallest-cluster --memory 1GB", True),
         ("--target h100 --try-microbatches 2,4", True),
+        ("--target h100 --remat auto", True),
+        ("--target h100 --remat full:2", True),
         *(
             (f"--target h100 {option}", False)
             for option in (
                 "--profile p.json",
-                "--remat auto",
-                "--remat full:2",
+                "--remat 2%",
                 "--objective throughput",
                 "--objective pareto",
                 "--algorithm minmax",

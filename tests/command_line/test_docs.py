@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate
+from docs import error_codes, generate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -115,7 +115,7 @@ def late():
     return name, text, "utf-8"
 '''
     )
-    found = {(said.code, said.kind, said.message) for said in generate.codes_of(module, "a.py")}
+    found = {(said.code, said.kind, said.message) for said in error_codes.codes_of(module, "a.py")}
     assert found == {
         ("plan-n", "PlanError", "n={n} is {...}."),
         ("given-code", "", "helped"),

@@ -132,6 +132,10 @@ def is_gone(process: int) -> bool:
 def test_nothing_is_left_running(plan, end, code, says):
     command = start(plan, "--hosts", "local", "--steps", "1000")
     started = hosts_of(command)
+    # The driver loads no JAX, and is small.
+    assert "jaxlib" not in Path(f"/proc/{command.pid}/maps").read_text()
+    resident = Path(f"/proc/{command.pid}/status").read_text().split("VmHWM:")[1].split()[0]
+    assert int(resident) < 300_000, "kB"
     if end == "interrupt":
         command.send_signal(signal.SIGINT)
     else:

@@ -31,7 +31,7 @@ INSTALLED = {
     "cpu": True,
 }
 #: A TPU's compiler takes several times as long as the others'.
-V5E = pytest.param("v5e", marks=pytest.mark.slow)
+V5E = pytest.param("v5e", marks=pytest.mark.exhaustive)
 TARGETS = ["cpu", "h100", V5E]
 
 

@@ -94,7 +94,7 @@ def test_no_stage_needs_less_than_tracing_says(model):
 
 
 #: What takes longest of these; smaller models have the same operations.
-LARGE = ("gpt", "llama", "moe")
+LARGE = ("gpt", "llama", "lstm", "moe", "wide_resnet")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,39 @@ def test_a_stage_is_not_bounded_above_what_its_own_trace_says(model):
             assert getattr(memory, part)[first, stop] <= getattr(cost, f"{part}_bytes"), part
 
 
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [
+        ("mlp", [1]),
+        *(
+            pytest.param(model, [1, 2, 3], marks=pytest.mark.exhaustive)
+            for model in ("mlp", "unet", "tied", "convnet", "gpt", "llama", "moe")
+        ),
+    ],
+)
+def test_no_mixture_needs_less_than_the_windows_of_its_parts_say(model, counts):
+    asked = ProfileQuestion(
+        MODELS[model](), Cluster((2,)), SIZE, remat=("cheap", "full"), calibration_plans=0
+    )
+    measurements = open_measurements(asked, store=Store())
+    least = bounds(asked, measurements).least
+    predictor, graph = AdditivePredictor(least), least.graph
+    for count, (dp, tp) in itertools.product(counts, [(1, 1), *[(2, 1), (1, 2)] * (counts != [1])]):
+        choice = StageChoice(dp, tp, remat=f"full:{count}")
+        memory = predictor.memory(choice, SIZE)
+        for first, stop in {(0, graph.num_layers), (1, graph.num_layers), (0, count + 1)}:
+            cost = measurements.backend.measure(StageConfig(first, stop, choice, SIZE))
+            compiled = {
+                "kept": kept_bytes(graph, first, stop, choice, cost),
+                **{part: getattr(cost, f"{part}_bytes") for part in ("forward", "backward")},
+            }
+            for part, nbytes in compiled.items():
+                said = int(getattr(memory, part)[first, stop])
+                assert said <= nbytes, (choice, first, stop, part)
+            if model == "mlp":
+                assert memory.kept[first, stop] >= compiled["kept"] / 2, "the bound is of use"
+
+
 @pytest.mark.parametrize(("size", "scratch"), [(32, 100), (16, 0)])
 def test_large_products_have_room_to_work_in(size, scratch):
     sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
@@ -170,6 +203,20 @@ def test_a_stage_is_traced_once_for_all_its_degrees(remat, monkeypatch):
     for config, each in zip(configs, found, strict=True):
         alone = CompileBackend(MODELS["mlp"](), store=Store(), num_devices=4)
         assert BoundsBackend(alone).measure(config) == each, config
+
+
+def test_replicas_and_modes_of_remat_share_the_bounds_of_the_end_of_a_step(monkeypatch):
+    bounded = []
+    compute = Bounder.bounds
+    monkeypatch.setattr(
+        Bounder, "bounds", lambda self, *given: bounded.append(given) or compute(self, *given)
+    )
+    backend = BoundsBackend(CompileBackend(MODELS["mlp"](), store=Store(), num_devices=4))
+    for choice in (StageChoice(1, 1), StageChoice(2, 1), StageChoice(1, 1, "cheap")):
+        backend.measure(StageConfig(1, 3, choice, SIZE))
+    assert len(bounded) == 3 * 2 + 1, "forward and backward of each, and one update"
+    backend.measure(StageConfig(1, 3, StageChoice(1, 2), SIZE))
+    assert len(bounded) == 4 * 2 + 2, "its parameters are split"
 
 
 def test_bounds_are_kept_in_the_store():

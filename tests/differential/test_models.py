@@ -38,9 +38,10 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
     return loss, grads, optax.apply_updates(params, updates), state
 
 
-# Of those with one kind of block, one is tried in default tests; a step of MobileNet stands in
+# Of those with one kind of block, one is tried in default tests, one in those that are slow; a step of MobileNet stands in
 # tests/multi_device/test_array_zoo.py, too.
-SLOW = ("bert", "llama", "mobilenet", "moe", "resnet", "unet", "vgg", "vit", "wide_resnet")
+SLOW = ("moe", "unet", "wide_resnet")
+EXHAUSTIVE = ("bert", "llama", "mobilenet", "resnet", "vgg", "vit")
 # Leaves that the first step may leave where they are, by parts of their names. A residual branch of
 # a ResNet starts with scale zero, so that what lies before it gets no gradient yet. In a
 # MobileNet's block with ReLU, ``relu(scale x) = scale relu(x)`` while the bias is zero, and the
@@ -54,10 +55,16 @@ STILL_AT_FIRST = {
 }
 
 
+def _marks(model: str):
+    if model in EXHAUSTIVE:
+        return pytest.mark.exhaustive
+    return pytest.mark.slow if model in SLOW else ()
+
+
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=pytest.mark.slow if model in SLOW else ())
+        pytest.param(model, marks=_marks(model))
         for model in sorted(TINY_CLASSES.keys() - {"mingpt", "gpt2"})
     ],
 )
@@ -89,7 +96,7 @@ def unmoved(params: Any, grads: Any, new_params: Any) -> set[str]:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=() if model == "gpt" else pytest.mark.slow)
+        pytest.param(model, marks=() if model == "gpt" else pytest.mark.exhaustive)
         for model in TINY_CLASSES
     ],
 )
@@ -133,7 +140,12 @@ def loss_and_mean_of_halves(workload: Workload, params: Any, batch: Any) -> tupl
 
 
 @pytest.mark.parametrize(
-    "model", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.slow), "unet"]
+    "model",
+    [
+        "gpt",
+        pytest.param("moe", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("llama", "unet")),
+    ],
 )
 def test_loss_is_the_mean_over_micro_batches(model):
     whole, halves = loss_and_mean_of_halves(small(model), tiny_params(model), tiny_batch(model))

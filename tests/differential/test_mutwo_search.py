@@ -104,6 +104,17 @@ def test_every_limit_is_kept_and_less_memory_is_never_faster(seed, num_bundles, 
     assert before == float("inf") and not best.fits
 
 
+def test_a_larger_limit_is_answered_as_well_as_a_smaller_one():
+    """Where one and two changes at a time led to nothing better, the answer was 0.2 % slower than
+    with less memory: three were needed, which less memory asks for first."""
+    free = ArrayProblem(random_graph(18, 7), 2, host_link(30e9), 10**12, by_bundle=True)
+    more, less = (
+        descend(replace(free, limit_bytes=n).space(MULTIPLEXED))[1].seconds
+        for n in (29_400_006, 28_500_006)
+    )
+    assert more <= less
+
+
 def test_what_comes_early_makes_nothing_wait():
     """With more room a bundle was fetched early beside one that was still going out, for which the
     next program then had to wait: 6 % slower than with less room."""

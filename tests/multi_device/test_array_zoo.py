@@ -13,12 +13,12 @@ from capture.runtime.multiplexed import train_array
 
 #: Of BatchNorm the statistics are those of the batch, also where several models are one program.
 NAMES = {
-    "deep_recommender.py:deep_recommender": (),
-    "vit.py:vit?num_layers=2": pytest.mark.slow,
-    "mobilenet.py:mobilenet": pytest.mark.slow,
-    "resnet.py:resnet?injected=true": pytest.mark.slow,
-    "bert.py:bert?num_layers=2&injected=true": pytest.mark.slow,
-    "gpt2.py:gpt2?num_layers=2&injected=true": pytest.mark.slow,
+    "deep_recommender.py:deep_recommender": pytest.mark.slow,
+    "vit.py:vit?num_layers=2": pytest.mark.exhaustive,
+    "mobilenet.py:mobilenet": pytest.mark.exhaustive,
+    "resnet.py:resnet?injected=true": pytest.mark.exhaustive,
+    "bert.py:bert?num_layers=2&injected=true": pytest.mark.exhaustive,
+    "gpt2.py:gpt2?num_layers=2&injected=true": pytest.mark.exhaustive,
 }
 
 

@@ -31,6 +31,9 @@ from profiling_runs.pools.where import Where, setting_of
 from profiling_runs.question import ProfileQuestion
 from recommender import PlanQuestion, recommend
 
+# What its tests share is executed by one worker.
+pytestmark = pytest.mark.xdist_group("run backend")
+
 CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)
 TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
 #: Sets: one device, 2-way data, 2-way tensor parallel; 4 layers on 3 stages: 3 partitionings, at 2

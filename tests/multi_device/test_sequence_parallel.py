@@ -236,14 +236,14 @@ WORKLOADS = {
 @pytest.mark.parametrize(
     ("name", "degrees", "remat", "schedule", "on"),
     [
-        ("tied", ((2, 2), (1, 4)), "cheap", "1f1b", (True, True)),
+        pytest.param(
+            "tied", ((2, 2), (1, 4)), "cheap", "1f1b", (True, True), marks=pytest.mark.slow
+        ),
         pytest.param(
             "dropout", ((1, 4), (1, 2)), "none", "zb-h1", (True, False), marks=pytest.mark.slow
         ),
         pytest.param("experts", ((2, 4),), "full", "gpipe", (True,), marks=pytest.mark.slow),
-        pytest.param(
-            "features", ((2, 2), (1, 4)), "dots", "1f1b", (True,) * 2, marks=pytest.mark.slow
-        ),
+        ("features", ((2, 2), (1, 4)), "dots", "1f1b", (True,) * 2),
     ],
 )
 def test_a_step_is_the_single_device_step_and_its_replay(name, degrees, remat, schedule, on):

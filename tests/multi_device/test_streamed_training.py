@@ -102,6 +102,10 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def exhaustive(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 def sharing(plan: PacksPlan) -> PacksPlan:
     """The same, with swaps in shares."""
     return replace(plan, swaps=Swaps(sharded=True))
@@ -179,7 +183,7 @@ def switched(off: str = "") -> tuple[bytes, dict[str, int], Ledger, Step]:
     [
         "grouping",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("offload", "prefetch", "jit", "p2p")
         ),
     ],
@@ -413,20 +417,19 @@ def demo() -> Workload:
     return replace(gpt(4), optimizer=optax.sgd(0.1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "plan"),
     [
-        (demo, packs_plan((1, 2, 1), (2, 1), (4, 2), batch=7)),
-        (demo, packs_plan((2, 1, 1), (1, 2), (2, 3), 2, batch=7)),
-        (demo, packs_plan((1, 2, 1), (2, 1), (1, 1), 8, "dp", 9)),
-        (unet, packs_plan((2, 2, 3), (1, 2, 1), (3, 2), 3, batch=7)),
-        (unet, packs_plan((1,) * 7, (3, 3), (2, 2), 8, batch=5)),
-        (unet, packs_plan((3, 1, 3), (2, 2), (1, 2), 2, "dp", 7, without=("prefetch",))),
-        (moe, packs_plan((2, 1, 1), (1, 2), (2, 2), 2, batch=5)),
-        (moe, packs_plan((1, 1, 2), (2,), (2, 2), 8, "dp", 17)),
-        (tied, packs_plan((1, 2, 1), (1, 1, 1), (2, 2), 3, batch=7)),
-        (lambda: tied(dropout=False), packs_plan((1, 2, 1), (2, 1), (2, 3), 8, batch=7)),
+        slow(demo, packs_plan((1, 2, 1), (2, 1), (4, 2), batch=7)),
+        exhaustive(demo, packs_plan((2, 1, 1), (1, 2), (2, 3), 2, batch=7)),
+        exhaustive(demo, packs_plan((1, 2, 1), (2, 1), (1, 1), 8, "dp", 9)),
+        exhaustive(unet, packs_plan((2, 2, 3), (1, 2, 1), (3, 2), 3, batch=7)),
+        exhaustive(unet, packs_plan((1,) * 7, (3, 3), (2, 2), 8, batch=5)),
+        slow(unet, packs_plan((3, 1, 3), (2, 2), (1, 2), 2, "dp", 7, without=("prefetch",))),
+        slow(moe, packs_plan((2, 1, 1), (1, 2), (2, 2), 2, batch=5)),
+        exhaustive(moe, packs_plan((1, 1, 2), (2,), (2, 2), 8, "dp", 17)),
+        slow(tied, packs_plan((1, 2, 1), (1, 1, 1), (2, 2), 3, batch=7)),
+        exhaustive(lambda: tied(dropout=False), packs_plan((1, 2, 1), (2, 1), (2, 3), 8, batch=7)),
     ],
 )
 def test_models_of_all_kinds_as_one_device(workload, plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from array_kit import MACHINE, Kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.mutwo_graphs import host_link, random_graph
 from capture.plan.array import Decision
 from capture.step.issue import Clock
 from capture.step.multiplexed import build_array, issue, lifetimes, peak_of
@@ -16,6 +18,8 @@ from capture.step.multiplexed import orders as order_of
 from capture.step.program import Copy, Feed, Free
 from capture.step.sub_array import movable, recomputable
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
+from recommender.mutwo.problem import ArrayProblem
+from recommender.mutwo.ways import Way, placed
 
 LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 
@@ -62,6 +66,42 @@ def test_a_limit_is_kept_in_program_order_and_over_time(data, layers, between, s
         timeline = simulate_step(built.step, seconds, feeds_ahead=0)
         assert timeline.memory_of(0).peak.peak_bytes <= peak
         assert simulate_step(built.step, seconds, capacity_bytes={0: peak}).step_seconds > 0
+
+
+MANY = pytest.param(range(12, 200), marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("seeds", [range(12), MANY], ids=["some", "many"])
+def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
+    """Random graphs, ways and choices, planned for a link and a limit; copies that take 0.1 to 10
+    times as long: no more is ever there than the ledger says, and where no more may be there, the
+    step comes to its end."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        rate, duplex = 1e9 * 30 ** draw.random(), draw.random() < 0.7
+        link = host_link(rate, latency=draw.choice([0.0, 1e-5]), duplex=duplex)
+        sizes = draw.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2, 1), (2,)])
+        way = Way(placed(sizes), draw.choice(["multiplexed", "in turn"][len(sizes) == 1 :]))
+        costs = random_graph(seed, 4 + seed % 5)
+        free = ArrayProblem(costs, sum(sizes), link, 10**12, by_bundle=True)
+        space = free.space(way)
+        chosen = tuple(map(draw.choice, space.options))
+        least, most = (space.least(one).peak_bytes for one in (chosen, space.retained))
+        limit = round(least + draw.random() * max(0, most - least))
+        planned = space.evaluate(chosen, limit)
+        for built, ledger in zip(planned.steps.all, planned.ledgers, strict=True):
+            peak = ledger.peak_of(0).peak_bytes
+            for slower in (0.1, 0.1 * 100 ** draw.random(), 10.0):
+                seconds = Seconds(
+                    built.seconds,
+                    lambda *given, by=slower, of=free: by * of.transfer(*given),
+                    duplex,
+                )
+                timeline = simulate_step(built.step, seconds, feeds_ahead=0)
+                assert timeline.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
+                held = simulate_step(built.step, seconds, capacity_bytes={0: peak})
+                assert len(held.simulation.work) == len(timeline.simulation.work)
+                assert held.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
 
 
 def test_two_bodies_in_a_row_are_one_training():

@@ -7,9 +7,11 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from capture.plan.schedule import SCHEDULES
 from capture.step.evaluation import build_evaluation
 from capture.step.offers import Crossing, OfferedStep, with_offers
 from capture.step.pipeline import build_step
@@ -42,7 +44,20 @@ def crossings_of(step: Step, cut: bool, num_devices: int) -> dict[int, Crossing]
 @settings(max_examples=20)
 @given(steps, build, st.integers(1, 3), st.booleans(), st.integers(1, 2), st.randoms())
 def test_offers_are_bounded_booked_and_end(made, build, window, cut, num_devices, chance):
-    step = build(*made)
+    check_offers(build(*made), window, cut, num_devices, chance)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=3, phases=[Phase.generate])
+@given(st.data())
+def test_one_offer_at_a_time_is_enough_for_every_schedule(name, data):
+    stages, schedule = data.draw(test_step_tables.steps([name]))
+    check_offers(build_step(stages, schedule), 1, data.draw(st.booleans()), 1, random.Random(name))
+
+
+def check_offers(
+    step: Step, window: int, cut: bool, num_devices: int, chance: random.Random
+) -> None:
     crossings = crossings_of(step, cut, num_devices)
     offered = with_offers(step, crossings, window)
     new = offered.step

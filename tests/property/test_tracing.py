@@ -172,16 +172,13 @@ def compiled(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
-# Of what "linen-scan-remat-dropout" has in one model.
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(
             case,
             id=case_id(case),
-            marks=pytest.mark.slow
-            if case[0] in ("linen-dropout-remat", "linen-mark-in-remat")
-            else (),
+            marks=pytest.mark.slow if case[0].startswith("linen-") and "remat" in case[0] else (),
         )
         for case in COMPOSED
     ],

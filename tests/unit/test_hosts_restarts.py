@@ -3,33 +3,21 @@ step again and again or breaks a rule; a node that is gone is planned away. With
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+from host_lives import ALONE
 from plan_examples import two_stages
 
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.runtime.hosts.process import Done, Failed, Stepped
+from capture.runtime.hosts.process import Alive, Done, Failed, Stepped
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps
 from capture.runtime.hosts.watching import lost
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
-ALONE = {
-    "measured_peak_bytes_per_device": [1, 2],
-    "ledger_checks": 3,
-    "step_seconds": [],
-    "loss": [],
-    **dict.fromkeys(
-        (
-            "allocator",
-            "resident_set_peak_bytes",
-            "resident_set_before_bytes",
-            "dispatch_seconds",
-        )
-    ),
-}
 
 
 class Attempt:
@@ -41,7 +29,7 @@ class Attempt:
         self.ended = False
 
     def hear(self, seconds: float):
-        return self.said.pop(0) if self.said else []
+        return self.said.pop(0) if self.said else [(h, Alive(math.inf)) for h in (0, 1)]
 
     def end(self) -> None:
         self.ended = True
@@ -50,7 +38,7 @@ class Attempt:
 class Starter:
     """Gives attempts in turn; remembers with what they were started."""
 
-    def __init__(self, *attempts: Attempt | ExecutionError, directory: Path | None = None):
+    def __init__(self, *attempts: Attempt | BaseException, directory: Path | None = None):
         self.attempts, self.directory = list(attempts), directory
         self.started: list[dict] = []
         self.plans: list = []
@@ -64,7 +52,7 @@ class Starter:
         assert all(a.ended for a in self.attempts[: len(self.started)] if isinstance(a, Attempt))
         self.started.append(dict(training))
         self.plans.append(plan)
-        if isinstance(attempt, ExecutionError):
+        if isinstance(attempt, BaseException):
             raise attempt
         return attempt
 
@@ -133,6 +121,34 @@ def test_a_second_failure_while_it_starts_again_is_one_more(tmp_path):
     starter = Starter(Attempt(range(1, 3), lost("killed")), refused, Attempt(range(1, 7)))
     document = train_over_hosts(starter, PLAN, training(None), Restarts(2))
     assert len(document["restarts"]) == 2 and len(document["loss"]) == 6
+
+
+class Interrupted(Attempt):
+    """Ctrl-C while it is heard; or, of an attempt that starts, in its place."""
+
+    def hear(self, seconds: float):
+        if not self.said[1:]:
+            raise KeyboardInterrupt
+        return super().hear(seconds)
+
+
+@pytest.mark.parametrize("phase", ["training", "starting again", "saying why"])
+def test_an_interrupt_ends_all_in_every_phase(phase):
+    broken = Attempt(range(1, 3), lost("killed"))
+    started = Starter(broken, Interrupted(range(1, 3)))
+    if phase == "training":
+        started.attempts.pop(0)
+    elif phase == "starting again":
+        started.attempts[1] = KeyboardInterrupt()
+
+    def say(text: str) -> None:
+        if phase == "saying why":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_over_hosts(started, PLAN, training(None), Restarts(3), say)
+    assert all(each.ended for each in started.attempts[:1] if isinstance(each, Attempt))
+    assert len(started.started) == {"training": 1, "starting again": 2, "saying why": 1}[phase]
 
 
 @pytest.mark.parametrize("how", ["missing", "lost every time"])

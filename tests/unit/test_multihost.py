@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
-from capture.runtime.hosts import device_puts
+from capture.runtime.hosts import addresses, device_puts
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.layout import first_devices
 from capture.runtime.multihost import Hosts, initialize
 
@@ -90,6 +92,72 @@ def test_nobody_is_waited_for_without_end(monkeypatch):
         "host 1 has not said its costs within 0 s; look why it is late, or ended. "
         "[run-hosts-silent]"
     )
+
+
+@pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get"])
+def test_a_service_that_is_gone_is_said(monkeypatch, method):
+    def gone(*arguments):
+        raise RuntimeError("UNAVAILABLE: Socket closed\nand more")
+
+    monkeypatch.setattr(Store, method, gone)
+    with pytest.raises(ExecutionError) as refused:
+        hosts_of(2)[1].exchange("costs", {})
+    assert str(refused.value) == (
+        "the service of the run in host 0 does not answer host 1: UNAVAILABLE: Socket closed; look "
+        "at that host and the network. [run-hosts-cut]"
+    )
+
+
+def test_a_host_that_cannot_write_is_named_by_all(tmp_path):
+    def write(host):
+        saver = object.__new__(Saver)
+        saver._hosts, saver._directory = host, tmp_path
+
+        def on_one_host():
+            if host.process == 1:
+                raise OSError("No space left on device")
+            return host.process
+
+        return saver._agreed("written", on_one_host)
+
+    for error in together(hosts_of(3), write):
+        assert str(error) == (
+            f"host 1 could not write into {str(tmp_path)!r}: OSError: No space left on device. "
+            "[checkpoint-write]"
+        )
+
+
+def test_an_address_is_tried_before_jax_would_crash_or_wait(monkeypatch):
+    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.0)
+    unknown = "no-such-host.invalid:4321"
+    with socket.socket() as taken, socket.socket() as closed:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = f"127.0.0.1:{taken.getsockname()[1]}"
+        closed.bind(("127.0.0.1", 0))
+        silent = f"127.0.0.1:{closed.getsockname()[1]}"
+        for address, host, says in (
+            (busy, 0, f"host 0 cannot listen at {busy}: [Errno 98] Address already in use; give"),
+            (unknown, 0, f"host 0 cannot listen at {unknown}: "),
+            (unknown, 1, f"host 1 does not reach host 0 at {unknown}: "),
+        ):
+            with pytest.raises(ExecutionError) as refused:
+                initialize(address, 2, host)
+            assert refused.value.codes == ("run-hosts-start",)
+            assert str(refused.value).startswith(says)
+        addresses.check_coordinator(silent, 1)  # host 0 may come later
+        there = [busy, silent, busy]
+        found = together(
+            hosts_of(3),
+            lambda host: addresses.check_reached(
+                there, host.process, lambda mine: host.exchange("reached", mine)
+            ),
+        )
+    for error in found:
+        assert error.codes == ("run-hosts-start",) * 2
+        assert f"host 2 does not reach host 1 at {silent}: [Errno 111] Connection refused" in str(
+            error
+        )
 
 
 def test_a_node_needs_its_process_and_devices(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -11,11 +12,13 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
-from capture.machine.ray_cluster import Demand, ProcessLostError
+from capture.machine.demand import Demand
+from capture.machine.ray_cluster import ProcessLostError
 from capture.model.workload import WorkloadSpec
-from capture.runtime.hosts import ray_hosts
-from capture.runtime.hosts.process import Done, Said, Stepped
+from capture.runtime.hosts import ray_hosts, watching
+from capture.runtime.hosts.process import Alive, Done, Said, Stepped
 from capture.runtime.hosts.ray_hosts import Greeting, RayStarter, unplaced, versions_here
+from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.watching import HostError, watch
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
@@ -43,6 +46,9 @@ class FakeHost:
         if not self._left:
             self.over.wait(30)
             return []
+        if isinstance(self._left[0], Alive):  # ever after
+            time.sleep(0.01)
+            return [self._left[0]]
         message = self._left.pop(0)
         if isinstance(message, Exception):
             raise message
@@ -98,7 +104,7 @@ def cluster(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_hosts, "Actor", found.actor)
     monkeypatch.setattr(ray_hosts, "kill_process", lambda *who: found.killed.append(who))
-    monkeypatch.setattr(ray_hosts, "_STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(ray_hosts, "_STOPPED_SECONDS", 0.1)
     monkeypatch.setattr(FakeHost, "versions", [versions_here()] * 2, raising=False)
     monkeypatch.setattr(FakeHost, "over", threading.Event(), raising=False)
     yield found
@@ -126,16 +132,51 @@ def test_all_are_heard_and_ended(cluster, monkeypatch):
 def test_a_process_that_ray_lost_is_named_and_a_stopped_one_is_killed_on_its_node(
     cluster, monkeypatch
 ):
-    gone = ProcessLostError("The actor died.", node=False)
+    gone = ProcessLostError("The actor died.", node=True)
     monkeypatch.setattr(FakeHost, "said", [[Said("trains")], [gone]], raising=False)
     processes = starter(cluster).start(PLAN, {})
     with pytest.raises(HostError) as refused:
         watch(processes, 2)
     assert str(refused.value) == (
-        "host 1: its process ended (killed, or out of memory?): The actor died. [run-host-lost]"
+        "host 1: its node was lost (killed, or out of memory?): The actor died. [run-host-lost]"
     )
+    time.sleep(2 * ray_hosts._STOPPED_SECONDS)
     processes.end()
     assert ("node 0", 0) in cluster.killed and ("node 1", 1) not in cluster.killed
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_how_a_process_ended_ray_does_not_say_so_it_is_named_once_others_live(
+    cluster, monkeypatch, host
+):
+    """Of two that end it is host 0, without which the other one ends."""
+    monkeypatch.setattr(watching, "GRACE_SECONDS", 0.05)
+    gone = ProcessLostError("The actor died.", node=False)
+    of_another_clock = Alive(-1e9)
+    first = [of_another_clock] if host else [Said("trains"), gone]
+    monkeypatch.setattr(FakeHost, "said", [first, [gone]], raising=False)
+    processes = starter(cluster).start(PLAN, {})
+    with pytest.raises(HostError) as refused:
+        watch(processes, 2)
+    assert refused.value.host == host and refused.value.codes == ("run-host-lost",)
+    processes.end()
+
+
+def test_a_head_that_is_gone_ends_the_run(cluster, monkeypatch):
+    monkeypatch.setattr(FakeHost, "said", [[], []], raising=False)
+    gone = ExecutionError.of("the head of the cluster does not answer.", "ray-lost")
+
+    def hears_head():
+        if begun.is_set():
+            raise gone
+
+    begun = threading.Event()
+    monkeypatch.setattr(FakeHost, "live", lambda self, job: begun.set())
+    monkeypatch.setattr(cluster, "hears_head", hears_head)
+    with pytest.raises(ExecutionError) as refused:
+        train_over_hosts(starter(cluster), PLAN, {}, Restarts(3))
+    assert refused.value is gone and cluster.released == 1
+    assert [each for each in cluster.killed if each in (0, 1)] == [0, 1]
 
 
 def test_hosts_with_other_versions_than_the_driver_are_refused_and_ended(cluster, monkeypatch):

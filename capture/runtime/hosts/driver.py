@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -20,11 +21,13 @@ from capture import environment
 from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
-from capture.runtime.hosts.process import HostJob, Message, serve
+from capture.runtime.hosts.process import Failed, HostJob, Message, serve
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
 from capture.runtime.hosts.watching import SILENT_SECONDS, lost
 
 _SECONDS_TO_END = 10.0
+#: Signals of a process's own doing: nobody else sends them.
+_CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
 
 def run_on_this_machine(
@@ -67,7 +70,7 @@ class LocalStarter:
 
     def start(self, plan: Plan, training: Mapping[str, Any]) -> LocalProcesses:
         nodes, flags = len(plan.cluster.nodes), environment.active_flags()
-        coordinator = f"127.0.0.1:{_free_port()}"
+        coordinator = f"127.0.0.1:{free_port()}"
         return LocalProcesses(
             [
                 HostJob(plan, self.workload, dict(training), coordinator, nodes, host, flags)
@@ -134,6 +137,16 @@ def check_nodes(plan: Plan) -> None:
     )
 
 
+def ended(code: int | None) -> Failed:
+    """What is said for a process that is gone, given its exit code: less than 0 a signal; None if
+    it is not known."""
+    if code is None or code >= 0:
+        return lost(f"its process ended with code {code}", crashed=True)
+    if -code in _CRASHES:
+        return lost(f"its process crashed by signal {-code}; it may have said why", crashed=True)
+    return lost(f"its process ended by signal {-code} (killed, or out of memory?)")
+
+
 class _Host:
     """A process that is started here, and a thread that hears it: one that is stopped in the middle
     of a message keeps nobody else waiting."""
@@ -161,10 +174,7 @@ class _Host:
             try:
                 message = self._connection.recv()
             except Exception:  # it has ended, perhaps within a message
-                code = self._reaped()
-                how = f"by signal {-code}" if code is not None and code < 0 else f"with code {code}"
-                message = lost(f"its process ended {how} (killed, or out of memory?)")
-                self._said.put((self._number, message))
+                self._said.put((self._number, ended(self._reaped())))
                 return
             self._said.put((self._number, message))
 
@@ -186,7 +196,8 @@ class _Host:
             time.sleep(0.01)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine, for the next process that asks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -60,7 +60,13 @@ class HostJob:
 
 @dataclass(frozen=True)
 class Alive:
-    """A sign of life."""
+    """A sign of life.
+
+    Attributes:
+        at: When it was given, by ``time.monotonic`` of the driver's machine.
+    """
+
+    at: float
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,18 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """What broke, and where in the user's files, if it is not a rule of the library."""
+    """What broke.
+
+    Attributes:
+        violations: What is said of it.
+        traceback: Where in the user's files, if it is not a rule of the library.
+        crashed: Of a process that has ended, whether it may have done so by itself, as JAX's do
+            when the service in host 0 is lost; else somebody has killed it.
+    """
 
     violations: tuple[Violation, ...]
     traceback: str = ""
+    crashed: bool = False
 
 
 Message = Alive | Said | Stepped | Done | Failed
@@ -198,6 +212,6 @@ class Voice:
 
     def _beat(self) -> None:
         while self._is_heard():
-            self.say(Alive())
+            self.say(Alive(time.monotonic()))
             time.sleep(BEAT_SECONDS)
         os._exit(1)

@@ -16,10 +16,10 @@ from typing import Any
 import capture
 from capture import environment
 from capture.errors import ExecutionError, Violation
+from capture.machine.demand import Demand
 from capture.machine.ray_cluster import (
     Actor,
     CallError,
-    Demand,
     ProcessLostError,
     RayCluster,
     Room,
@@ -31,7 +31,7 @@ from capture.machine.ray_cluster import (
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
 from capture.runtime.hosts.driver import check_nodes
-from capture.runtime.hosts.process import Failed, HostJob, Message, Voice, live
+from capture.runtime.hosts.process import Alive, Failed, HostJob, Message, Voice, live
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
 from capture.runtime.hosts.watching import SILENT_SECONDS, lost
 
@@ -291,12 +291,16 @@ class RayProcesses:
             try:
                 said = self._cluster.result(reference)
             except ProcessLostError as error:
+                # How a process has ended Ray does not say.
                 what = "node was lost" if error.node else "process ended"
-                found.append((host, lost(f"its {what} (killed, or out of memory?): {error}")))
+                how = f"its {what} (killed, or out of memory?): {error}"
+                found.append((host, lost(how, crashed=not error.node)))
             except CallError as error:
                 found.append((host, Failed((Violation(str(error), "exception"),))))
             else:
-                found += [(host, message) for message in said]
+                # Its clock is another machine's; it lived when it was asked.
+                found.append((host, Alive(self._heard[host])))
+                found += [(host, each) for each in said if not isinstance(each, Alive)]
                 self._ask(host)
         return found
 

@@ -2,26 +2,35 @@
 is not known here: a driver of another kind gives another ``Starter``.
 
 A process that dies, an exception in one and a process that freezes are one error, that of the host
-in which it began; what others then say follows from it.
+in which it began; what others then say follows from it, and may be heard before it. So a failure
+that may follow from another is the first only when every other host has failed or was alive after
+it: a process that is killed gives no sign of life after what its end does to others.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from capture import environment
 from capture.errors import ExecutionError, Violation, plain
 from capture.plan.stages import Plan
-from capture.runtime.hosts.process import Done, Failed, Message, Said, Stepped
+from capture.runtime.hosts.process import Alive, Done, Failed, Message, Said, Stepped
 
 #: Most that a process of an idle machine may give no sign of life.
 SILENT_SECONDS = 10.0
-#: What else is heard after the first failure, to find the one that led to it.
-_GRACE_SECONDS = 0.5
+#: What else is heard after the first failure, so that one that all hosts have is said of all.
+GRACE_SECONDS = 0.5
 _TURN_SECONDS = 0.1
+#: What a host may say because another one was lost, or cannot be reached.
+_FOLLOWING = {
+    "checkpoint-write",
+    "exception",
+    "run-hosts-cut",
+    "run-hosts-silent",
+    "run-hosts-start",
+}
 
 
 class Processes(Protocol):
@@ -65,9 +74,9 @@ class HostError(ExecutionError):
         self.host = host
 
 
-def lost(how: str) -> Failed:
+def lost(how: str, *, crashed: bool = False) -> Failed:
     """What is said for a process that can no longer speak."""
-    return Failed((Violation(how, "run-host-lost"),))
+    return Failed((Violation(how, "run-host-lost"),), crashed=crashed)
 
 
 def watch(
@@ -91,51 +100,94 @@ def watch(
     documents: dict[int, dict[str, Any]] = {}
     failures: dict[int, Failed] = {}
     heard = dict.fromkeys(range(count), time.monotonic())
-    until = float("inf")
-    while len(documents) < count and len(failures) < count and time.monotonic() < until:
+    alive = dict.fromkeys(range(count), float("-inf"))
+    since = float("inf")
+    while len(documents) < count and not is_settled(failures, since, alive):
         for host, message in processes.hear(_TURN_SECONDS):
             heard[host] = time.monotonic()
             match message:
                 case Said() | Stepped() if host == 0:
                     note(message)
+                case Alive(at):
+                    alive[host] = at
                 case Done(document):
                     documents[host] = document
                 case Failed():
                     failures.setdefault(host, message)
                 case _:
                     pass
-        for host, since in heard.items():
-            quiet = time.monotonic() - since
+        for host, last in heard.items():
+            quiet = time.monotonic() - last
             if host not in failures and quiet > environment.patience(silent_seconds):
                 failures[host] = lost(
                     f"its process gives no sign of life for {quiet:.0f} s (frozen?)"
                 )
-        if failures and until == float("inf"):
-            until = time.monotonic() + _GRACE_SECONDS
+        if failures:
+            since = min(since, time.monotonic())
     if failures:
         raise _error_of(failures)
     return [documents[host] for host in sorted(documents)]
 
 
-@dataclass(frozen=True)
-class _First:
-    host: int
-    said: Failed
+def is_settled(failures: Mapping[int, Failed], since: float, alive: Mapping[int, float]) -> bool:
+    """Whether it began in one of the hosts that have failed: one was killed or is frozen, which
+    follows from nothing; or each has failed, or was alive a moment after the first was heard.
+
+    Args:
+        failures: By host.
+        since: When the first was heard.
+        alive: By host, when it gave its last sign of life.
+    """
+    if not failures:
+        return False
+    return any(map(_is_killed, failures.values())) or all(
+        host in failures or at >= since + GRACE_SECONDS for host, at in alive.items()
+    )
+
+
+def first_cause(failures: Mapping[int, Failed]) -> int:
+    """The host where it began.
+
+    A process that was killed or is frozen before a broken rule, that before one that crashed, and
+    that before what each may say because another is gone. Of those that crashed it is host 0, whose
+    end ends the others (JAX's coordination service is there); else the one that was heard first.
+
+    Args:
+        failures: At least one, in the order in which they were heard.
+
+    Example:
+        >>> crashed = lost("signal 6", crashed=True)
+        >>> cut = Failed((Violation("recv failed", "run-hosts-cut"),))
+        >>> first_cause({1: cut, 2: crashed, 0: crashed})
+        0
+    """
+
+    def rank(host: int) -> tuple[int, bool]:
+        said = failures[host]
+        codes = {violation.code for violation in said.violations}
+        if _is_killed(said):
+            return 0, False
+        if said.crashed:
+            return 2, host != 0
+        return (3 if codes & _FOLLOWING else 1), False
+
+    return min(failures, key=rank)
+
+
+def _is_killed(said: Failed) -> bool:
+    return not said.crashed and "run-host-lost" in [each.code for each in said.violations]
 
 
 def _error_of(failures: Mapping[int, Failed]) -> HostError:
-    """That of the host where it began: what others say of a process that is gone follows."""
-    first = min(
-        (_First(host, said) for host, said in failures.items()),
-        key=lambda failure: "run-host-lost" not in [v.code for v in failure.said.violations],
-    )
-    same = [said for said in failures.values() if said.violations == first.said.violations]
-    name = "every host" if len(same) == len(failures) > 1 else f"host {first.host}"
-    traceback = f"\n{first.said.traceback.rstrip()}" if first.said.traceback else ""
+    host = first_cause(failures)
+    first = failures[host]
+    same = [said for said in failures.values() if said.violations == first.violations]
+    name = "every host" if len(same) == len(failures) > 1 else f"host {host}"
+    traceback = f"\n{first.traceback.rstrip()}" if first.traceback else ""
     return HostError(
         (
             Violation(f"{name}: {plain(violation.message)}{traceback}", violation.code)
-            for violation in first.said.violations
+            for violation in first.violations
         ),
-        first.host,
+        host,
     )

@@ -1,0 +1,128 @@
+"""A program as plain data: all that cutting it into layers and naming these reads, and nothing that
+could run. What was traced once is kept as that, by content, and need not be traced again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capture.tracing.hashing import ProgramHasher
+from capture.tracing.program import Mark, Op, Program, RematRegion
+
+#: The one dtype of keys that programs of arrays draw with; JAX has no name for it that makes it.
+_KEY = "key<fry>"
+
+
+@dataclass(frozen=True)
+class _Primitive:
+    """Of an operation that cannot run."""
+
+    name: str
+
+
+class OutlineHasher(ProgramHasher):
+    """Hashes the layers of a program from its outline: the same keys as those of the program."""
+
+    def __init__(self, program: Program, operations: Mapping[Op, str]):
+        super().__init__(program)
+        self._operations = dict(operations)
+
+    def const(self, value: int) -> str:
+        return self._program.consts[value]
+
+    def literal(self, atom: Any) -> str:
+        return atom
+
+    def region(self, region: RematRegion) -> str:
+        return str(region.policy)
+
+
+@dataclass
+class _Texts:
+    """Texts, equal ones once."""
+
+    known: dict[str, int] = field(default_factory=dict)
+
+    def number(self, text: str) -> int:
+        return self.known.setdefault(text, len(self.known))
+
+
+def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
+    """A program as JSON; the hasher is of it."""
+    texts, regions = _Texts(), dict[RematRegion, int]()
+    ops = [
+        [
+            texts.number(op.primitive.name),
+            texts.number(hasher.operation(op)),
+            # A literal is a list with the number of its text.
+            [v if isinstance(v, int) else [texts.number(hasher.literal(v))] for v in op.inputs],
+            list(op.outputs),
+            op.has_effects,
+            [regions.setdefault(region, len(regions)) for region in op.regions],
+            op.flops,
+        ]
+        for op in program.ops
+    ]
+    return {
+        "ops": ops,
+        "regions": [[r.region_id, r.segment, texts.number(hasher.region(r))] for r in regions],
+        "avals": [[texts.number(str(a.dtype)), *map(int, a.shape)] for a in program.avals],
+        "consts": {str(value): hasher.const(value) for value in program.consts},
+        "params": list(program.params),
+        "batch": list(program.batch),
+        "loss": program.loss,
+        "aux": list(program.aux),
+        "marks": [[mark.position, mark.value] for mark in program.marks],
+        "texts": list(texts.known),
+    }
+
+
+def outlined(document: Mapping[str, Any]) -> tuple[Program, OutlineHasher]:
+    """A program that cannot run, and its hasher, from its outline."""
+    texts = document["texts"]
+    primitives = [_Primitive(text) for text in texts]
+    regions = [
+        RematRegion(number, segment, texts[policy], None)
+        for number, segment, policy in document["regions"]
+    ]
+    named = {number: _dtype(texts[number]) for number in {aval[0] for aval in document["avals"]}}
+    structs: dict[tuple[int, ...], jax.ShapeDtypeStruct] = {}
+    for aval in map(tuple, document["avals"]):
+        if aval not in structs:
+            structs[aval] = jax.ShapeDtypeStruct(aval[1:], named[aval[0]])
+    operations: dict[Op, str] = {}
+    for name, text, inputs, outputs, effects, around, flops in document["ops"]:
+        op = Op(
+            primitives[name],
+            {},
+            tuple([v if isinstance(v, int) else texts[v[0]] for v in inputs]),
+            tuple(outputs),
+            None,
+            effects,
+            "",
+            None,
+            tuple([regions[r] for r in around]),
+            flops,
+        )
+        operations[op] = texts[text]
+    program = Program(
+        tuple(operations),
+        tuple([structs[tuple(aval)] for aval in document["avals"]]),
+        {int(value): text for value, text in document["consts"].items()},
+        tuple(document["params"]),
+        tuple(document["batch"]),
+        document["loss"],
+        tuple(document["aux"]),
+        tuple(Mark(position, value) for position, value in document["marks"]),
+    )
+    return program, OutlineHasher(program, operations)
+
+
+def _dtype(name: str) -> Any:
+    if name == _KEY:
+        return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+    return jnp.dtype(name)
