@@ -193,7 +193,7 @@ class _Lanes:
     ) -> tuple[float, float]:
         """An event of all devices of a place that are here; one lane shows one thing at a time.
         When it is drawn, on the first of them."""
-        drawn = []
+        drawn: list[tuple[float, float]] = []
         for device in place.devices:
             if device in self._own:
                 pid, tid = self._lane(device, what)
@@ -213,7 +213,7 @@ class _Lanes:
                     }
                 )
 
-        return drawn[0]
+        return drawn[0] if drawn else span
 
     def arrows(
         self,

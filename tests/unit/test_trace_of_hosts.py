@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from capture.runtime.trace import StepTrace
-from capture.step.program import Copy, Place, Step
+from capture.step.program import Copy, Feed, Place, Step
 
 LABEL, PAIRS = "send 0.0", [(0, 2), (1, 2)]
 
@@ -26,15 +26,17 @@ def traced(host: int, monkeypatch) -> list[dict]:
     step = Step(places=(Place("sends", (0, 1, 2, 3)), Place("gets", (4, 5))))
     source = step.slot("x", step.places[0], "x", 8, "value")
     target = step.slot("y", step.places[1], "y", 8, "value")
-    step.instructions += [Copy(source, target, 8, LABEL)] * 2
-    devices = [SimpleNamespace(process_index=device // 2) for device in range(6)]
+    fed = step.slot("z", Place("elsewhere", (9,)), "z", 8, "input")  # of no host that draws
+    copy = Copy(source, target, 8, LABEL)
+    step.instructions += [copy, copy, Feed(fed, 0, (), "feed")]
+    devices = [SimpleNamespace(process_index=device // 2) for device in range(10)]
     seconds = count(1_000_000_000)
     trace = StepTrace(
         SimpleNamespace(program=step, devices=devices),
         {0: frozenset(PAIRS), 1: frozenset(PAIRS)},
         lambda: float(next(seconds)),
     )
-    slots = [None, [Pulled()] if host == 2 else None]
+    slots = [None, [Pulled()] if host == 2 else None, None]
     for instruction in step.instructions:
         trace(instruction, slots)
     return trace.events()
