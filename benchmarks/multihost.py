@@ -153,8 +153,9 @@ class Steps:
 
 
 class Clock:
-    """An observer of a step: how long the calling thread is busy with copies that cross, and waits
-    of their sender."""
+    """An observer of a step: how long copies that cross take the calling thread, and waits of their
+    sender; in it, how long the thread has a core (``_thread``), which a busy machine changes less.
+    """
 
     def __init__(self, step: PipelinedStep, hosts: Hosts):
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -176,17 +177,18 @@ class Clock:
                         self._kinds[id(instruction)] = "offer" if sends else "pull"
                 case Wait(slot=slot) if sent.get(slot):
                     self._kinds[id(instruction)] = "wait"
-        self._current, self._start = "", 0.0
+        self._current, self._start, self._start_of_thread = "", 0.0, 0.0
 
     def __call__(self, instruction: Any, slots: list[Any]) -> None:
         self.end()
         self._current = self._kinds.get(id(instruction), "")
-        self._start = time.perf_counter()
+        self._start, self._start_of_thread = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
-        seconds = time.perf_counter() - self._start
+        seconds, of_thread = time.perf_counter(), time.thread_time()
         if self._current:
-            self.seconds[self._current].append(seconds)
+            self.seconds[self._current].append(seconds - self._start)
+            self.seconds[f"{self._current}_thread"].append(of_thread - self._start_of_thread)
         self._current = ""
 
 
@@ -243,6 +245,9 @@ def measure_dispatch(pair: Pair, num_steps: int) -> list[dict[str, Any]]:
             seconds = [t for found in both for t in found.get(kind, ())]
             row |= {f"{kind}_seconds": median(seconds), f"{kind}_count": len(seconds)}
             row[f"{kind}_seconds_of_best_quarter"] = sorted(seconds)[len(seconds) // 4]
+            row[f"{kind}_thread_seconds"] = median(
+                t for found in both for t in found.get(f"{kind}_thread", ())
+            )
         rows.append(row)
     return rows
 
@@ -316,11 +321,12 @@ def print_tables(document: dict[str, Any]) -> None:
         cells = " ".join(f"{seconds * 1e6:9.0f} us" for seconds in times)
         size = f"{row['transport']:10} {row['bytes'] / 1e6:9.3f} MB"
         log(f"{size} {cells} {row['ratio_to_plain_socket']:6.2f}")
-    log("\ndispatch of an instruction, medians (best quarter)")
+    log("\ndispatch of an instruction, medians (best quarter; on a core)")
     for row in document["dispatch"]:
         cells = ", ".join(
             f"{kind} {row[f'{kind}_seconds'] * 1e6:.0f} us "
-            f"({row[f'{kind}_seconds_of_best_quarter'] * 1e6:.0f})"
+            f"({row[f'{kind}_seconds_of_best_quarter'] * 1e6:.0f}; "
+            f"{row[f'{kind}_thread_seconds'] * 1e6:.0f})"
             for kind in ("offer", "pull", "wait")
         )
         log(f"{row['transport']:10} {row['plan']:12} {cells}")

@@ -122,3 +122,20 @@ def to_devices(struct: jax.ShapeDtypeStruct) -> Put:
     parts = sharding.addressable_devices_indices_map(shape)
     indices, devices = list(parts.values()), list(parts)
     return lambda leaf: put(aval, sharding, [np.array(leaf[i]) for i in indices], devices, True)
+
+
+def of_shards(struct: jax.ShapeDtypeStruct) -> Callable[[list[jax.Array]], jax.Array]:
+    """How arrays that are on the devices of a sharding, in the order of its devices, become one, in
+    the same buffers.
+
+    Args:
+        struct: Shape, dtype and sharding of the array; no random keys.
+    """
+    sharding, shape = struct.sharding, tuple(struct.shape)
+    assert sharding is not None
+    put = _batched_device_put
+    if put is None:
+        return lambda shards: jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    aval = jax.core.ShapedArray(shape, struct.dtype)
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    return lambda shards: put(aval, sharding, shards, devices, True)

@@ -136,7 +136,7 @@ class PipelinedStep:
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices, self.hosts = devices, hosts
-        self._parts: dict[int, Part] = {}
+        self.parts: dict[int, Part] = {}
         self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
@@ -199,7 +199,7 @@ class PipelinedStep:
         if self.hosts is None:
             return step
         part = self.hosts.part(step, partial(layout_of, step, self.stages), self.devices)
-        self._parts[id(part.step)] = part
+        self.parts[id(part.step)] = part
         return part.step
 
     @cached_property
@@ -453,7 +453,7 @@ class PipelinedStep:
         own = dict(self.own_stages)
         calls = stage_calls(step, [own.get(s) for s in range(len(self.stages))])
         layout = partial(layout_of, step, self.stages)
-        return BoundStep(step, calls, layout, self._parts.get(id(step)))
+        return BoundStep(step, calls, layout, self.parts.get(id(step)))
 
     @cached_property
     def _state_shardings(self) -> dict[str, list[Any]]:

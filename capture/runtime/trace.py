@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,11 @@ from capture.runtime.meter import AnyStep
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Wait
 from capture.step.trace_events import MICROSECONDS, name_event, order_event
 
-#: What a lane shows, beside programs.
-_TRANSFERS = "transfers"
+#: What lanes of a device show: what it computes, what comes to it, what it offers to others.
+_PROGRAMS, _TRANSFERS, _OFFERS = "", "transfers", "offers"
+_LANES = (_PROGRAMS, _TRANSFERS, _OFFERS)
+#: Viewers bind an end of an arrow to what is drawn at its time, so nothing is drawn shorter.
+_SHORTEST_SECONDS = 1e-6
 
 
 class StepTrace:
@@ -29,11 +32,17 @@ class StepTrace:
 
     Args:
         step: That it will observe.
+        crossings: Per copy that leaves a process, by its number in the step, (sender, receiver).
         clock: In seconds, the same for all hosts.
     """
 
-    def __init__(self, step: AnyStep, clock: Callable[[], float] = time.time):
-        self._step, self._clock = step, clock
+    def __init__(
+        self,
+        step: AnyStep,
+        crossings: Mapping[int, Collection[tuple[int, int]]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._step, self._crossings, self._clock = step, crossings or {}, clock
         self._issued: list[float] = []
         self._ended: dict[int, float] = {}
         self._watchers: dict[tuple[str, ...], _Watcher] = {}
@@ -68,8 +77,9 @@ class StepTrace:
         return (type(instruction).__name__, *places)
 
     def events(self) -> list[dict[str, Any]]:
-        """Of this process's devices, once the step is over: a lane for what each computes, and one
-        for what it receives or offers. Arrows lead from an offer to what was pulled."""
+        """Of this process's devices, once the step is over: of each a lane for what it computes,
+        one for what comes to it, and one for what it offers. Arrows lead from an offer to what was
+        pulled."""
         self._watch_last(self._slots)
         for watcher in self._watchers.values():
             watcher.finish()
@@ -84,7 +94,9 @@ class StepTrace:
                 case Run(inputs=groups, outputs=outputs, label=label, program=name):
                     program = self._step.program.programs[name]
                     read = [arrived.get(slot, 0.0) for group in groups for slot in group]
-                    lanes.add(program.place, "", (max([issued, *read]), ended), label, program.kind)
+                    lanes.add(
+                        program.place, _PROGRAMS, (max([issued, *read]), ended), label, program.kind
+                    )
                     arrived |= dict.fromkeys(outputs, ended)
                 case Feed(slot=slot, label=label):
                     place = self._step.program.slots[slot].place
@@ -100,13 +112,15 @@ class StepTrace:
 
     def _add_copy(self, lanes: _Lanes, number: int, copy: Copy, span: tuple[float, float]) -> None:
         source, target = (self._step.program.slots[s].place for s in (copy.source, copy.target))
+        pairs = sorted(self._crossings.get(number, ()))
         if lanes.has(target):
-            lanes.add(target, _TRANSFERS, span, copy.label, "transfer")
-            if not lanes.has(source):
-                lanes.arrow(target, number, "f", span[1])
-        elif lanes.has(source):
-            lanes.add(source, _TRANSFERS, span, f"offer: {copy.label}", "offer")
-            lanes.arrow(source, number, "s", span[0])
+            drawn = lanes.add(target, _TRANSFERS, span, copy.label, "transfer")
+            end = drawn[1] - _SHORTEST_SECONDS / 2
+            arrows = [(pair, "f", end) for pair in pairs if pair[1] == lanes.host]
+            lanes.arrows(target, _TRANSFERS, number, arrows)
+        if lanes.has(source) and (offers := [pair for pair in pairs if pair[0] == lanes.host]):
+            drawn = lanes.add(source, _OFFERS, span, copy.label, "offer")
+            lanes.arrows(source, _OFFERS, number, [(pair, "s", drawn[0]) for pair in offers])
 
 
 class _Watcher:
@@ -167,6 +181,7 @@ class _Lanes:
             for number, device in enumerate(devices)
             if device.process_index == jax.process_index()
         }
+        self.host = jax.process_index()
         self._ended: dict[tuple[int, str], float] = {}
         self.events: list[dict[str, Any]] = []
 
@@ -175,13 +190,16 @@ class _Lanes:
 
     def add(
         self, place: Place, what: str, span: tuple[float, float], label: str, kind: str
-    ) -> None:
-        """An event of all devices of a place that are here; one lane shows one thing at a time."""
+    ) -> tuple[float, float]:
+        """An event of all devices of a place that are here; one lane shows one thing at a time.
+        When it is drawn, on the first of them."""
+        drawn: list[tuple[float, float]] = []
         for device in place.devices:
             if device in self._own:
                 pid, tid = self._lane(device, what)
                 begin = max(span[0], self._ended.get((device, what), 0.0))
-                end = max(begin, span[1])
+                end = max(begin + _SHORTEST_SECONDS, span[1])
+                drawn.append((begin, end))
                 self._ended[device, what] = end
                 self.events.append(
                     {
@@ -195,27 +213,35 @@ class _Lanes:
                     }
                 )
 
-    def arrow(self, place: Place, number: int, phase: str, seconds: float) -> None:
-        """An end of one between hosts."""
+        return drawn[0] if drawn else span
+
+    def arrows(
+        self,
+        place: Place,
+        what: str,
+        number: int,
+        ends: Sequence[tuple[tuple[int, int], str, float]],
+    ) -> None:
+        """Ends of those of a copy between hosts: which hosts, the phase, and when."""
         device = next(device for device in place.devices if device in self._own)
-        pid, tid = self._lane(device, _TRANSFERS)
-        end = {"bp": "e"} if phase == "f" else {}
-        self.events.append(
-            {
-                "ph": phase,
-                "name": "transfer",
-                "cat": "transfer",
-                "id": number,
-                "pid": pid,
-                "tid": tid,
-                "ts": seconds * MICROSECONDS,
-                **end,
-            }
-        )
+        pid, tid = self._lane(device, what)
+        for (sender, receiver), phase, seconds in ends:
+            self.events.append(
+                {
+                    "ph": phase,
+                    "name": "transfer",
+                    "cat": "transfer",
+                    "id": f"{number} from {sender} to {receiver}",
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": seconds * MICROSECONDS,
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+            )
 
     def _lane(self, device: int, what: str) -> tuple[int, int]:
         """Process and thread of the format; named when first used."""
-        host, tid = self._own[device], 2 * device + (what == _TRANSFERS) + 1
+        host, tid = self._own[device], len(_LANES) * device + _LANES.index(what) + 1
         if (device, what) not in self._ended:
             name = f"device {device} {what}".rstrip()
             self.events += [

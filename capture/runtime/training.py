@@ -162,7 +162,8 @@ def train(
             loss = metrics.loss
             dispatch.append(metrics.dispatch_seconds)
         elif training.trace:
-            trace = StepTrace(step)
+            part = step.parts.get(id(step.program)) if isinstance(step, PipelinedStep) else None
+            trace = StepTrace(step, part.crossings if part else None)
             state, metrics = step(state, batch, key, observer=trace)
             loss = metrics.loss
             document["trace"] = trace.events()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from capture.runtime.array_copy import plan_copies
+from capture.runtime.fast_paths import of_shards
 from capture.runtime.fetches import Fetches, plan_fetches
 from capture.runtime.hosts.transport import Bundle, Transport
 from capture.runtime.reshard import cutter, joiner
@@ -133,6 +134,10 @@ class BoundCopy:
             ]
             for move in self._moves
         ]
+        self._wholes = [
+            of_shards(jax.ShapeDtypeStruct(move.shape, move.dtype, sharding=move.target))
+            for move in self._moves
+        ]
 
     @property
     def sends(self) -> bool:
@@ -234,7 +239,7 @@ class BoundCopy:
                 parts = [found[m, f] for f in range(position, position + count)]
                 arrays.append(parts[0] if join is None else join(*parts))
             position += count
-        whole = jax.make_array_from_single_device_arrays(move.shape, move.target, arrays)
+        whole = self._wholes[m](arrays)
         if move.key_impl is None:
             return whole
         return jax.random.wrap_key_data(whole, impl=move.key_impl)

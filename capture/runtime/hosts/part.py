@@ -105,6 +105,11 @@ class Part:
         self._salt = int(shared.digest[:4], 16) >> 1 << 40
         self._first = self._salt
 
+    @property
+    def crossings(self) -> dict[int, frozenset[tuple[int, int]]]:
+        """Per copy that leaves a process, by its number in the step, (sender, receiver)."""
+        return {number: copy.crossing.pairs for number, copy in self._shared.copies.items()}
+
     def has(self, place: Place) -> bool:
         """Whether it has devices of this process."""
         return place.name in self._here

@@ -59,7 +59,7 @@ class Sockets:
     def carry(
         self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        own = number * len(self._addresses) + bundle.receiver
+        own = self._number(number, bundle.receiver)
         if bundle.sender == self._process:
             self._server.await_pull(own, list(arrays))
             if bundle.is_acknowledged and self.waiting is not None:
@@ -68,7 +68,7 @@ class Sockets:
         got = self._pull(bundle.sender, own, bundle.structs, bundle.label)
         if bundle.is_acknowledged:
             arrived = [touch([got[n] for n in numbers]) for numbers in bundle.of_targets.values()]
-            self._server.await_pull(own | _ACKNOWLEDGED, arrived)
+            self._server.await_pull(_ACKNOWLEDGED | self._number(number, bundle.sender), arrived)
         return got
 
     def wait(self, bundle: Bundle, number: int) -> None:
@@ -77,12 +77,16 @@ class Sockets:
             jax.ShapeDtypeStruct((len(numbers),), jnp.float32, sharding=sharding)
             for numbers in bundle.of_targets.values()
         ]
-        own = (number * len(self._addresses) + bundle.receiver) | _ACKNOWLEDGED
+        own = _ACKNOWLEDGED | self._number(number, bundle.sender)
         label = f"the acknowledgement of {bundle.label!r}"
         for array in self._pull(bundle.receiver, own, structs, label):
             array.block_until_ready()
         if self.waiting is not None:
             self.waiting.pop((number, bundle.receiver), None)
+
+    def _number(self, number: int, host: int) -> int:
+        """Of what this process offers to a host, and that one pulls."""
+        return number * len(self._addresses) + host
 
     def _pull(
         self, host: int, number: int, structs: Sequence[jax.ShapeDtypeStruct], label: str
