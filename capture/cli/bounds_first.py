@@ -4,7 +4,7 @@ compiled bytes, without a profile."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import remat_time_fraction
 from capture.plan.schedule import SCHEDULES
+from capture.plan.why import Bracket
 from capture.predictor.step_time import describe_time, time_summary
 from capture.profiler.windows import DEFAULT_NEIGHBOURS
 from profiling_runs.bounds import Bounds, bounds
@@ -46,6 +47,23 @@ def _percent(text: str) -> float:
     if not number.replace(".", "", 1).isdecimal() or not text.endswith("%"):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 5%. [option-number]")
     return float(number) / 100
+
+
+class _Rounds:
+    """Says what a round has found, once: most rounds of a long search move nothing that shows.
+
+    Args:
+        write: Is given the lines.
+    """
+
+    def __init__(self, write: Callable[[str], None]):
+        self._write, self._said = write, ""
+
+    def __call__(self, bracket: Bracket) -> None:
+        shown = str(replace(bracket, seconds=0.0))
+        if shown != self._said:
+            self._write(str(bracket))
+        self._said = shown
 
 
 #: Of this algorithm alone.
@@ -174,7 +192,7 @@ class _Asking:
                 options.seconds,
                 self._below,
             ),
-            told=lambda bracket: say(options, str(bracket)),
+            told=_Rounds(lambda text: say(options, text)),
         )
 
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:

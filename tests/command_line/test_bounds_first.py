@@ -12,12 +12,13 @@ import optax
 import pytest
 
 from capture.cli.asked import profile_question
-from capture.cli.bounds_first import is_asked
+from capture.cli.bounds_first import _Rounds, is_asked
 from capture.cli.main import main, parse
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.plan.stages import Plan
+from capture.plan.why import Bracket
 from capture.predictor import AdditivePredictor
 from profiling_runs.bounds import bounds
 from profiling_runs.collect import profile
@@ -272,6 +273,20 @@ def test_an_interrupt_keeps_the_best_plan_so_far(planned, monkeypatch):
     code, document, _ = planned()
     assert (code, document["why"]["proven"]["ended"]) == (130, "interrupted")
     assert Plan.load("plan.json").verification is not None
+
+
+def test_a_round_that_moves_nothing_is_not_said():
+    said: list[str] = []
+    rounds = _Rounds(said.append)
+    for seconds, num_compiled, least in (
+        (1, 0, 10),
+        (2, 0, 10),
+        (3, 1, 10),
+        (4, 1, 20),
+        (5, 1, 20),
+    ):
+        rounds(Bracket(seconds, num_compiled, least * 10**9, 30 * 10**9, True))
+    assert [line.split(" ")[0] for line in said] == ["1.0", "3.0", "4.0"]
 
 
 def test_on_the_command_line(tmp_path):
