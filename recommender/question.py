@@ -157,7 +157,7 @@ def search_names(objective: str, mode: str = "default") -> tuple[str, ...]:
 
     Example:
         >>> search_names("throughput")
-        ('throughput', 'autostage')
+        ('throughput', 'autostage', 'bounds-first')
     """
     return tuple(name for *of, name in SEARCHES if of == [objective, mode])
 

@@ -138,9 +138,11 @@ def test_a_lower_bound_is_that_of_the_largest_part(model):
     assert memory.backward[0, num_layers] == max(measured.values())
 
 
-def test_a_profile_is_not_searched_on_bounds(model):
+@pytest.mark.parametrize("objective", ["memory", "throughput"])
+def test_a_profile_is_not_searched_on_bounds(model, objective):
+    asked = replace(QUESTION, algorithm=BOUNDS_FIRST, objective=objective)
     with pytest.raises(PlanError, match=r"leave out the profile\. \[plan-algorithm\]"):
-        recommend(model.between.least, replace(QUESTION, algorithm=BOUNDS_FIRST))
+        recommend(model.between.least, asked)
 
 
 def options_of(text):

@@ -370,7 +370,7 @@ def test_an_algorithm_answers_its_own_objectives_alone():
         recommend(profile, PlanQuestion(cluster, **BATCH, objective="throughput", algorithm="mcap"))
     assert str(error.value) == (
         "algorithm='mcap' does not search for objective='throughput' in mode='default'; choose "
-        "throughput or autostage. [plan-algorithm]"
+        "bounds-first or throughput or autostage. [plan-algorithm]"
     )
     options = {"algorithm": "autostage", "merge_layers": 2, "space": StageSpace(any_divisor=True)}
     assert codes_of(lambda: recommend(profile, PlanQuestion(cluster, **BATCH, **options))) == (
