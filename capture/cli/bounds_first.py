@@ -29,10 +29,11 @@ from profiling_runs.measurements import Measurements
 from profiling_runs.question import DEFAULT_CALIBRATION_PLANS, ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
-from recommender.capture.bounds_first import BoundedKnowledge, Effort, bounds_first
+from recommender.capture.bounds_first import BoundedKnowledge, bounds_first
 from recommender.capture.changes import FittingChange, cheapest_change
 from recommender.capture.extent import Attempt, best_of, smallest_cluster
 from recommender.capture.fastest_first import fastest_first
+from recommender.capture.rounds import Effort
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 

@@ -9,58 +9,24 @@ Once the best compiled plan is not above what the search finds, no plan needs le
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from capture.errors import ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import REFUSED_BYTES, Profile, StageConfig
-from capture.plan.prediction import Verified
-from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Proven, Why
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import depends_on_cuts_behind, predict_plan, recommend
+from recommender.capture.rounds import Effort, Rounds, StageCompiler
 from recommender.capture.search import search
 from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: Stages of a plan that are compiled side by side before the others are.
 _AT_ONCE = 2
-
-
-class StageCompiler(Protocol):
-    """Compiles stages, and knows them from then on; of one that is refused, that no memory
-    suffices for it."""
-
-    def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
-        """Of a whole plan: what the compiler says, None where it refuses a stage."""
-        ...
-
-    def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
-        """Of some: how many of them were not known."""
-        ...
-
-
-@dataclass(frozen=True)
-class Effort:
-    """When a search on bounds may end before it has proven the least peak.
-
-    Attributes:
-        within_fraction: Once no plan needs less than the best one by more than this part of it.
-        compiles: Once so many stages were compiled; 0 compiles nothing.
-        seconds: Once so many have passed, and no compile is under way. None for no limit.
-        below_bytes: Once no plan needs less than so much.
-        any_that_fits: Once a compiled plan fits.
-    """
-
-    within_fraction: float = 0.0
-    compiles: int | None = None
-    seconds: float | None = None
-    below_bytes: int | None = None
-    any_that_fits: bool = False
 
 
 def bounds_first(
@@ -115,34 +81,7 @@ class BoundedKnowledge(Knowledge):
         return bounds_first(self.profile, self.profile, question, self.compiler, effort)
 
 
-class _Search:
-    def __init__(
-        self,
-        most: Profile,
-        question: PlanQuestion,
-        compiler: StageCompiler,
-        effort: Effort,
-        told: Callable[[Bracket], None],
-    ):
-        self._most, self._question, self._compiler = most, question, compiler
-        self._effort, self._told, self._start = effort, told, time.perf_counter()
-        self._trail: list[Bracket] = []
-        self._num_compiled = 0
-        self._compiled_plans: set[Plan] = set()
-        self._best: StageAnswer | None = None
-
-    def run(self, known: Profile) -> StageAnswer:
-        """See ``bounds_first``."""
-        self._known, ended = known, ""
-        while not ended:
-            try:
-                ended = self._round()
-            except KeyboardInterrupt:
-                if not self._trail:
-                    raise  # nothing is known yet
-                ended = "interrupted"
-        return self._answer(ended) if self._found.plan is not None else self._found
-
+class _Search(Rounds[StageAnswer]):
     def _round(self) -> str:
         """Search, and compile what it finds; why that was the last round, or nothing."""
         found = recommend(self._known, self._question)
@@ -216,13 +155,14 @@ class _Search:
             "within": best is not None and best.status == "ok" and best.peak_bytes <= near,
             "fits": effort.any_that_fits and best is not None and best.status == "ok",
             "below": effort.below_bytes is not None and bracket.least_bytes >= effort.below_bytes,
-            "compiles": effort.compiles is not None and self._num_compiled >= effort.compiles,
-            "seconds": effort.seconds is not None and bracket.seconds >= effort.seconds,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return self._first_of(reasons, bracket)
 
     def _answer(self, ended: str) -> StageAnswer:
-        bracket, found, num_plans = self._trail[-1], self._found, len(self._compiled_plans)
+        found, num_plans = self._found, len(self._compiled_plans)
+        if found.plan is None:
+            return found
+        bracket = self._trail[-1]
         within = bracket.most_bytes / bracket.least_bytes - 1
         proven, limit = Proven(within, tuple(self._trail), ended), found.memory_limit_bytes
         if ended == "memory":

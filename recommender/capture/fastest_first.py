@@ -27,11 +27,11 @@ from capture.plan.why import Bracket, CompiledPlans, Proven, Why
 from capture.predictor.times import TimePredictor
 from capture.quantities import counted, format_seconds
 from recommender.answer import Answer, StageAnswer
-from recommender.capture.bounds_first import Effort, StageCompiler
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.result import SearchResult
+from recommender.capture.rounds import Effort, Rounds, StageCompiler
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 from recommender.capture.verified import of_compiler, same_model
@@ -57,35 +57,12 @@ def fastest_first(
     return _Search(most, asked, compiler, effort, told).run(least)
 
 
-class _Search:
-    def __init__(
-        self,
-        most: Profile,
-        question: PlanQuestion,
-        compiler: StageCompiler,
-        effort: Effort,
-        told: Callable[[Bracket], None],
-    ):
-        self._most, self._question, self._compiler = most, question, compiler
-        self._effort, self._told, self._start = effort, told, time.perf_counter()
-        self._trail: list[Bracket] = []
-        self._num_compiled = 0
-        self._compiled_plans: set[Plan] = set()
-        self._refused_plans: set[Plan] = set()
-        self._best: tuple[float, StageAnswer] | None = None
-
+class _Search(Rounds[tuple[float, StageAnswer]]):
     def run(self, known: Profile) -> StageAnswer:
         """See ``fastest_first``."""
-        self._known, ended = known, ""
+        self._refused_plans: set[Plan] = set()
         self._bounded = TimePredictor(known, max(self._question.cluster.nodes))
-        while not ended:
-            try:
-                ended = self._round()
-            except KeyboardInterrupt:
-                if not self._trail:
-                    raise  # nothing is known yet
-                ended = "interrupted"
-        return self._answer(ended)
+        return super().run(known)
 
     def _round(self) -> str:
         """Search, and compile what is estimated to be fastest; why that was the last round, or
@@ -195,10 +172,8 @@ class _Search:
         reasons = {
             "proven": best is not None and best[0] <= bracket.least_step_seconds,
             "within": best is not None and best[0] <= near,
-            "compiles": effort.compiles is not None and self._num_compiled >= effort.compiles,
-            "seconds": effort.seconds is not None and bracket.seconds >= effort.seconds,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return self._first_of(reasons, bracket)
 
     def _answer(self, ended: str) -> StageAnswer:
         seconds = time.perf_counter() - self._start

@@ -26,7 +26,8 @@ from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, recommend
-from recommender.capture.bounds_first import Effort, bounds_first
+from recommender.capture.bounds_first import bounds_first
+from recommender.capture.rounds import Effort
 from recommender.question import BOUNDS_FIRST
 from tests import user_models
 from tests.pipeline_models import mlp, tied

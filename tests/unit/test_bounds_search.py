@@ -15,7 +15,8 @@ from capture.measured.profile import Profile, StageConfig
 from capture.plan.stages import Plan
 from capture.plan.why import Why
 from recommender import PlanQuestion, recommend
-from recommender.capture.bounds_first import Effort, bounds_first
+from recommender.capture.bounds_first import bounds_first
+from recommender.capture.rounds import Effort
 
 QUESTION = PlanQuestion(Cluster((2, 2)), 8 * MICROBATCH_SIZE, 8)
 FIVE = Cluster((1,) * 5)

@@ -15,9 +15,9 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.plan.stages import Plan
 from recommender import PlanQuestion, recommend
-from recommender.capture.bounds_first import Effort
 from recommender.capture.fastest_first import fastest_first
 from recommender.capture.posed import search_problem
+from recommender.capture.rounds import Effort
 from recommender.capture.throughput import throughput
 
 TARGET = "a100-40g"
