@@ -48,7 +48,7 @@ _SMALLEST_PRODUCT = 32
 @dataclass(frozen=True, eq=False)
 class BoundedProgram(Executable):
     """A program that was traced and not compiled: it cannot be called, and ``transient_bytes`` is
-    the upper bound.
+    what it is expected to take at most.
 
     Attributes:
         least_bytes: The lower bound of the same.
@@ -230,7 +230,7 @@ class Memory:
         return found
 
     def most(self) -> int:
-        """The upper bound."""
+        """What it is expected to take at most; some programs take more."""
         first, last = self._program.lives(stores_reduced=True)
         made, dead = defaultdict(list), defaultdict(list)
         for value, at in first.items():
@@ -245,7 +245,7 @@ class Memory:
         return math.ceil(_MARGIN * peak) + _SCRATCH_BYTES + sum(self._fresh.values())
 
     def all(self) -> int:
-        """The upper bound where nothing makes room for anything else."""
+        """The same where nothing makes room for anything else."""
         first, _ = self._program.lives(stores_reduced=False)
         stored = sum(map(self._split.nbytes, first.keys() - self._program.elsewhere))
         return stored + _CPU_SCRATCH_BYTES + sum(self._fresh.values())
