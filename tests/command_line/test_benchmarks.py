@@ -210,7 +210,7 @@ def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
     assert all(row["measured_bytes"] is None for row in (forward, backward, step))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
     """Parameters, state, values and residuals of both; only what a program needs while it runs is
     the compiler's."""

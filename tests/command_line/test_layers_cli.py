@@ -81,7 +81,7 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     assert document["headroom"]["verdict"] == "fits by extrapolation"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_workload_is_streamed_as_casts(folder, capsys):
     (folder / "mixed.py").write_text(user_model("mixed"))
     asked = ["plan", *ASKED, *HERE, "--cluster", "1x2", "--memory", "8KB", "--host-memory", "1MB"]

@@ -214,14 +214,23 @@ def test_adafactor():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "gradient_floor"),
     [
-        ("models/moe.py:moe?size=tiny&num_layers=2", (1, 1), 1e-6),
+        pytest.param(
+            "models/moe.py:moe?size=tiny&num_layers=2",
+            (1, 1),
+            1e-6,
+            marks=pytest.mark.slow,
+        ),
         # The next normalisation takes out a shift by the first one, whose bias gets rounding noise:
         # 5e-8, the largest is 0.9.
-        ("models/wide_resnet.py:wide_resnet?size=tiny", (2, 2), 0.1),
+        pytest.param(
+            "models/wide_resnet.py:wide_resnet?size=tiny",
+            (2, 2),
+            0.1,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_model_zoo(name, layers, gradient_floor):

@@ -420,7 +420,7 @@ def demo() -> Workload:
 @pytest.mark.parametrize(
     ("workload", "plan"),
     [
-        slow(demo, packs_plan((1, 2, 1), (2, 1), (4, 2), batch=7)),
+        exhaustive(demo, packs_plan((1, 2, 1), (2, 1), (4, 2), batch=7)),
         exhaustive(demo, packs_plan((2, 1, 1), (1, 2), (2, 3), 2, batch=7)),
         exhaustive(demo, packs_plan((1, 2, 1), (2, 1), (1, 1), 8, "dp", 9)),
         exhaustive(unet, packs_plan((2, 2, 3), (1, 2, 1), (3, 2), 3, batch=7)),
@@ -436,7 +436,7 @@ def test_models_of_all_kinds_as_one_device(workload, plan):
     compare(workload(), plan)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_bits_with_values_that_skip_and_on_any_number_of_devices():
     tests = REPOSITORY / "tests"
     env = environment_apart(tests, tests / "multi_device")
