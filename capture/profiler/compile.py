@@ -47,6 +47,8 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 4
+#: The same, of the order of the layers of a whole backward pass.
+ORDER_VERSION = 1
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
@@ -218,7 +220,8 @@ class CompileBackend:
         sent = set(graph.crossing(config.stop))
         choice, remat = config.choice, remat_of_layers(config.choice.remat, config.num_layers)
         # What passes between layers, see StagePrograms.
-        pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)
+        several = config.num_layers > 1
+        pinned = ["pinned"] * (choice.shard_params and several)
         return content_hash(
             [
                 self._facts,
@@ -230,6 +233,7 @@ class CompileBackend:
                     choice.shard_optimizer,
                     *_params_split(choice),
                     *pinned,
+                    *(["layer by layer", ORDER_VERSION] if several else []),
                     *self._sequence_split(config),
                     *([CUT_VERSION] if is_cut(remat) else []),
                     *([BUDGET_VERSION] if remat_time_fraction(remat) else []),

@@ -31,6 +31,7 @@ from capture.partition.sequence import SplitRun
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import is_cut, num_full_layers, remat_of_layers
+from capture.runtime.layer_order import layer_by_layer
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
@@ -229,7 +230,15 @@ class StagePrograms(StageLayout):
             split=split,
         )
 
-    def _backward(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
+    def _backward(self, *groups):
+        if self.layers.stop - self.layers.first == 1:
+            return self._gradients(*groups)
+        # Sums over replicas may go on while the next layer is computed.
+        return layer_by_layer(
+            self._gradients, groups, given=(0, 6), awaited=1, lag=int(self.choice.data_parallel > 1)
+        )
+
+    def _gradients(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
         read = self.residuals.read_again(params, inputs, batch, outputs, residuals)
         vjp = self._saved.vjp(read)
         arrived = dict(zip(self.cotangents, cotangents, strict=True))

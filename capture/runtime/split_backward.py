@@ -110,7 +110,7 @@ class SplitStagePrograms(StagePrograms):
             self.param_structs(self.params),
         )
         self._counts = tuple(map(len, args))
-        return DataFlow(jax.make_jaxpr(self._backward)(*args), open_remats=True)
+        return DataFlow(jax.make_jaxpr(self._gradients)(*args), open_remats=True)
 
     @cached_property
     def _groups(self) -> tuple[Sequence[Any], ...]:

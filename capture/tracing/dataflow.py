@@ -69,6 +69,11 @@ class DataFlow:
         return jaxpr_key(jex_core.ClosedJaxpr(self.jaxpr, self._consts))
 
     @property
+    def constants(self) -> dict[Any, Any]:
+        """Closed-over arrays, by variable."""
+        return dict(zip(self.jaxpr.constvars, self._consts, strict=True))
+
+    @property
     def values(self) -> list[Any]:
         """All variables but constants, in program order."""
         return [*self.inputs, *(out for e in self.jaxpr.eqns for out in e.outvars)]
@@ -147,7 +152,7 @@ class DataFlow:
     ) -> list[Any]:
         """Values of the wanted variables from those in ``env``; with ``whole``, all is run, for the
         effects of what nobody reads."""
-        values = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | env
+        values = self.constants | env
 
         def read(atom):
             return atom.val if isinstance(atom, jex_core.Literal) else values[atom]

@@ -53,6 +53,16 @@ def layer_of_scope(op_name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def goes_backwards(op_name: str) -> bool:
+    """Whether an operation computes gradients.
+
+    Example:
+        >>> goes_backwards("jit(_backward)/transpose(jvp(layer[3]))/dot_general")
+        True
+    """
+    return "transpose(" in op_name
+
+
 def operation_name(op_name: str) -> str:
     """The scopes and the name of an operation without what JAX and this package put around them.
 

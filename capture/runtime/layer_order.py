@@ -1,0 +1,131 @@
+"""A backward pass layer by layer: the gradients of a layer's parameters are complete before layers
+further back begin.
+
+Nothing else in a program says so. XLA's scheduler for GPUs leaves products of weight gradients for
+later, and with them what they read: of every layer its activations, kept or computed again, and the
+gradients of its results. What a program needs while it runs then grows with its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capture.tracing.dataflow import DataFlow, bind
+from capture.tracing.jaxprs import is_variable
+from capture.tracing.source import goes_backwards, layer_of_scope
+
+
+def layer_by_layer(
+    function: Callable[..., Sequence[Any]],
+    groups: Sequence[Sequence[Any]],
+    *,
+    given: Collection[int],
+    awaited: int,
+    lag: int = 0,
+) -> Any:
+    """What a backward pass returns, computed layer by layer.
+
+    Args:
+        function: The pass, its operations in the scopes of their layers.
+        groups: Its arguments, lists of arrays.
+        given: Which of them are there all the time, parameters and accumulators: nothing waits to
+            read them.
+        awaited: Which of its results are gradients of parameters.
+        lag: How many layers further back may begin before a layer's gradients are complete.
+    """
+    leaves, tree = jax.tree.flatten(tuple(groups))
+    closed, shapes = jax.make_jaxpr(
+        lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
+    )(*leaves)
+    flow = DataFlow(closed)
+    inputs = _grouped(flow.inputs, groups)
+    gradients = _grouped(flow.outputs, [jax.tree.leaves(part) for part in shapes])[awaited]
+    results = _evaluate(
+        flow,
+        dict(zip(flow.inputs, leaves, strict=True)),
+        given={*flow.jaxpr.constvars, *(v for at in given for v in inputs[at])},
+        gradients=gradients,
+        lag=lag,
+    )
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _grouped(values: Sequence[Any], groups: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """The values, as many of them as there are in each group."""
+    bounds = accumulate((len(group) for group in groups), initial=0)
+    return [values[first:stop] for first, stop in pairwise(bounds)]
+
+
+def _evaluate(
+    flow: DataFlow,
+    args: Mapping[Any, Any],
+    given: Collection[Any],
+    gradients: Sequence[Any],
+    lag: int,
+) -> list[Any]:
+    values = flow.constants | dict(args)
+    needed = {id(equation) for equation in flow.needed(flow.outputs)}
+    equations = [e for e in flow.jaxpr.eqns if id(e) in needed or e.effects]
+    turns = _turns(equations)
+    by_turn: dict[int, list[Any]] = {}
+    for equation in equations:
+        by_turn.setdefault(turns[id(equation)], []).append(equation)
+    made_at = {v: turn for turn, each in by_turn.items() for e in each for v in e.outvars}
+    waiting = [v for v in dict.fromkeys(filter(is_variable, gradients)) if v in made_at]
+    for turn, together in sorted(by_turn.items()):
+        done = [v for v in waiting if made_at[v] < turn - lag]
+        reads = dict.fromkeys(v for e in together for v in e.invars if is_variable(v))
+        tied = [v for v in reads if v in values and v not in given and _may_wait(values[v])]
+        if done and tied:
+            waiting = [v for v in waiting if v not in done]
+            after, _ = jax.lax.optimization_barrier(
+                ([values[v] for v in tied], [values[v] for v in done])
+            )
+            values |= zip(tied, after, strict=True)
+        for equation in together:
+            bind(equation, [_read(v, values) for v in equation.invars], values)
+    return [_read(v, values) for v in flow.outputs]
+
+
+def _turns(equations: Sequence[Any]) -> dict[int, int]:
+    """When each operation runs, by its identity: gradients at the turn of their layer, counted from
+    the last one; what is computed again of the forward pass when it is first read."""
+    layers: dict[Any, int] = {}
+    for equation in equations:
+        scope = str(equation.source_info.name_stack)
+        known = [layers[v] for v in equation.invars if is_variable(v) and v in layers]
+        if known or goes_backwards(scope):
+            own = layer_of_scope(scope)
+            known += [] if own is None else [own]
+            if known:
+                layers.update(dict.fromkeys(equation.outvars, min(known)))
+    last = max(layers.values(), default=0)
+    turns: dict[int, int] = {}
+    first_read: dict[Any, int] = {}
+    for equation in reversed(equations):
+        turn = min(
+            (
+                last - layers[v] if v in layers else first_read[v]
+                for v in equation.outvars
+                if v in layers or v in first_read
+            ),
+            default=0,
+        )
+        turns[id(equation)] = turn
+        for v in filter(is_variable, equation.invars):
+            first_read[v] = min(first_read.get(v, turn), turn)
+    return turns
+
+
+def _may_wait(array: Any) -> bool:
+    """Random keys and gradients of integers cannot."""
+    return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_
+
+
+def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
+    return values[atom] if is_variable(atom) else atom.val

@@ -1,0 +1,79 @@
+"""A backward pass goes layer by layer: nothing of a layer is computed before the gradients of the
+layers behind it are complete, but for what may overlap with the sums over replicas."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import tracing_models as models
+from pipeline_models import tied
+from test_residuals import step
+
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.plan.choices import StageChoice
+from capture.profiler.compile import CompileBackend
+from capture.runtime.programs import StagePrograms
+from capture.runtime.reference import max_relative_error
+from capture.tracing.dataflow import DataFlow
+from capture.tracing.source import layer_of_scope
+
+NUM_BLOCKS = 5
+
+
+def programs_of(choice: StageChoice, workload) -> StagePrograms:
+    backend = CompileBackend(workload, store=Store())
+    last = backend.traced(4).graph.num_layers
+    return backend.programs(StageConfig(0, last, choice, 4))
+
+
+def awaited(programs: StagePrograms) -> dict[int, set[int]]:
+    """Per layer, the layers whose accumulators all of its products depend on."""
+    kept = programs.residuals
+    args = (
+        programs.param_structs(programs.params),
+        programs.value_structs([programs.layers.inputs[i] for i in kept.inputs]),
+        programs.batch_structs([programs.layers.batch[i] for i in kept.batch]),
+        programs.value_structs([programs.layers.outputs[i] for i in kept.outputs]),
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept.stored],
+        programs.value_structs(programs.cotangents),
+        programs.param_structs(programs.params),
+    )
+    flow = DataFlow(jax.make_jaxpr(programs._backward)(*args), open_remats=True)
+    of_param = {p: i for i, layer in enumerate(programs.graph.layers) for p in layer.params}
+    owners = dict.fromkeys(flow.inputs, frozenset())
+    accumulators = flow.inputs[-len(programs.params) :]
+    owners |= {
+        v: frozenset([of_param[p]]) for v, p in zip(accumulators, programs.params, strict=True)
+    }
+    reached = flow.propagate(owners)
+    found: dict[int, set[int]] = {}
+    for equation in flow.jaxpr.eqns:
+        layer = layer_of_scope(str(equation.source_info.name_stack))
+        if equation.primitive.name == "dot_general" and layer is not None:
+            before = reached[equation.outvars[0]]
+            found[layer] = found.get(layer, set(before)) & before
+    return found
+
+
+@pytest.mark.parametrize("remat", ["none", "cheap", "full", "full:3"])
+@pytest.mark.parametrize(("replicas", "lag"), [(1, 0), (2, 1)])
+def test_a_layer_waits_for_the_gradients_of_those_behind_it(remat, replicas, lag):
+    programs = programs_of(StageChoice(replicas, remat=remat), models.linen(num_blocks=NUM_BLOCKS))
+    found = awaited(programs)
+    last = max(found)
+    assert len(found) >= NUM_BLOCKS
+    for layer, behind in found.items():
+        assert behind == set(range(layer + 1 + lag, last + 1)), layer
+
+
+@pytest.mark.parametrize("remat", ["cheap", "full"])
+@pytest.mark.parametrize("name", ["linen", "dropout, tied"])
+def test_the_order_changes_no_gradient(name, remat):
+    """Random keys, which cannot wait, and a parameter of several layers among what is read."""
+    workload = tied() if name == "dropout, tied" else models.linen(num_blocks=NUM_BLOCKS)
+    programs = programs_of(StageChoice(remat=remat), workload)
+    _, ordered, _ = step(programs)
+    programs._backward = programs._gradients
+    _, expected, _ = step(programs)
+    assert max_relative_error(ordered, expected) < 1e-6
