@@ -47,8 +47,8 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 4
-#: The same, of the order of the layers of a whole backward pass.
-ORDER_VERSION = 1
+#: The same, of the order of the layers of a whole backward pass, and of what passes between them.
+LAYERS_VERSION = 2
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
@@ -233,7 +233,7 @@ class CompileBackend:
                     choice.shard_optimizer,
                     *_params_split(choice),
                     *pinned,
-                    *(["layer by layer", ORDER_VERSION] if several else []),
+                    *(["layers", LAYERS_VERSION] if several else []),
                     *self._sequence_split(config),
                     *([CUT_VERSION] if is_cut(remat) else []),
                     *([BUDGET_VERSION] if remat_time_fraction(remat) else []),

@@ -19,6 +19,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from capture.compiler.executable import AnyCompiler, Compiler, Executable
@@ -47,6 +48,8 @@ from capture.tracing.split_rule import may_hold_split_rule
 
 #: An argument of a compiled program, by group and number.
 _ARGUMENT = re.compile(r"(\w+)\[(\d+)\]")
+#: Marks what passes between layers, with its number behind it.
+_BETWEEN_LAYERS = "between layers "
 
 
 class StagePrograms(StageLayout):
@@ -136,13 +139,34 @@ class StagePrograms(StageLayout):
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
     def _pinned(self, value: int, array: Any) -> Any:
-        """In the middle of a long stage the partitioner would else keep parameters split over
+        """What passes between two layers of the stage, marked so that it is known where it is kept.
+
+        In the middle of a long stage the partitioner would else keep parameters split over
         replicas, and send activations instead."""
+        if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = checkpoint_name(array, f"{_BETWEEN_LAYERS}{value}")
         return (
             jax.lax.with_sharding_constraint(array, self.value_sharding(value))
             if self.choice.shard_params and value not in self._split_values
             else array
         )
+
+    @cached_property
+    def _stored_shardings(self) -> list[Any]:
+        """How what is kept of the forward pass is to lie: what passes between layers as it would
+        between stages, so that it is known without a compiler; the others as the compiler has
+        them (None)."""
+        return [self._sharding_between(v) for v in self.residuals.stored]
+
+    def _sharding_between(self, kept: Any) -> Any:
+        equation = self._saving_all.maker(kept)
+        if equation is None or equation.primitive.name != "name":
+            return None
+        name = equation.params["name"]
+        if not name.startswith(_BETWEEN_LAYERS):
+            return None
+        value = int(name.removeprefix(_BETWEEN_LAYERS))
+        return None if value in self._split_values else self.value_sharding(value)
 
     @cached_property
     def _split_runs(self) -> list[SplitRun | None]:
@@ -310,7 +334,7 @@ class StagePrograms(StageLayout):
     @cached_property
     def forward(self) -> Executable:
         """(params, inputs, batch) -> (outputs, residuals)."""
-        out = ([self.value_sharding(v) for v in self.layers.outputs], None)
+        out = ([self.value_sharding(v) for v in self.layers.outputs], self._stored_shardings)
         return self._compile(self._forward, self.forward_args, (), out)
 
     @cached_property

@@ -166,7 +166,12 @@ class SplitStagePrograms(StagePrograms):
     @cached_property
     def forward(self) -> Executable:
         """(params, inputs, batch) -> (outputs, residuals, held residuals)."""
-        out = ([self.value_sharding(v) for v in self.layers.outputs], None, None)
+        held = set(self._held(4))
+        gone, kept = (
+            [each for i, each in enumerate(self._stored_shardings) if (i in held) == is_held]
+            for is_held in (False, True)
+        )
+        out = ([self.value_sharding(v) for v in self.layers.outputs], gone, kept)
         return self._compile(self._forward, self.forward_args, (), out)
 
     @cached_property

@@ -261,7 +261,7 @@ class StageSlice:
                 (those with parameters, in a Transformer); ``"full:3"``: as ``"full"`` of the
                 first three layers.
             pin: Given what passes from layer to layer inside the slice, by index into
-                ``graph.values``; returns it with a sharding.
+                ``graph.values``; returns it, marked or with a sharding.
             runs: Per layer, how it is run; None, or none given: as it stands.
 
         Returns:
