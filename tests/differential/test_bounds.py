@@ -125,6 +125,14 @@ def test_what_is_kept_is_known_to_the_byte(choice):
     assert between.least.optimizer_bytes == each.optimizer_bytes == cost.optimizer_bytes
 
 
+def test_inputs_of_layers_that_are_kept_need_no_compiler_to_be_known():
+    """They lie within a stage as they would between stages; a compiler may split these with the
+    embedding that they come from."""
+    config = StageConfig(0, 3, StageChoice(1, 2, remat="full"), SIZE)
+    between, cost = held_against("llama", config)
+    assert 0 < between.least.residual_bytes == cost.residual_bytes
+
+
 @pytest.mark.parametrize("model", ["unet", "tied"])
 def test_a_stage_is_not_bounded_above_what_its_own_trace_says(model):
     """Put together from windows, across which values skip and leaves of the batch are read again."""
