@@ -62,7 +62,7 @@ class TracedStage(StagePrograms):
         donate: Sequence[int],
         out_shardings: Any,
     ) -> Executable:
-        if self._has_local_calls or not any(args):  # what is local depends on the mesh
+        if not any(args):
             return super()._compile(function, args, donate, out_shardings)
         if function.__name__ in _ENDS:
             return self._end(function, args, donate, out_shardings)
