@@ -48,7 +48,7 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 #: taken for new ones.
 PROGRAM_VERSION = 4
 #: The same, of the order of the layers of a whole backward pass, and of what passes between them.
-LAYERS_VERSION = 2
+LAYERS_VERSION = 4
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.

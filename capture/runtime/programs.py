@@ -20,7 +20,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from capture.compiler.executable import AnyCompiler, Compiler, Executable
 from capture.compiler.work import NO_LOCAL_FLOPS
@@ -139,11 +139,14 @@ class StagePrograms(StageLayout):
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
     def _pinned(self, value: int, array: Any) -> Any:
-        """What passes between two layers of the stage, marked so that it is known where it is kept.
+        """What passes between two layers of the stage.
 
-        In the middle of a long stage the partitioner would else keep parameters split over
-        replicas, and send activations instead."""
-        if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        Layers that are computed again as a whole keep it, so it is marked. (Where more is kept, what
+        it was made by may keep it as well, and the mark would make two of one.) In the middle of a
+        long stage the partitioner would else keep parameters split over replicas, and send
+        activations instead."""
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        if not is_key and (self._remat == "full" or num_full_layers(self._remat)):
             array = checkpoint_name(array, f"{_BETWEEN_LAYERS}{value}")
         return (
             jax.lax.with_sharding_constraint(array, self.value_sharding(value))
@@ -153,9 +156,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _stored_shardings(self) -> list[Any]:
-        """How what is kept of the forward pass is to lie: what passes between layers as it would
-        between stages, so that it is known without a compiler; the others as the compiler has
-        them (None)."""
+        """How what is kept of the forward pass is to lie: what is marked as the partition walk says,
+        so that it is known without a compiler; the others as the compiler has them (None)."""
         return [self._sharding_between(v) for v in self.residuals.stored]
 
     def _sharding_between(self, kept: Any) -> Any:
@@ -165,8 +167,9 @@ class StagePrograms(StageLayout):
         name = equation.params["name"]
         if not name.startswith(_BETWEEN_LAYERS):
             return None
-        value = int(name.removeprefix(_BETWEEN_LAYERS))
-        return None if value in self._split_values else self.value_sharding(value)
+        if int(name.removeprefix(_BETWEEN_LAYERS)) in self._split_values:
+            return None
+        return NamedSharding(self.mesh, self.residuals.spec(kept))
 
     @cached_property
     def _split_runs(self) -> list[SplitRun | None]:

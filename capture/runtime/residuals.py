@@ -90,6 +90,10 @@ class Residuals:
         self._whole += [made[i] for i in self.outputs]
         self.stored = [v for v in kept if v not in self._whole]
 
+    def spec(self, kept: Any) -> PartitionSpec:
+        """How one of the values is expected to lie on the stage's mesh."""
+        return self._split.spec(kept)
+
     def read_again(
         self,
         params: Sequence[Any],

@@ -126,8 +126,8 @@ def test_what_is_kept_is_known_to_the_byte(choice):
 
 
 def test_inputs_of_layers_that_are_kept_need_no_compiler_to_be_known():
-    """They lie within a stage as they would between stages; a compiler may split these with the
-    embedding that they come from."""
+    """They lie as the partition walk says; a compiler might split these with the embedding that they
+    come from."""
     config = StageConfig(0, 3, StageChoice(1, 2, remat="full"), SIZE)
     between, cost = held_against("llama", config)
     assert 0 < between.least.residual_bytes == cost.residual_bytes
