@@ -141,9 +141,9 @@ class StagePrograms(StageLayout):
     def _pinned(self, value: int, array: Any) -> Any:
         """What passes between two layers of the stage.
 
-        Layers that are computed again as a whole keep it, so it is marked. (Where more is kept, what
-        it was made by may keep it as well, and the mark would make two of one.) In the middle of a
-        long stage the partitioner would else keep parameters split over replicas, and send
+        Layers that are computed again as a whole keep it, so it is marked. (Where more is kept,
+        what it was made by may keep it as well, and the mark would make two of one.) In the middle
+        of a long stage the partitioner would else keep parameters split over replicas, and send
         activations instead."""
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         if not is_key and (self._remat == "full" or num_full_layers(self._remat)):
@@ -156,8 +156,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _stored_shardings(self) -> list[Any]:
-        """How what is kept of the forward pass is to lie: what is marked as the partition walk says,
-        so that it is known without a compiler; the others as the compiler has them (None)."""
+        """How what is kept of the forward pass is to lie: what is marked as the partition walk
+        says, so that it is known without a compiler; the others as the compiler has them (None)."""
         return [self._sharding_between(v) for v in self.residuals.stored]
 
     def _sharding_between(self, kept: Any) -> Any:
