@@ -96,6 +96,7 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
     """When each operation runs, by its identity: gradients at the turn of their layer, counted from
     the last one; what is computed again of the forward pass when it is first read."""
     layers: dict[Any, int] = {}
+    of_gradients: dict[int, int] = {}
     for equation in equations:
         scope = str(equation.source_info.name_stack)
         known = [layers[v] for v in equation.invars if is_variable(v) and v in layers]
@@ -103,19 +104,17 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
             own = layer_of_scope(scope)
             known += [] if own is None else [own]
             if known:
+                of_gradients[id(equation)] = min(known)
                 layers.update(dict.fromkeys(equation.outvars, min(known)))
-    last = max(layers.values(), default=0)
+    last, first = max(of_gradients.values(), default=0), min(of_gradients.values(), default=0)
     turns: dict[int, int] = {}
     first_read: dict[Any, int] = {}
     for equation in reversed(equations):
-        turn = min(
-            (
-                last - layers[v] if v in layers else first_read[v]
-                for v in equation.outvars
-                if v in layers or v in first_read
-            ),
-            default=0,
-        )
+        if id(equation) in of_gradients:
+            turn = last - of_gradients[id(equation)]
+        else:  # what nobody reads is there for its effects
+            readers = (first_read[v] for v in equation.outvars if v in first_read)
+            turn = min(readers, default=last - first)
         turns[id(equation)] = turn
         for v in filter(is_variable, equation.invars):
             first_read[v] = min(first_read.get(v, turn), turn)

@@ -4,6 +4,7 @@ layers behind it are complete, but for what may overlap with the sums over repli
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tracing_models as models
 from pipeline_models import tied
@@ -77,3 +78,28 @@ def test_the_order_changes_no_gradient(name, remat):
     programs._backward = programs._gradients
     _, expected, _ = step(programs)
     assert max_relative_error(ordered, expected) < 1e-6
+
+
+def test_what_is_printed_on_the_way_back_comes_after_what_it_prints(capfd):
+    @jax.custom_vjp
+    def shown(x):
+        return x
+
+    def backward(_, gradient):
+        jax.debug.print("gradient {}", gradient.sum())
+        return (gradient,)
+
+    shown.defvjp(lambda x: (x, None), backward)
+
+    def loss(params, batch):
+        h = batch[0]
+        for w in params:
+            h = models.mark(shown(jnp.tanh(h @ w)))
+        return jnp.mean(h)
+
+    workload = models.workload(
+        loss, lambda key: [jnp.eye(models.D) for _ in range(3)], models.vectors_batch
+    )
+    step(programs_of(StageChoice(remat="full"), workload))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("gradient") == 3
