@@ -69,7 +69,8 @@ def _evaluate(
     lag: int,
 ) -> list[Any]:
     values = flow.constants | dict(args)
-    needed = {id(equation) for equation in flow.needed(flow.outputs)}
+    shown = [v for e in flow.jaxpr.eqns if e.effects for v in e.invars]
+    needed = {id(equation) for equation in flow.needed([*flow.outputs, *shown])}
     equations = [e for e in flow.jaxpr.eqns if id(e) in needed or e.effects]
     turns = _turns(equations)
     by_turn: dict[int, list[Any]] = {}

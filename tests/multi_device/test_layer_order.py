@@ -100,6 +100,6 @@ def test_what_is_printed_on_the_way_back_comes_after_what_it_prints(capfd):
     workload = models.workload(
         loss, lambda key: [jnp.eye(models.D) for _ in range(3)], models.vectors_batch
     )
-    step(programs_of(StageChoice(remat="full"), workload))
+    step(programs_of(StageChoice(), workload))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("gradient") == 3
