@@ -19,7 +19,7 @@ from capture.runtime.reference import max_relative_error
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.source import layer_of_scope
 
-NUM_BLOCKS = 5
+NUM_BLOCKS = 4
 
 
 def programs_of(choice: StageChoice, workload) -> StagePrograms:
@@ -57,7 +57,13 @@ def awaited(programs: StagePrograms) -> dict[int, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("remat", ["none", "cheap", "full", "full:3"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "full:3",
+        *(pytest.param(remat, marks=pytest.mark.slow) for remat in ("none", "cheap", "full")),
+    ],
+)
 @pytest.mark.parametrize(("replicas", "lag"), [(1, 0), (2, 1)])
 def test_a_layer_waits_for_the_gradients_of_those_behind_it(remat, replicas, lag):
     programs = programs_of(StageChoice(replicas, remat=remat), models.linen(num_blocks=NUM_BLOCKS))
