@@ -200,13 +200,18 @@ class ComponentTables:
         """The sum with its drift, which takes no temporaries below those of a measured part.
 
         The drift is a line between two anchors: it falls before the layers come for which the sum
-        was too high.
+        was too high. On a GPU the sum itself may be too low: passes go layer by layer
+        (``capture.runtime.layer_order``), so a stage needs what its hungriest layers do, and what
+        is added to those may be less than nothing.
         """
+        may_be_low = any("cuda" in name for name in self.profile.provenance.get("versions", ()))
         measured, table = _measured(total, windows), total + drift
         for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
                 known = measured[row]
-                least = np.fmin(total[row], _largest_part(known))
+                least = _largest_part(known)
+                if not may_be_low:
+                    least = np.fmin(total[row], least)
                 table[row] = np.where(np.isnan(known), np.fmax(table[row], least), known)
         return table
 

@@ -290,6 +290,17 @@ def test_a_negative_sum_is_no_memory_but_zero():
     assert memory.backward[0, 1] == planted.components(StageConfig(0, 1, ONE, 16))[2]
 
 
+def test_on_a_gpu_a_stage_needs_no_less_than_a_measured_part_of_it():
+    """Its passes go layer by layer: what hungry layers need does not shrink with others."""
+    planted = Planted(6)
+    planted.fixed[2, 1], planted.per_example[2, 1] = -20_000, 0
+    profile = planted.profile([ONE])
+    of_gpu = replace(profile, provenance={"versions": {"jax-cuda12-plugin": "0.10.2"}})
+    memory = AdditivePredictor(of_gpu).memory(ONE, 16)
+    first = planted.components(StageConfig(0, 1, ONE, 16))[2]
+    assert memory.backward[0, 6] >= first > 0
+
+
 # ---- a prediction --------------------------------------------------------------------------------
 
 
