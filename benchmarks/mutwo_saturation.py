@@ -4,9 +4,9 @@
 
 So many models as one program (``vmap``), everything retained and no limit: seconds of an update of
 one of them, beside one model alone. Programs are compiled for the target, which need not be there;
-seconds are simulated, a roofline by kernel in which none takes less than a launch. So what fusion
-saves here is launches: a kernel that is too small to fill the device counts as if it did, above
-that least time, and what fuller kernels save is not seen.
+seconds are simulated, a roofline by kernel in which none takes less than a launch, and products
+fill the device with whole tiles (``capture.machine.tiles``). So what fusion saves here is launches,
+and what idle cores could do.
 
 Models of mu-TWO's Table 1 at its smaller batches, and two that leave a device idle.
 """

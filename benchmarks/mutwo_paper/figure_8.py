@@ -5,8 +5,9 @@
 Models of Table 1 on an A100-40G and a V100-32G with the links and hosts of Table C, and on a B200,
 an H200 and a GH200 with their own; float32 as the compiler computes it (TF32 on an A100). Programs
 are compiled for their target, seconds are simulated: a roofline by kernel, in which no kernel takes
-less than a launch. What launches cost decides what fusion is for, so BERT and ViT are also weighed
-as if no kernel took less than 100 us, as where a framework issues operations one by one.
+less than a launch, and products fill the device with whole tiles. What launches cost decides what
+fusion is for, so BERT and ViT are also weighed as if no kernel took less than 100 us, as where a
+framework issues operations one by one.
 
 HFTA-NoMemOpt trains the largest subsets that fit, one after the other; HFTA-Capuchin all models
 fused, with swaps and recomputation; ``multiplexed`` is the best of multiplexed sub-arrays,

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
@@ -53,7 +53,9 @@ _BRANCHES = re.compile(
 _OF_ITS_MODULE = re.compile(r", control-predecessors=\{[^}]*\}| stack_frame_id=\d+")
 _WORKSPACE = re.compile(r", [su]8\[\d+\](?:\{[^}]*\})?\)$")
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":(\["[\d",]*\])')
-_FILTER_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
+_BATCHED = re.compile(r'"lhs_batch_dimensions":(\["[\d",]*\])')
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_GROUPS = re.compile(r"feature_group_count=(\d+)")
 #: The filter of a call of cuDNN: an operand, or the result; the other side is the output.
 _BACKWARD = re.compile(r"convBackward(Input|Filter)")
 
@@ -196,7 +198,13 @@ class Program:
         nothing."""
         if instruction.op != "custom-call":
             return int(self._costs(instruction).get("flops", 0))
-        return _flops_of_call(instruction)
+        found = _product_of_call(instruction)
+        return 0 if found is None else found.flops
+
+    def product_shape(self, instruction: Instruction) -> tuple[int, ...]:
+        """(batches, rows, columns) of the results of a product in a library; empty for others."""
+        found = _product_of_call(instruction) if instruction.op == "custom-call" else None
+        return () if found is None else found.shape
 
     def _costs(self, instruction: Instruction) -> dict[str, float]:
         parameters = "".join(
@@ -222,25 +230,55 @@ class Program:
         return tuple(found)
 
 
-def _flops_of_call(call: Instruction) -> int:
+class _Product(NamedTuple):
+    """Of a library.
+
+    Attributes:
+        shape: (batches, rows, columns) of the results.
+        flops: Of all.
+    """
+
+    shape: tuple[int, int, int]
+    flops: int
+
+
+def _product_of_call(call: Instruction) -> _Product | None:
+    """None for what is no product, or has no operands."""
     shapes = [
         _dims(dims)
         for shape in (*(shape for _, shape in call.operands), call.shape)
         for _, dims in _SHAPE.findall(shape)[:1]
     ]
     if len(shapes) < 3:
-        return 0
+        return None
     *operands, result = shapes
     if contracted := _CONTRACTED.search(call.rest):
         summed = math.prod(operands[0][int(dim)] for dim in json.loads(contracted[1]))
-        return 2 * math.prod(result) * summed
-    labels = _FILTER_LABELS.search(call.rest)
+        batched = _BATCHED.search(call.rest)
+        dims = json.loads(batched[1]) if batched else ()
+        batches = math.prod(operands[0][int(dim)] for dim in dims)
+        rows = math.prod(operands[0]) // (batches * summed) if summed else 0
+        columns = math.prod(result) // (batches * rows) if batches * rows else 0
+        return _Product((batches, rows, columns), 2 * math.prod(result) * summed)
+    labels = _LABELS.search(call.rest)
     if labels is None:
-        return 0
+        return None
     backward = _BACKWARD.search(call.rest)
+    made = backward[1] if backward else ""
     output, kernel = {
         "Input": (operands[0], operands[1]),
         "Filter": (operands[1], result),
         "": (result, operands[1]),
-    }[backward[1] if backward else ""]
-    return 2 * math.prod(output) * math.prod(kernel) // kernel[labels[1].index("o")]
+    }[made]
+    flops = 2 * math.prod(output) * math.prod(kernel) // kernel[labels[2].index("o")]
+    # The side of the result that is the output's features, or of an image its channels.
+    features = {
+        "Input": labels[1].index("f"),
+        "Filter": labels[2].index("o"),
+        "": labels[3].index("f"),
+    }[made]
+    counted = _GROUPS.search(call.rest)
+    groups = int(counted[1]) if counted else 1
+    columns = result[features] // groups
+    rows = math.prod(result) // (groups * columns) if columns else 0
+    return _Product((groups, rows, columns), flops)

@@ -96,7 +96,8 @@ def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWo
         if one.is_product:
             flops = local.kernels // calls if one.is_kernel_call else program.flops(one)
             dtype, precision = _computed(*one.product)
-            kernel = Kernel(kernel.nbytes, flops, dtype, precision)
+            shape = program.product_shape(one)
+            kernel = Kernel(kernel.nbytes, flops, dtype, precision, shape=shape)
             computed[dtype, precision] += one.times
         kernels[kernel] += one.times
     dtype, precision = computed.most_common(1)[0][0] if computed else ("float32", "default")

@@ -12,7 +12,8 @@ as it is:
                      use
     compute          flops_per_second by data type, efficiency (fraction of that rate which large
                      matrix products reach); optional: kernel_seconds (the least that a kernel
-                     takes, its launch included)
+                     takes, its launch included), cores (that make tiles of products, see
+                     ``capture.machine.tiles``; without them every product fills the device)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
@@ -36,6 +37,7 @@ from typing import Any, Literal
 
 from capture import documents
 from capture.errors import TargetError
+from capture.machine.tiles import FULL_REUSE
 from capture.quantities import format_bytes
 
 TARGET = documents.Format(
@@ -45,6 +47,8 @@ TARGET = documents.Format(
     "see capture/machine/target.py, which says what it holds",
     not_json="file",
 )
+#: Of an element that products compute in.
+_BYTES = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4, "float64": 8}
 TARGETS_FOLDER = Path(__file__).parent / "targets"
 
 Platform = Literal["cpu", "cuda", "tpu"]
@@ -150,6 +154,7 @@ class Rates:
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
         kernel_seconds: The least that a kernel takes, its launch included.
+        cores: That make the tiles of products; 0 where products are taken to fill the device.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -161,6 +166,7 @@ class Rates:
     host: HostLink
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     kernel_seconds: Sourced = Sourced(0.0, "none")
+    cores: Sourced = Sourced(0, "none")
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """The data type whose rate products have.
@@ -193,6 +199,15 @@ class Rates:
     def reached_flops_per_second(self, dtype: str, precision: str = "highest") -> float:
         """What large products reach of that rate."""
         return self.rate_of(dtype, precision).value * self.compute_efficiency.value
+
+    def needed_reuse(self, dtype: str, precision: str = "highest") -> float:
+        """How often tiles of products must use an element that they read, to reach their rate: as
+        often as those of 128 x 128 where products read most bytes per second, less elsewhere."""
+        read = {
+            name: rate.value * _BYTES.get(name, 4) for name, rate in self.flops_per_second.items()
+        }
+        computed = self.computed_in(dtype, precision)
+        return FULL_REUSE * read.get(computed, read["float32"]) / max(read.values())
 
     @property
     def reached_bytes_per_second(self) -> float:
@@ -367,6 +382,7 @@ class _Compute:
     flops_per_second: Mapping[str, Sourced]
     efficiency: Sourced
     kernel_seconds: Sourced = Rates.kernel_seconds
+    cores: Sourced = Rates.cores
 
 
 @dataclass(frozen=True)
@@ -461,4 +477,5 @@ class _Document:
             host,
             products.dtypes,
             compute.kernel_seconds,
+            compute.cores,
         )

@@ -39,6 +39,8 @@ class Kernel:
         flops: FLOPs of its matrix products or convolutions.
         dtype, precision: What these products compute in, as in ``ProgramWork``.
         count: How many there are.
+        shape: (batches, rows, columns) of the results of a product in a library, which its tiles
+            cover; a convolution counts as the product that it is. Empty for what has none.
     """
 
     nbytes: int
@@ -46,10 +48,13 @@ class Kernel:
     dtype: str = ""
     precision: str = ""
     count: int = 1
+    shape: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        products = {"flops": self.flops, "dtype": self.dtype, "precision": self.precision}
-        return {"nbytes": self.nbytes, "count": self.count, **(products if self.dtype else {})}
+        fields: dict[str, Any] = {"nbytes": self.nbytes, "count": self.count}
+        if self.dtype:
+            fields |= {"flops": self.flops, "dtype": self.dtype, "precision": self.precision}
+        return fields | ({"shape": list(self.shape)} if self.shape else {})
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ BUDGET_VERSION = 2
 #: Bump when other values are split along the sequence for the same model.
 SEQUENCE_VERSION = "sequence 3"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
-#: 2 counts kernels.
-WORK_VERSION = 2
+#: 2 counts kernels, 3 knows the shapes of products.
+WORK_VERSION = 3
 
 
 class CompileBackend:

@@ -1,7 +1,8 @@
 """Seconds from what programs compute, read and send: a roofline per program, alpha-beta per
 collective; and of a pipeline's step from those of its stages.
 
-    program    = sum over kernels of max(floor, FLOPs / F, bytes / B) + collectives
+    program    = sum over kernels of max(floor, products, bytes / B) + collectives
+    products   = FLOPs / F; of a library's product on a GPU, by its tiles (capture.machine.tiles)
     F, B       = specified rates of the target, each times the fraction of it that is reached in
                practice
     floor      = least seconds of a kernel, its launch included
@@ -32,6 +33,7 @@ import numpy as np
 
 from capture.machine.links import Links
 from capture.machine.target import Rates
+from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Kernel, ProgramWork
 from capture.plan.schedule import Schedule, TaskKind
@@ -100,12 +102,26 @@ class TimeModel:
     def kernel_seconds(self, kernel: Kernel) -> float:
         """One kernel, alone on its device."""
         moved = kernel.nbytes / self.rates.reached_bytes_per_second
-        products = (
-            kernel.flops / self.rates.reached_flops_per_second(kernel.dtype, kernel.precision)
-            if kernel.flops
-            else 0.0
+        return max(self.rates.kernel_seconds.value, moved, self._product_seconds(kernel))
+
+    def _product_seconds(self, kernel: Kernel) -> float:
+        if not kernel.flops:
+            return 0.0
+        rates, cores = self.rates, int(self.rates.cores.value)
+        reached = rates.reached_flops_per_second(kernel.dtype, kernel.precision)
+        if not (kernel.shape and cores):
+            return kernel.flops / reached
+        tiled = tiled_seconds(
+            kernel.shape,
+            kernel.flops,
+            cores,
+            reached,
+            rates.needed_reuse(kernel.dtype, kernel.precision),
+            rates.reached_bytes_per_second,
         )
-        return max(self.rates.kernel_seconds.value, moved, products)
+        # A few rows or columns are not padded to tiles, but computed by ordinary cores.
+        untiled = min(reached, rates.reached_flops_per_second("float32"))
+        return min(tiled, kernel.flops / untiled)
 
     def stage_times(self, cost: StageCost) -> StageTimes | None:
         """Seconds of a measured stage's programs; None if its work was not counted."""

@@ -239,10 +239,12 @@ def test_the_kernels_of_a_program_by_hand():
     work = work_of_text(text, LocalFlops(kernels=1000))
     array = 64 * 8 * 4
     conv = (1 * 8 * 14 * 14 + 16 * 8 * 9 + 16 * 14 * 14) * 4
+    flops = 2 * 16 * 14 * 14 * 8 * 9
     products = [
         Kernel(2 * array, 500, "float32", "default", count=2),
-        Kernel(2 * array + 64 * 64 * 4, 2 * 64 * 64 * 8, "float32", "default"),
-        Kernel(conv, 2 * 16 * 14 * 14 * 8 * 9, "float32", "default", count=2),
+        Kernel(2 * array + 64 * 64 * 4, 2 * 64 * 64 * 8, "float32", "default", shape=(1, 64, 64)),
+        Kernel(conv, flops, "float32", "default", shape=(1, 14 * 14, 16)),
+        Kernel(conv, flops, "float32", "default", shape=(1, 8 * 9, 16)),  # of the filter
     ]
     others = [
         Kernel(2 * 8 * 4 + 4, count=12),  # a row of the table

@@ -148,7 +148,8 @@ def test_work_survives_json():
     document = json.loads(json.dumps(write(work)))
     assert "kernels" not in document  # as before they were counted
     assert read(document, ProgramWork) == work
-    kernels = Kernel(4, 3, "float32", "highest"), Kernel(5, count=2), Kernel(0)
+    tiled = Kernel(4, 3, "float32", "highest", shape=(1, 2, 3))
+    kernels = Kernel(4, 3, "float32", "highest"), tiled, Kernel(5, count=2), Kernel(0)
     for counted in (replace(work, kernels=kernels), replace(work, kernels=())):
         assert read(json.loads(json.dumps(write(counted))), ProgramWork) == counted
 
