@@ -1,5 +1,5 @@
-"""The whole path on a small GPT and eight virtual CPU devices (2 nodes of 4): profile, recommend,
-run, compare.
+"""The whole path on a small GPT and eight virtual CPU devices (2 nodes of 4): bound, compile what
+decides, recommend, run, compare.
 
 Two plans are run: the recommended one, and a baseline with equal FLOPs per stage. For both, the
 table shows what was predicted for every device and what was measured while it ran, and the loss
@@ -19,8 +19,12 @@ from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.quantities import counted, format_bytes
-from profiling_runs import ProfileQuestion, profile
-from recommender import PlanQuestion, baseline_plan, recommend
+from profiling_runs import ProfileQuestion
+from profiling_runs.bounds import bounds
+from profiling_runs.verify import PlanCompiler, verify
+from recommender import PlanQuestion, baseline_plan
+from recommender.capture.bounds_first import bounds_first
+from recommender.capture.rounds import Effort
 
 NAME = "demo"
 HELP = "the whole path on a small GPT"
@@ -28,6 +32,8 @@ HELP = "the whole path on a small GPT"
 WORKLOAD = "capture.cli.tiny_gpt:gpt"
 CLUSTER = "2x4"
 MICROBATCHES, MICROBATCH_SIZE, SCHEDULE = 8, 4, "1f1b"
+#: Stages, after which the best plan so far is run: for a proof most of them would be compiled.
+MOST_COMPILES = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,19 +53,27 @@ def main(options: argparse.Namespace) -> int:
     from capture.runtime.training import Training, train
 
     spec = WorkloadSpec.parse(WORKLOAD)
-    say(options, f"profiling {WORKLOAD} for {cluster} by compiling: nothing is run")
-    measured = profile(
-        # No interval is shown.
-        ProfileQuestion(spec, cluster, MICROBATCH_SIZE, num_neighbours=1, calibration_plans=0),
-        store=asked.open_store(options),
-        where=asked.where_of(options),
-        progress=progress(options),
-    )
+    say(options, f"planning {WORKLOAD} for {cluster}: nothing is run")
+    asking = ProfileQuestion(spec, cluster, MICROBATCH_SIZE)
     question = PlanQuestion(cluster, MICROBATCHES * MICROBATCH_SIZE, MICROBATCHES, SCHEDULE)
-    recommended = recommend(measured, question)
-    assert recommended.plan is not None, "a plan without a memory limit exists"
-    baseline = baseline_plan(measured, question)
-    plans = {"recommended": recommended.plan, "baseline": baseline}
+    measurements = asked.open_measurements(options, asking)
+    with measurements.keeping_workers():
+        between = bounds(asking, measurements, progress(options))
+        recommended = bounds_first(
+            between.least,
+            between.most,
+            question,
+            PlanCompiler(between.least, lambda: measurements),
+            Effort(compiles=MOST_COMPILES),
+            told=lambda bracket: say(options, f"  {bracket}"),
+        )
+        assert recommended.plan is not None, "a plan without a memory limit exists"
+        baseline = verify(baseline_plan(between.least, question), measurements)
+    plans = {
+        "recommended": recommended.plan,
+        "baseline": baseline.plan.with_(prediction=None, verification=baseline.verified),
+    }
+    workload = spec.load()
     document: dict[str, Any] = {
         "workload": WORKLOAD,
         "cluster": CLUSTER,
@@ -72,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
     for name, plan in plans.items():
         say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")
         training = Training(options.steps, check=True, fast_compile=True)
-        ran = train(plan, spec.load(), training, lambda text: say(options, f"  {text}"))
+        ran = train(plan, workload, training, lambda text: say(options, f"  {text}"))
         document[name] = {
             "stages": [stage.to_json() for stage in plan.stages],
             "predicted_peak_bytes_per_device": ran["predicted_peak_bytes_per_device"],

@@ -3,9 +3,9 @@ same order with the same keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ class ReferenceStep:
 
     @cached_property
     def _grad(self):
-        return jax.jit(jax.value_and_grad(self.workload.loss_fn))
+        return _gradients(self.workload.loss_fn)
 
     @cached_property
     def _update(self):
@@ -103,6 +103,12 @@ class ReferenceStep:
             "max_relative_gradient_error": errors[worst],
             "worst_gradient": worst,
         }
+
+
+@lru_cache(maxsize=1)
+def _gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for several trainings of a loss, one after the other."""
+    return jax.jit(jax.value_and_grad(loss_fn))
 
 
 def rounded(gradients: PyTree, roundings: int) -> PyTree:
