@@ -46,6 +46,8 @@ _NO_KERNELS = re.compile(
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
+#: Any computation, and nothing else: an instruction may have the name of one.
+_COMPUTATIONS = re.compile(r"\b\w+=%([\w.\-]+)|computations=\{([^}]*)\}")
 _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%[\w.\-]+))"
 )
@@ -222,11 +224,12 @@ class Program:
         )
 
     def _called(self, text: str) -> tuple[str, ...]:
-        """Computations that a text names, those that they call before them."""
+        """Computations that a text calls, those that they call before them."""
         found: dict[str, None] = {}
-        for name in OPERAND.findall(text):
-            if name in self._text_of:
-                found |= dict.fromkeys((*self._called(self._body_of[name]), name))
+        for one, several in _COMPUTATIONS.findall(text):
+            for name in [one] if one else OPERAND.findall(several):
+                if name in self._text_of:
+                    found |= dict.fromkeys((*self._called(self._body_of[name]), name))
         return tuple(found)
 
 
