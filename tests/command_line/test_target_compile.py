@@ -233,7 +233,8 @@ def test_a_call_of_a_library_hides_no_other_bytes():
 
 def test_the_kernels_of_a_program_by_hand():
     """A loop's run as often as it does, a choice's as if it were the larger one, and kernels read
-    what they use of an operand; a library's workspace is nothing that it moves. A kernel of Pallas
+    what they use of an operand, also where an instruction has the name of its computation; a library's
+    workspace is nothing that it moves. A kernel of Pallas
     has its share of what they compute together, and a collective is none."""
     text = (REPOSITORY / "tests" / "data" / "kernels.hlo").read_text()
     work = work_of_text(text, LocalFlops(kernels=1000))
