@@ -291,6 +291,7 @@ class CompileBackend:
         ]
         return content_hash([self._facts, "update", params, *of_others])
 
+    @environment.without_collecting()
     def measure(self, config: StageConfig) -> StageCost:
         """Compile a stage config, or take its measurement from the store.
 
