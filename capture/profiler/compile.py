@@ -291,7 +291,6 @@ class CompileBackend:
         ]
         return content_hash([self._facts, "update", params, *of_others])
 
-    @environment.without_collecting()
     def measure(self, config: StageConfig) -> StageCost:
         """Compile a stage config, or take its measurement from the store.
 
@@ -356,6 +355,7 @@ class CompileBackend:
             lambda: self.programs(config, compiler=compiler, kind=SplitStagePrograms).buffers,
         )
 
+    @environment.without_collecting()
     def _stored(
         self, kind: type[Measured], key: str, compile_it: Callable[[], Measured]
     ) -> Measured:
