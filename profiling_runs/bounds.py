@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from capture.environment import without_collecting
 from capture.errors import ProfileError
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageBounds
@@ -30,6 +31,7 @@ class Bounds:
     most: Profile
 
 
+@without_collecting()
 def bounds(
     question: ProfileQuestion,
     measurements: Measurements,

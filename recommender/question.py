@@ -15,8 +15,9 @@ from capture.plan.stages import batch_violations
 #: Alpa's search (``recommender.capture.autostage``): it has a space and a limit of its own, so it
 #: is asked with the profile.
 AUTOSTAGE = "autostage"
-#: The least peak in compiled bytes, or the fastest plan that fits, from bounds and few compiles
-#: (``recommender.capture.bounds_first``, ``fastest_first``): it is asked without a profile.
+#: The least peak in compiled bytes, the fastest plan that fits, or the front of both, from bounds
+#: and few compiles (``recommender.capture.bounds_first``, ``fastest_first``, ``front_first``): it
+#: is asked without a profile.
 BOUNDS_FIRST = "bounds-first"
 #: What answers a question, as (objective, mode, algorithm). Of the entries that agree with what is
 #: asked, the first is taken.
@@ -31,6 +32,7 @@ SEARCHES = (
     ("throughput", "default", AUTOSTAGE),
     ("throughput", "default", BOUNDS_FIRST),
     ("pareto", "default", "throughput"),
+    ("pareto", "default", BOUNDS_FIRST),
 )
 OBJECTIVES, MODES, SEARCH_NAMES = (
     tuple(dict.fromkeys(column)) for column in zip(*SEARCHES, strict=True)

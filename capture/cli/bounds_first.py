@@ -1,5 +1,5 @@
 """``capture plan`` for accelerators, and ``--algorithm bounds-first``: the plan of least peak in
-compiled bytes, without a profile."""
+compiled bytes, the fastest one that fits, or the front of both, without a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.fitting import measuring, name_change, tell
 from capture.cli.options import Option
-from capture.cli.output import attempts_table, emit, peak_line, say, stage_table
+from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
 from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
@@ -33,6 +33,7 @@ from recommender.capture.bounds_first import BoundedKnowledge, bounds_first
 from recommender.capture.changes import FittingChange, cheapest_change
 from recommender.capture.extent import Attempt, best_of, smallest_cluster
 from recommender.capture.fastest_first import fastest_first
+from recommender.capture.front_first import front_first
 from recommender.capture.rounds import Effort
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
@@ -71,7 +72,7 @@ class _Rounds:
 OPTIONS = (
     Option(
         "within",
-        f"{BOUNDS_FIRST}: end once no plan is better than the compiled one by more, such as 5%%",
+        f"{BOUNDS_FIRST}: end once no plan is better than what is compiled by more, such as 5%%",
         read=_percent,
         metavar="PART",
     ),
@@ -117,7 +118,7 @@ def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
     other += ["backend"] * (of_profile.backend != "compile")
     other += ["calibration_plans"] * (options.calibration_plans != DEFAULT_CALIBRATION_PLANS)
     is_named = options.algorithm == BOUNDS_FIRST
-    if is_named and options.objective == "throughput":
+    if is_named and options.objective in ("throughput", "pareto"):
         of_peaks = ("smallest_cluster", "try_microbatches")
         other += [name for name in of_peaks if getattr(options, name)]
     is_bounded = is_named or (not other and _is_default(options, of_profile))
@@ -179,9 +180,10 @@ class _Asking:
         return PlanCompiler(least, lambda: self._measurements)
 
     def answer(self, question: PlanQuestion) -> StageAnswer:
-        """The plan of least peak, or the fastest."""
+        """The plan of least peak, or the fastest, or the front."""
         options, between = self._options, self.bounds(question.microbatch_size)
-        search = fastest_first if question.objective == "throughput" else bounds_first
+        searches = {"throughput": fastest_first, "pareto": front_first}
+        search = searches.get(question.objective or "", bounds_first)
         return search(
             between.least,
             between.most,
@@ -318,6 +320,7 @@ def _lines(
     if timeline is not None:
         document["time"] = time_summary(timeline, result.plan, known.graph)
         lines.append(describe_time(document["time"]))
+    lines += front_table(result.why.front)
     if result.status == "ok":
         result.plan.save(options.output)
         lines.append(

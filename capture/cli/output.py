@@ -156,3 +156,35 @@ def attempts_table(attempts: Sequence[Any]) -> str:
         for attempt in attempts
     ]
     return table(["tried", "status", "peak", "is", "step"], rows)
+
+
+def front_table(front: Any) -> list[str]:
+    """The front of peak memory against step time, smallest peak first; nothing without a plan."""
+    if front is None or not front.points:
+        return []
+    rows = [
+        [
+            format_bytes(point.peak_bytes),
+            format_seconds(point.step_seconds),
+            *([_within(point.within_fraction)] if front.compiled else []),
+            f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-",
+            ", ".join(
+                f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
+                for s in point.stages
+            ),
+        ]
+        for point in front.points
+    ]
+    said = "compiled plans" if front.compiled else "a sample with both ends"
+    said = "every plan that none beats in both" if front.complete else said
+    said += ", extrapolated" * front.extrapolated
+    proven = ["least but for"] * front.compiled
+    return [
+        f"front of memory and time ({said}):",
+        table(["peak", "step", *proven, "schedule, M", "layers (dp x tp)"], rows),
+    ]
+
+
+def _within(fraction: float) -> str:
+    """How far a point of a front is proven."""
+    return f"{fraction:.1%}" if fraction else "proven"

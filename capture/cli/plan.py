@@ -15,7 +15,7 @@ from capture.cli import array, asked, bounds_first, layers, packs
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.options import Option
-from capture.cli.output import attempts_table, emit, peak_line, say, stage_table, table
+from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.errors import PlanError, ProfileError, Violation
@@ -23,9 +23,8 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
-from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import format_bytes, format_seconds
+from capture.quantities import format_bytes
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
@@ -221,8 +220,7 @@ def main(options: argparse.Namespace) -> int:
                 predicted_timeline(result.plan, knowledge.profile), result.plan, graph
             )
             lines.append(describe_time(document["time"]))
-        if result.why.front and result.why.front.points:
-            lines += front_table(result.why.front)
+        lines += front_table(result.why.front)
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(
@@ -400,25 +398,3 @@ def _chosen(
     else:
         return question, (), None
     return (question, attempts, None) if best is None else (best.question, attempts, best.result)
-
-
-def front_table(front: Front) -> list[str]:
-    """The front of peak memory against step time, smallest peak first."""
-    rows = [
-        [
-            format_bytes(point.peak_bytes),
-            format_seconds(point.step_seconds),
-            f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-",
-            ", ".join(
-                f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
-                for s in point.stages
-            ),
-        ]
-        for point in front.points
-    ]
-    said = "every plan that none beats in both" if front.complete else "a sample with both ends"
-    said += ", extrapolated" * front.extrapolated
-    return [
-        f"front of memory and time ({said}):",
-        table(["peak", "step", "schedule, M", "layers (dp x tp)"], rows),
-    ]

@@ -387,12 +387,16 @@ class _Walk:
         product would need it. The result of an operation on one parameter alone is a view of it,
         so that a reshaped or transposed parameter can still be cut later.
         """
-        flows = [dim_flow(eqn, operand, self.degree) for operand in range(len(inputs))]
         result = _Value(
             static=all(value.static for value in inputs),
             lost=next((v.lost for v in inputs if v.lost is not None), None),
         )
-        for value, flow in zip(inputs, flows, strict=True):
+        followed = [
+            (value, dim_flow(eqn, operand, self.degree))
+            for operand, value in enumerate(inputs)
+            if value.dim is not None or value.param is not None
+        ]
+        for value, flow in followed:
             if value.dim is None:
                 continue
             if flow[value.dim] is None:
@@ -400,11 +404,7 @@ class _Walk:
                     result = replace(result, lost=value.column)
             elif result.dim is None:
                 result = replace(result, dim=flow[value.dim], column=value.column)
-        views = [
-            (value, flow)
-            for value, flow in zip(inputs, flows, strict=True)
-            if value.param is not None
-        ]
+        views = [(value, flow) for value, flow in followed if value.param is not None]
         if result.dim is not None:
             for value, flow in views:
                 if result.dim in flow:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from capture import documents
@@ -19,11 +19,14 @@ class FrontPoint:
     """A plan that no other one beats both in memory and in time.
 
     Attributes:
-        peak_bytes: Per device, predicted.
+        peak_bytes: Per device, predicted; the compiler's where ``within_fraction`` is known.
         step_seconds: As the search estimates it, transfers included.
         bound_fraction: No plan of the same peak is faster by more, transfers left out.
         stages: Layers and degrees.
         schedule, num_microbatches: As in the plan that has the front, where they are not said.
+        within_fraction: Of a compiled plan, where bounds were searched: no plan that fits is below
+            it by more in both, compiled bytes and seconds without transfers; 0 if none is. None
+            where it is not known.
     """
 
     peak_bytes: int
@@ -32,11 +35,13 @@ class FrontPoint:
     stages: tuple[Stage, ...] = ()
     schedule: str = ""
     num_microbatches: int = 0
+    within_fraction: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Without the schedule where it is that of the plan."""
+        """Without what is not said."""
+        left_out = {f.name for f in fields(self) if getattr(self, f.name) == f.default} - {*_ALWAYS}
         written = documents.fields_of(self)
-        return {name: value for name, value in written.items() if value or name in _ALWAYS}
+        return {name: value for name, value in written.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Front:
     complete: bool
     extrapolated: bool = False
     seconds: float = 0.0
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the points are compiled plans, with how far each is proven."""
+        return all(point.within_fraction is not None for point in self.points)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,9 @@ class Bracket:
         least_step_seconds, most_step_seconds: Of a step by the closed form without transfers, where
             the fastest plan that fits is searched for; then the bytes are those of that plan. The
             second once it is compiled.
+        num_points: Compiled plans of a front, where that is searched for; then the bytes are of its
+            smallest plan, and the seconds of its fastest.
+        within_fraction: How near these are to the front, as in ``Proven``.
     """
 
     seconds: float
@@ -93,24 +106,38 @@ class Bracket:
     compiled: bool
     least_step_seconds: float | None = None
     most_step_seconds: float | None = None
+    num_points: int | None = None
+    within_fraction: float | None = None
 
     def __str__(self) -> str:
-        what, ends = "the least peak", map(format_bytes, (self.least_bytes, self.most_bytes))
+        known = [self._peak, self._step]
+        if self.num_points is None:
+            known = [self._step or self._peak]
+        elif self.within_fraction is not None and self.within_fraction < 1:
+            known.append(f"the front is known to {self.within_fraction:.1%}")
         begins = f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: "
-        if self.least_step_seconds is not None:
-            what, ends = "the fastest step that fits", map(format_seconds, self._step_seconds)
-            if self.most_step_seconds is None:
-                return f"{begins}{what} takes at least {next(ends)}"
-        expected = "" if self.compiled else " (expected)"
-        return f"{begins}{what} is between {' and '.join(ends)}{expected}"
+        if self.num_points:
+            begins += f"{counted(self.num_points, 'plan')}; "
+        return f"{begins}{', '.join(known)}"
 
     @property
-    def _step_seconds(self) -> Sequence[float]:
-        ends = self.least_step_seconds, self.most_step_seconds
-        return [seconds for seconds in ends if seconds is not None]
+    def _peak(self) -> str:
+        ends = " and ".join(map(format_bytes, (self.least_bytes, self.most_bytes)))
+        return f"the least peak is between {ends}{'' if self.compiled else ' (expected)'}"
+
+    @property
+    def _step(self) -> str:
+        """Empty where peaks alone are searched for."""
+        least, most = self.least_step_seconds, self.most_step_seconds
+        if least is None:
+            return ""
+        if most is None:
+            return f"the fastest step that fits takes at least {format_seconds(least)}"
+        ends = " and ".join(map(format_seconds, (least, most)))
+        return f"the fastest step that fits is between {ends}"
 
     def to_json(self) -> dict[str, Any]:
-        """Without seconds of steps where peaks were searched for."""
+        """Without what was not searched for."""
         written = documents.fields_of(self)
         return {name: value for name, value in written.items() if value is not None}
 
@@ -121,8 +148,9 @@ class Proven:
 
     Attributes:
         within_fraction: No plan of the space needs less than its peak by more; 0 if none needs
-            less. Of the fastest plan the same of its step; None where nothing was compiled, so that
-            nothing is known of that.
+            less. Of the fastest plan the same of its step; of a front: whichever plan fits, one of
+            the compiled ones is larger and slower than that by no more. None where nothing was
+            compiled, so that nothing is known of that.
         trail: Every bracket, the last one last.
         ended: Why the search ended: ``proven``; ``within`` what was asked; ``memory``: nothing
             fits; ``fits``: a plan does, and any was asked for; ``compiles``, ``seconds``: so many

@@ -355,6 +355,7 @@ class CompileBackend:
             lambda: self.programs(config, compiler=compiler, kind=SplitStagePrograms).buffers,
         )
 
+    @environment.without_collecting()
     def _stored(
         self, kind: type[Measured], key: str, compile_it: Callable[[], Measured]
     ) -> Measured:

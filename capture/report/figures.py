@@ -408,10 +408,12 @@ def front(facts: ReportFacts) -> Figure:
         **_limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points)),
     }
     said = (
-        "no other plan of the search is both smaller and faster than one of them"
-        if facts.front.complete
+        "compiled, and none beats another both in memory and in time"
+        if facts.front.compiled
         else "a sample of those that no other plan beats both in memory and in time, with both ends"
     )
+    if facts.front.complete:
+        said = "no other plan of the search is both smaller and faster than one of them"
     caption = (
         f"{counted(len(points), 'plan')}: {said}. Step times are estimates of the search; this "
         "plan's is that of the simulation."

@@ -172,11 +172,14 @@ class Memory:
     def least(self) -> int:
         """The lower bound: over the products, the most that has to be there while one runs, in any
         order of the operations."""
-        at_products = (
-            self._fresh_before(product) + self._while_running(product) + self._scratch_of(product)
-            for product in self._program.products
-        )
-        return max(sum(self._least_fresh.values()), max(at_products, default=0))
+        found, products = sum(self._least_fresh.values()), self._program.products
+        others = {p: self._fresh_before(p) + self._scratch_of(p) for p in products}
+        at_most = {p: nbytes + self._at_most_while_running(p) for p, nbytes in others.items()}
+        for product in sorted(products, key=lambda p: -at_most[p]):
+            if at_most[product] <= found:
+                break  # as of all that follow
+            found = max(found, others[product] + self._while_running(product))
+        return found
 
     def _fresh_before(self, product: int) -> int:
         """Of the fresh results that a product depends on."""
@@ -206,6 +209,13 @@ class Memory:
             for values, operands in needed.groups
         )
         return there + sum(nbytes[v] for v in needed.made)
+
+    def _at_most_while_running(self, product: int) -> int:
+        """No less than ``_while_running``, in less time: no value counts more than its own
+        bytes."""
+        needed, nbytes = self._program.needed(product), self._nbytes
+        there = (max(nbytes.get(v, 0) for v in values) for values, _ in needed.groups)
+        return sum(there) + sum(nbytes[v] for v in needed.made)
 
     @cached_property
     def _nbytes(self) -> Mapping[Any, int]:

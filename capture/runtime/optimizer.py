@@ -105,7 +105,8 @@ class TracedOptimizer:
             jax.tree_util.keystr(path)
             for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)
         ]
-        state_struct = jax.eval_shape(optimizer.init, structs)
+        init, state_struct = jax.make_jaxpr(optimizer.init, return_shape=True)(structs)
+        self.init = DataFlow(init)
         self.state, self.state_tree = jax.tree.flatten(state_struct)
 
         def step(params, state, grads):
@@ -118,7 +119,6 @@ class TracedOptimizer:
             return jax.tree.leaves(new), jax.tree.leaves(state)
 
         self.update = DataFlow(jax.make_jaxpr(step)(structs, state_struct, structs))
-        self.init = DataFlow(jax.make_jaxpr(lambda p: jax.tree.leaves(optimizer.init(p)))(structs))
 
     @cached_property
     def param_keys(self) -> list[str]:

@@ -407,7 +407,7 @@ class StagePrograms(StageLayout):
         update, summarize = self.update, self.summarize
         return UpdateCost(
             update_bytes=update.transient_bytes,
-            optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
+            optimizer_bytes=sum(map(shard_bytes, self._own[1])),
             summarize_bytes=summarize.transient_bytes if summarize else 0,
             summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
             update_work=None if update.work is None else self._with_zeros(update.work),

@@ -88,9 +88,14 @@ class TracedProgram:
         return [self._inner(equation.invars) for equation in self.equations]
 
     @cached_property
+    def _inner_makes(self) -> Sequence[Sequence[Any]]:
+        """Per operation, what it makes that is no result."""
+        return [self._inner(equation.outvars) for equation in self.equations]
+
+    @cached_property
     def inner_values(self) -> Sequence[Any]:
         """All that operations make that is no result."""
-        return [v for equation in self.equations for v in self._inner(equation.outvars)]
+        return [v for makes in self._inner_makes for v in makes]
 
     @cached_property
     def distinct_products(self) -> Sequence[Any]:
@@ -120,8 +125,10 @@ class TracedProgram:
         """All but products, by which bytes begin where they do not only rename, cast or
         transpose."""
         return [
-            Step(reads, self._inner(e.outvars), e.primitive.name not in _READ_AS_IT_IS)
-            for e, reads in zip(self.equations, self.inner_reads, strict=True)
+            Step(reads, makes, e.primitive.name not in _READ_AS_IT_IS)
+            for e, reads, makes in zip(
+                self.equations, self.inner_reads, self._inner_makes, strict=True
+            )
             if not _is_product(e)
         ]
 
@@ -132,22 +139,18 @@ class TracedProgram:
         return self._needed[product]
 
     def _found_needed(self, product: int) -> Needed:
-        before, groups = self._before[product], _Groups()
+        before, groups = self._before[product], _Groups(self._joined_before[product])
         made = self.equations[product].outvars
-        later: set[Any] = set()
+        later = set(made)
         wanted = set(self.inner_reads[product])
-        others = []
-        for at, reads in enumerate(self.inner_reads):
-            if at == product:
-                later.update(made)
-            elif not later.isdisjoint(reads):
+        others = [at for at in range(product) if at not in self._is_product or at in before]
+        for at, reads in enumerate(self.inner_reads[product + 1 :], start=product + 1):
+            if not later.isdisjoint(reads):
                 later.update(self.equations[at].outvars)
                 if at in self._useful:
                     wanted.update(reads)
             elif at not in self._is_product:
-                groups.join(*reads, *self._inner(self.equations[at].outvars))
-                others.append(at)
-            elif at in before:
+                groups.join(*reads, *self._inner_makes[at])
                 others.append(at)
         wanted -= later
         read: dict[Any, list[Any]] = {}
@@ -168,6 +171,17 @@ class TracedProgram:
             steps[::-1],
             [(values, operands.get(group, ())) for group, values in read.items()],
         )
+
+    @cached_property
+    def _joined_before(self) -> Mapping[int, Mapping[Any, Any]]:
+        """Per product, how the operations before it that are no products join values."""
+        groups, found = _Groups({}), {}
+        for at, reads in enumerate(self.inner_reads):
+            if at in self._is_product:
+                found[at] = groups.joined
+            else:
+                groups.join(*reads, *self._inner_makes[at])
+        return found
 
     @cached_property
     def _useful(self) -> Collection[int]:
@@ -263,10 +277,19 @@ class TracedProgram:
 
 
 class _Groups:
-    """Values that are joined, directly or through others."""
+    """Values that are joined, directly or through others.
 
-    def __init__(self) -> None:
-        self._next: dict[Any, Any] = {}
+    Args:
+        joined: Those of other groups, which stay as they are.
+    """
+
+    def __init__(self, joined: Mapping[Any, Any]) -> None:
+        self._next = dict(joined)
+
+    @property
+    def joined(self) -> Mapping[Any, Any]:
+        """As of now."""
+        return dict(self._next)
 
     def of(self, value: Any) -> int:
         """A number of the value's group."""

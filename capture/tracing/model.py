@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capture.environment import without_collecting
 from capture.errors import TracingError
 from capture.model.graph import Layer, LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
@@ -144,6 +145,7 @@ class TracedModel:
         return self._slices[first, stop]
 
 
+@without_collecting()
 def trace(
     workload: WorkloadProtocol,
     microbatch_size: int,

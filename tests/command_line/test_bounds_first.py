@@ -139,7 +139,7 @@ def test_a_lower_bound_is_that_of_the_largest_part(model):
     assert memory.backward[0, num_layers] == max(measured.values())
 
 
-@pytest.mark.parametrize("objective", ["memory", "throughput"])
+@pytest.mark.parametrize("objective", ["memory", "throughput", "pareto"])
 def test_a_profile_is_not_searched_on_bounds(model, objective):
     asked = replace(QUESTION, algorithm=BOUNDS_FIRST, objective=objective)
     with pytest.raises(PlanError, match=r"leave out the profile\. \[plan-algorithm\]"):
@@ -165,6 +165,7 @@ def asks_for_bounds(text):
         ("--target h100 --smallest-cluster --memory 1GB", True),
         ("--target h100 --try-microbatches 2,4", True),
         ("--target h100 --objective throughput --algorithm bounds-first", True),
+        ("--target h100 --objective pareto --algorithm bounds-first", True),
         ("--target h100 --remat auto", True),
         ("--target h100 --remat full:2", True),
         *(
@@ -208,17 +209,16 @@ def test_accelerators_are_planned_for_on_bounds_where_nothing_needs_a_profile(te
             "--target h100 --objective throughput --algorithm bounds-first --smallest-cluster",
             "--smallest-cluster=True does not go with",
         ),
+        (
+            "--target h100 --objective pareto --algorithm bounds-first --try-microbatches 2,4",
+            "--try-microbatches=(2, 4) does not go with",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(text, said):
     with pytest.raises(PlanError, match=re.escape(said)) as error:
         asks_for_bounds(text)
     assert error.value.codes == ("plan-algorithm",)
-
-
-def test_fronts_have_no_bounds():
-    with pytest.raises(PlanError, match=r"does not search for .*\[plan-algorithm\]"):
-        replace(QUESTION, algorithm=BOUNDS_FIRST, objective="pareto")
 
 
 @pytest.fixture
@@ -313,3 +313,21 @@ def test_a_plan_for_an_accelerator_has_the_time_of_its_step(tmp_path):
     verified = capture(tmp_path, "verify", "plan.json", *STORE)
     assert found.document["time"] == verified.document["time"]
     assert found.document["search"]["optimal"] and not found.document["failures"]
+
+
+@pytest.mark.slow
+def test_the_front_of_an_accelerator_is_compiled(tmp_path):
+    workload = f"{user_models.__path__[0]}/tiny.py:model?layers=4"
+    asked = ("plan", workload, *BATCH, *STORE, "--target", "h100", "--objective", "pareto")
+    found = capture(tmp_path, *asked, "--algorithm", BOUNDS_FIRST)
+    assert "plan; the least peak is between" in found.err
+    why = found.document["why"]
+    best = why["front"]["points"][-1]
+    assert best["peak_bytes"] == max(
+        found.document["plan"]["verification"]["peak_bytes_per_device"]
+    )
+    assert best["within_fraction"] <= why["proven"]["within_fraction"]
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.verification is not None and plan.why is not None
+    assert plan.why.to_json()["front"] == why["front"]
+    capture(tmp_path, "report", "plan.json", "-o", "report.html")

@@ -3,6 +3,7 @@ normalised."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -169,3 +170,11 @@ def test_the_host_of_a_run_is_said_in_whole_or_refused(monkeypatch):
     )
     monkeypatch.setenv("CAPTURE_HOST", "1")
     assert environment.host_of_run() == ("10.0.0.1:4321", 2, 1)
+
+
+def test_garbage_is_looked_for_again():
+    with environment.without_collecting():
+        with environment.without_collecting():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
