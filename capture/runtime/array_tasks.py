@@ -1,0 +1,57 @@
+"""What models of several programs may have together: hyperparameters each of its own optimizer, and
+shared what is the same in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from capture.errors import Violation
+from capture.plan.array import Member, Task
+from capture.runtime.fused import FusedArray
+from capture.runtime.layerwise import LayerwiseOptimizer, hyperparameter_violations
+
+
+def wrong_hyperparameters(
+    optimizers: Mapping[Task, LayerwiseOptimizer], tasks: Sequence[Task], models: Sequence[Member]
+) -> Iterator[Violation]:
+    """Values for what a model's own optimizer does not take.
+
+    Args:
+        optimizers: By task.
+        tasks: Of each model.
+        models: As many.
+    """
+    for task in dict.fromkeys(tasks):
+        own = [model for model, of in zip(models, tasks, strict=True) if of == task]
+        yield from hyperparameter_violations(optimizers[task], own)
+
+
+def unlike_shared(arrays: Mapping[Task, FusedArray]) -> Iterator[Violation]:
+    """Programs that have other shared parameters or batches, or read them in other parts: what is
+    there once is one for all.
+
+    Args:
+        arrays: By task, of any number of models.
+    """
+    (first, known), *others = ((task, _shared(array)) for task, array in arrays.items())
+    for task, found in others:
+        if found != known:
+            names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
+            yield Violation(
+                f"models of {first} and models of {task} are to share {', '.join(names)}, which "
+                "are not the same arrays in both, or are read by other layers; share what is "
+                "alike, or nothing.",
+                "array-tasks",
+            )
+
+
+def _shared(array: FusedArray) -> dict[str, list[Any]]:
+    """By bundle that is there once: which parameters or leaves of the batch, of which shape."""
+    found = dict[str, list[Any]]()
+    for bundle, values in zip(array.bundles, array.values, strict=True):
+        if bundle.shared:
+            place = bundle.feed or [array.params.index(value) for value in values]
+            structs = [(one.shape, str(one.dtype)) for one in map(array.struct, values)]
+            found[bundle.name] = list(zip(place, structs, strict=True))
+    return found
