@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from math import prod
 from typing import Literal
 
 from capture.plan.array import Order
@@ -106,6 +107,10 @@ RULES: dict[Rule, Callable[[int], Iterable[tuple[int, ...]]]] = {
 }
 
 
+#: Partitions of several programs that are weighed at most.
+MOST_MIXED = 16
+
+
 def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
     """The partitions of a rule, multiplexed and in turn; equal sub-arrays (by one model), all fused
     and none fused in turn.
@@ -113,13 +118,48 @@ def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
     A partition is multiplexed as one cycle, the backward pass of each sub-array beside the forward
     pass of the next, the larger ones first; so any number of sub-arrays can be.
     """
-    sizes = list(RULES[rule](num_models))
-    multiplexed = [one for one in sizes if len(one) > 1]
+    multiplexed = [one for one in RULES[rule](num_models) if len(one) > 1]
+    found = [Way(placed(one), "multiplexed") for one in multiplexed]
+    return [*found, *(Way(placed(one), "in turn") for one in _sizes(num_models, rule))]
+
+
+def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[Way]:
+    """The ways of models of several programs: what a rule makes of those of each, combined,
+    multiplexed and in turn.
+
+    Sub-arrays of a program stay together in the cycle: their passes are as long as one another. Of
+    many programs the coarsest partitions of all are combined, then the next finer ones, and so on.
+
+    Args:
+        models: Of each program; of one, these are all its ways.
+        rule: Of the partitions of models that are one program.
+    """
+    if len(models) == 1:
+        return ways(len(models[0]), rule)
+    each = [sorted(_sizes(len(own), rule), key=len) for own in models]
+    longest = max(map(len, each))
+    if prod(map(len, each)) <= MOST_MIXED:
+        chosen = list(product(*each))
+    else:
+        last = longest - 1
+        chosen = [tuple(own[n * (len(own) - 1) // last] for own in each) for n in range(longest)]
+    partitions = [
+        tuple(
+            tuple(own[n] for n in group)
+            for own, sizes in zip(models, sizes_of_each, strict=True)
+            for group in placed(sizes)
+        )
+        for sizes_of_each in dict.fromkeys(chosen)
+    ]
+    orders: tuple[Order, ...] = ("multiplexed", "in turn")
+    return [Way(partition, order) for order in orders for partition in partitions]
+
+
+def _sizes(num_models: int, rule: Rule) -> list[tuple[int, ...]]:
+    """Of sub-arrays in turn: of equal ones, and by a rule."""
     parts = (1, num_models) if rule == "equal" else (1, 2, 3, 4, num_models)
     equal = [_equal(num_models, count) for count in parts]
-    in_turn = dict.fromkeys([*(one for one in equal if min(one)), *sizes])
-    found = [Way(placed(one), "multiplexed") for one in multiplexed]
-    return [*found, *(Way(placed(one), "in turn") for one in in_turn)]
+    return list(dict.fromkeys([*(one for one in equal if min(one)), *RULES[rule](num_models)]))
 
 
 def _equal(num_models: int, parts: int) -> tuple[int, ...]:
