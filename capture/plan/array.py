@@ -132,22 +132,36 @@ class Task:
 
 
 def tasks_of(
-    models: Sequence[Member], batch_size: int, workload: WorkloadSpec | None
+    models: Sequence[Member], batch_size: int, workload: WorkloadSpec | None, num_layers: int = 0
 ) -> tuple[Task, ...]:
     """What each model trains.
 
     Args:
         models: Of an array.
         batch_size, workload: Of those that have none of their own.
+        num_layers: Of that workload, whatever the batch.
     """
     same = "" if workload is None else str(workload)
-    return tuple(
-        Task(
-            batch_size if model.batch_size is None else model.batch_size,
-            "" if model.workload == same else model.workload,
+
+    def task(model: Member) -> Task:
+        size = batch_size if model.batch_size is None else model.batch_size
+        if model.workload in ("", same):
+            return Task(size, "", num_layers)
+        return Task(size, model.workload)
+
+    return tuple(map(task, models))
+
+
+def sharing_violations(shared: Shared, tasks: Sequence[Task]) -> Iterator[Violation]:
+    """Parameters that models of several workloads are to share."""
+    names = dict.fromkeys(task.workload or "the plan's" for task in tasks)
+    if shared and len(names) > 1:
+        what = "a predicate" if callable(shared) else list(shared)
+        yield Violation(
+            f"shared={what}, and the models are of {len(names)} workloads ({', '.join(names)}); "
+            "parameters are shared by models of one.",
+            "array-tasks",
         )
-        for model in models
-    )
 
 
 def member_violations(models: Sequence[Member]) -> Iterator[Violation]:
@@ -271,13 +285,8 @@ class ArrayPlan:
         """What each model trains."""
         own = Task(self.batch_size, "", self.num_layers, self.model_hash)
         known = {task: task for task in (*self.tasks, own)}
-
-        def found(task: Task) -> Task:
-            # Another batch of the same loss is cut into as many layers.
-            num_layers = 0 if task.workload else self.num_layers
-            return known.get(task) or replace(task, num_layers=num_layers)
-
-        return tuple(map(found, tasks_of(self.models, self.batch_size, self.workload)))
+        tasks = tasks_of(self.models, self.batch_size, self.workload, self.num_layers)
+        return tuple(known.get(task, task) for task in tasks)
 
     @property
     def compiled(self) -> bool:
@@ -319,8 +328,7 @@ class ArrayPlan:
     def save(self, path: str | Path) -> None:
         """Write JSON; the paths of workloads and of a target's file are stored relative to the
         file."""
-        folder = Path(path).parent
-        save(self._moved(lambda spec: spec.relative_to(folder)), path)
+        save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> ArrayPlan:
@@ -330,12 +338,10 @@ class ArrayPlan:
             PlanError: ``array-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        folder = Path(path).parent
-        plan = resolved(ARRAY_PLAN.load(path, cls.from_json), path)
-        return plan._moved(lambda spec: spec.resolved_from(folder))
+        return resolved(ARRAY_PLAN.load(path, cls.from_json), path)
 
-    def _moved(self, move: Callable[[WorkloadSpec], WorkloadSpec]) -> ArrayPlan:
-        """With the workloads of models named from elsewhere."""
+    def with_workloads(self, move: Callable[[WorkloadSpec], WorkloadSpec]) -> ArrayPlan:
+        """With other names for the workloads of its models."""
 
         def named(name: str) -> str:
             # Others are names of objects.
@@ -411,13 +417,7 @@ class ArrayPlan:
                     "other workloads or batch sizes into others.",
                     "array-tasks",
                 )
-        workloads = dict.fromkeys(task.workload or "the plan's" for task in self.trained)
-        if self.shared and len(workloads) > 1:
-            yield Violation(
-                f"shared={list(self.shared)}, and the models are of {len(workloads)} workloads "
-                f"({', '.join(workloads)}); parameters are shared by models of one.",
-                "array-tasks",
-            )
+        yield from sharing_violations(self.shared, self.trained)
 
 
 def _but_defaults(value: Any, *names: str) -> dict[str, Any]:

@@ -1,15 +1,33 @@
-"""What models of several programs may have together: hyperparameters each of its own optimizer, and
-shared what is the same in all of them."""
+"""What models of several programs train, and may have together: each the hyperparameters of its own
+optimizer, and shared what is the same in all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from capture.errors import Violation
-from capture.plan.array import Member, Task
-from capture.runtime.fused import FusedArray
+from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.plan.array import ArrayPlan, Member, Task
+from capture.plan.files import traced_for
+from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import LayerwiseOptimizer, hyperparameter_violations
+
+
+def as_planned(
+    plan: ArrayPlan, task: Task, workload: WorkloadProtocol, made: Callable[[], Fuser]
+) -> Fuser:
+    """What makes programs of a task, if it is the one that the plan was made for.
+
+    Raises:
+        PlanError: ``plan-other-model``.
+    """
+    known = replace(plan, num_layers=task.num_layers, model_hash=task.model_hash)
+    if task.workload:
+        named = WorkloadSpec.parse(task.workload) if ":" in task.workload else None
+        known = replace(known, workload=named)
+    return traced_for(known, workload, made, lambda fuser: fuser.traced.graph)
 
 
 def wrong_hyperparameters(

@@ -13,8 +13,7 @@ completed without another; a loop that stops earlier leaves a state that is ahea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +26,6 @@ from capture.compiler.executable import HOST_MEMORY, Compiler
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol, named_workload
 from capture.plan.array import ArrayPlan, Member, Task, member_violations
-from capture.plan.files import traced_for
 from capture.quantities import format_bytes
 from capture.runtime.array_batches import stacked
 from capture.runtime.array_change import joined, without
@@ -41,7 +39,7 @@ from capture.runtime.array_state import (
     check_count,
     check_models,
 )
-from capture.runtime.array_tasks import unlike_shared, wrong_hyperparameters
+from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.fused import Fuser
@@ -106,7 +104,7 @@ def train_array(
 
 
 def _fuser(plan: ArrayPlan, task: Task, workload: WorkloadProtocol) -> Fuser:
-    return _as_planned(
+    return as_planned(
         plan,
         task,
         workload,
@@ -119,14 +117,6 @@ def _fuser(plan: ArrayPlan, task: Task, workload: WorkloadProtocol) -> Fuser:
             bundle_bytes=plan.bundle_bytes,
         ),
     )
-
-
-def _as_planned(
-    plan: ArrayPlan, task: Task, workload: WorkloadProtocol, made: Callable[[], Fuser]
-) -> Fuser:
-    """What makes programs of a task, if it is the one that the plan was made for."""
-    known = replace(plan, num_layers=task.num_layers, model_hash=task.model_hash)
-    return traced_for(known, workload, made, lambda fuser: fuser.traced.graph)
 
 
 class ArrayTraining:
@@ -169,7 +159,7 @@ class ArrayTraining:
         other = [name for name in same if getattr(plan, name) != getattr(self.plan, name)]
         assert not other, f"plans that share programs differ in {other}"
         for task in dict.fromkeys(plan.trained):
-            _as_planned(
+            as_planned(
                 plan, task, self.fusers[task].workload, partial(self.fusers.__getitem__, task)
             )
         return ArrayTraining(self.fusers, self.programs, plan, self.device)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise, product
 from math import prod
 from typing import Literal
 
@@ -23,10 +23,12 @@ class Way:
     Attributes:
         partition: Sub-arrays.
         order: Of their passes.
+        parts: Where models are several programs, sub-arrays of each: for its name alone.
     """
 
     partition: tuple[tuple[int, ...], ...]
     order: Order
+    parts: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -35,12 +37,14 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For people: ``multiplexed 4+4``."""
+        """For people: ``multiplexed 4+4``; of several programs ``multiplexed 2+2 and 3``."""
         if len(self.partition) == 1:
             return "all fused"
         if max(self.sizes) == 1 and self.order == "in turn":
             return "none fused"
-        return f"{self.order} {'+'.join(map(str, self.sizes))}"
+        sizes = iter(self.sizes)
+        parts = (islice(sizes, count) for count in self.parts or (len(self.sizes),))
+        return f"{self.order} {' and '.join('+'.join(map(str, part)) for part in parts)}"
 
 
 def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
@@ -143,16 +147,15 @@ def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[
     else:
         last = longest - 1
         chosen = [tuple(own[n * (len(own) - 1) // last] for own in each) for n in range(longest)]
-    partitions = [
-        tuple(
+    found, orders = list[Way](), ("multiplexed", "in turn")
+    for order, sizes_of_each in product(orders, dict.fromkeys(chosen)):
+        partition = tuple(
             tuple(own[n] for n in group)
             for own, sizes in zip(models, sizes_of_each, strict=True)
             for group in placed(sizes)
         )
-        for sizes_of_each in dict.fromkeys(chosen)
-    ]
-    orders: tuple[Order, ...] = ("multiplexed", "in turn")
-    return [Way(partition, order) for order in orders for partition in partitions]
+        found.append(Way(partition, order, tuple(map(len, sizes_of_each))))
+    return found
 
 
 def _sizes(num_models: int, rule: Rule) -> list[tuple[int, ...]]:

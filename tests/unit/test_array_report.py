@@ -28,7 +28,7 @@ def facts():
         memory_limit_bytes=6_000,
         saturation=(Saturation(1, 1e-3), Saturation(2, 1.5e-3)),
     )
-    return array_facts(plan, KIT, KIT.sub_array, MACHINE.rates.host)
+    return array_facts(plan, KIT, [KIT.sub_array(2), KIT.sub_array(1)], MACHINE.rates.host)
 
 
 def test_every_bundle_has_a_line_that_says_what_it_is_and_why(facts):
