@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from capture.documents import read
@@ -25,7 +26,7 @@ from profiling_runs.pools.pool import Kept
 from profiling_runs.pools.where import Where, setting_of
 
 if TYPE_CHECKING:
-    from capture.profiler.array import ArrayProfile, What
+    from capture.profiler.array import ArrayBackend, ArrayProfile, What
 
 
 @contextmanager
@@ -76,8 +77,9 @@ def array_profiles(
             )
         if executes and setting is not None and machine is None:
             machine = machine_of_workers(setting, where)
-        one = _Jobs(spec, setting, where, jobs if executes else [])
-        found[task] = one.profile = ArrayProfile(
+        backend = partial(_backend, found, task)
+        jobs.append(_Jobs(backend, spec, setting, where, jobs if executes else ()))
+        found[task] = ArrayProfile(
             spec.load(),
             cluster,
             own.batch_size,
@@ -89,9 +91,8 @@ def array_profiles(
             executes,
             store,
             machine,
-            one.measure,
+            jobs[-1].measure,
         )
-        jobs.append(one)
     try:
         yield found
     finally:
@@ -99,22 +100,25 @@ def array_profiles(
             one.close()
 
 
+def _backend(profiles: Mapping[Task, ArrayProfile], task: Task) -> ArrayBackend:
+    return profiles[task].backend
+
+
 @dataclass(eq=False)
 class _Jobs:
     """What was asked for, as jobs of workers that stay, unless others are to be alone."""
 
+    backend: Callable[[], ArrayBackend]
     workload: WorkloadSpec
     setting: Setting | None
     where: Where
-    others: Sequence[_Jobs]
-    profile: ArrayProfile | None = None
+    others: Sequence[_Jobs] = ()
     _kept: Kept | None = field(default=None, init=False)
 
     def measure(
         self, wanted: Mapping[str, What], told: Callable[[int], None]
     ) -> dict[str, ArrayNeeds]:
-        assert self.profile is not None, "it is what asks"
-        backend, count = self.profile.backend, len(wanted)
+        backend, count = self.backend(), len(wanted)
         for other in self.others:
             if other is not self:
                 other.close()

@@ -243,10 +243,10 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         environment.prepare_host_memory(plan.prediction.host_peak_bytes)
     environment.prepare(num_devices=1)
     from capture.runtime.array_check import run_array
+    from capture.runtime.multiplexed import train_array
 
     document = run_array(
-        plan,
-        spec.load(),
+        train_array(spec.load(), plan),
         options.steps,
         check=options.check,
         save=options.save,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,13 +13,12 @@ import numpy as np
 from capture import environment
 from capture.errors import PlanError
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, takes_key
-from capture.plan.array import ArrayPlan
+from capture.model.workload import takes_key
 from capture.runtime import checkpoint
 from capture.runtime.array_batches import step_key
 from capture.runtime.array_state import ArrayState, Losses
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
-from capture.runtime.multiplexed import ArrayTraining, train_array
+from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
 from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
@@ -94,25 +92,21 @@ class ArrayMeter:
 
 
 def run_array(
-    plan: ArrayPlan,
-    workload: WorkloadProtocol,
+    training: ArrayTraining,
     num_steps: int = 3,
     *,
     check: bool = False,
     save: Path | None = None,
     restore: Path | None = None,
-    workloads: Mapping[str, WorkloadProtocol] = MappingProxyType({}),
-    fast_compile: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Train an array for some updates; the document of ``capture run --json``.
 
     Args:
-        plan, workload: As for ``train_array``.
+        training: Of the array, from its beginning.
         num_steps: Updates of every model.
         check: Also train every model alone, and compare the ledger with live arrays.
         save, restore: Where the state goes at the end, and comes from, with Orbax.
-        workloads, fast_compile: As for ``train_array``.
         report: Says what is done.
 
     Raises:
@@ -125,8 +119,7 @@ def run_array(
             "run-check-restored",
         )
     report("compiling the segments")
-    training = train_array(workload, plan, workloads=workloads, fast_compile=fast_compile)
-    ledgers = training.replay()
+    plan, ledgers = training.plan, training.replay()
     compiled = len(training.programs.executables)
     meter = ArrayMeter(training, check)
     state = training.init() if restore is None else checkpoint.restore(training, restore)

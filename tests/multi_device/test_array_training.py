@@ -149,7 +149,7 @@ def test_batches_parameters_and_optimizer_states_are_of_each_model():
     what the loss does not read is updated, too."""
     workload = tiny_gpt(2, tied=True, dead=True)
     plan = array_plan(shared_batches=True, partition=((0, 2), (3,), (1,)))
-    document = run_array(plan, workload, 2, check=True, fast_compile=True)
+    document = run_array(train_array(workload, plan, fast_compile=True), 2, check=True)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
     worst = document["worst_param"]
