@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
-from array_models import BATCH
+from array_models import BATCH, mlp, tiny_gpt
 
+from capture import train_array
 from capture.cli.main import main
+from capture.errors import CaptureError
 from capture.machine import target
+from capture.plan.kinds import load_plan
+from recommender.mutwo import mutwo
 
 MODELS = Path(__file__).parents[1] / "array_models.py"
 
@@ -98,7 +103,7 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
             [
                 {"learning_rate": 0.3, "seed": 0},
                 {"seed": 1, "batch_size": BATCH + 1},
-                {"seed": 2, "workload": f"{MODELS}:tiny_gpt?num_blocks=1"},
+                {"seed": 2, "workload": f"{MODELS}:mlp"},
                 {"learning_rate": 0.1, "seed": 3},
             ]
         )
@@ -138,6 +143,26 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
         assert code == 0 and len(shown["plan"]["tasks"]) == 2
     assert main(["explain", "plan.json"]) == 0
     assert f"with batch_size={BATCH + 1}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_models_of_other_workloads_are_planned_in_python(folder):
+    """By names for objects, of which a plan knows no file."""
+    models = [{"seed": 0}, {"seed": 1, "workload": "mlp", "learning_rate": 0.1}]
+    workloads = {"mlp": mlp()}
+    answer = mutwo(tiny_gpt(2), models, target="slow.json", batch_size=BATCH, workloads=workloads)
+    assert answer.status == "ok" and answer.plan.workload is None
+    assert [task.workload for task in answer.plan.trained] == ["", "mlp"]
+    answer.plan.save("plan.json")
+    plan = load_plan("plan.json")
+    assert plan == answer.plan
+    found = []
+    for train in (answer.train(), train_array(tiny_gpt(2), plan, workloads=workloads)):
+        given = [[of.batch(jax.random.key(0), BATCH) for of in (tiny_gpt(2), mlp())]]
+        found += [list(losses) for _, losses in train(train.init(), given)]
+    assert len(found) == 2 and found[0] == found[1]
+    with pytest.raises(CaptureError, match="workload-name"):
+        train_array(tiny_gpt(2), plan)
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from array_models import BATCH, SEQUENCE, array_plan, tiny_gpt, tiny_lora
+from array_models import BATCH, SEQUENCE, array_plan, mlp, tiny_gpt, tiny_lora
 
 from capture.errors import CaptureError
-from capture.model.workload import Workload, takes_key
+from capture.model.workload import takes_key
 from capture.plan.array import Decision, Member
 from capture.runtime import checkpoint
 from capture.runtime.array_batches import step_key
@@ -22,29 +22,6 @@ from capture.runtime.array_check import ArrayMeter, run_array
 from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.step.multiplexed import peak_of
 from capture.step.sub_array import movable
-
-
-def mlp() -> Workload:
-    """Another model, of other numbers of layers and leaves of a batch, and another optimizer."""
-
-    def init(key):
-        return {
-            "a": jax.random.normal(key, (4, 6)),
-            "b": 0.4 * jax.random.normal(key, (6, 6)),
-            "c": jax.random.normal(key, (6, 1)),
-        }
-
-    def loss_fn(params, batch, key):
-        hidden = jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ params["b"])
-        hidden = jnp.where(jax.random.bernoulli(key, 0.8, hidden.shape), hidden, 0)
-        return jnp.mean(batch["weight"][:, None] * (hidden @ params["c"] - batch["y"]) ** 2)
-
-    def batch(key, size):
-        x = jax.random.normal(key, (size, 4))
-        return {"weight": jnp.abs(x[:, 0]), "x": x, "y": x.sum(1, keepdims=True)}
-
-    return Workload(loss_fn, init, batch, optax.inject_hyperparams(optax.adam)(learning_rate=0.01))
-
 
 #: GPTs of batches of 2, 2 and 3 examples, and multilayer perceptrons of 4.
 MEMBERS = (
