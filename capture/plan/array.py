@@ -434,7 +434,14 @@ def _but_defaults(value: Any, *names: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """A plan as files have it."""
+    """A plan as files have it.
+
+    Attributes:
+        workload, batch_size: Of models that have none of their own.
+        model_hash, num_layers: Of these, as traced.
+        models: Of the array.
+        tasks: Others that models train.
+    """
 
     workload: WorkloadSpec | None = None
     model_hash: str = ""
