@@ -141,12 +141,13 @@ def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[
     if len(models) == 1:
         return ways(len(models[0]), rule)
     each = [sorted(_sizes(len(own), rule), key=len) for own in models]
-    longest = max(map(len, each))
     if prod(map(len, each)) <= MOST_MIXED:
         chosen = list(product(*each))
     else:
-        last = longest - 1
-        chosen = [tuple(own[n * (len(own) - 1) // last] for own in each) for n in range(longest)]
+        count = min(MOST_MIXED, max(map(len, each)))
+        chosen = [
+            tuple(own[n * (len(own) - 1) // (count - 1)] for own in each) for n in range(count)
+        ]
     found, orders = list[Way](), ("multiplexed", "in turn")
     for order, sizes_of_each in product(orders, dict.fromkeys(chosen)):
         partition = tuple(
