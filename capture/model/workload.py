@@ -90,7 +90,8 @@ def named_workload(name: str, given: Mapping[str, WorkloadProtocol]) -> Workload
         return given[name]
     if ":" not in name:
         raise WorkloadError.of(
-            f"workload={name!r} is none of those that are given ({', '.join(given) or 'none'}); "
+            f"workload={name!r} is none of those that are given "
+            f"({', '.join(filter(None, given)) or 'there are none'}); "
             "name one of them with workloads={...}, or write path/to/file.py:function?key=value.",
             "workload-name",
         )

@@ -139,7 +139,7 @@ def test_models_are_every_combination_of_what_varies(tmp_path):
     ]
     assert models_of("2", []) == [Member(0), Member(1)]
     sizes = models_of(None, [("batch_size", (2.0, 4.0))])
-    assert [m.batch_size for m in sizes] == [2, 4]
+    assert [repr(m.batch_size) for m in sizes] == ["2", "4"]
     file = tmp_path / "sweep.json"
     file.write_text('[{"learning_rate": 0.5, "seed": 3}]')
     assert models_of(str(file), []) == [Member(3, {"learning_rate": 0.5})]
