@@ -17,7 +17,7 @@ from capture.errors import ProfileError, plain
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.array import Task
+from capture.plan.array import ArrayTask
 from capture.profiler.array_pass import ArrayNeeds, ArrayShape, HostCopy
 from profiling_runs.batch import Batch, Progress
 from profiling_runs.executions import machine_of_workers
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @contextmanager
 def array_profiles(
     workload: WorkloadSpec,
-    tasks: Iterable[Task],
+    tasks: Iterable[ArrayTask],
     cluster: Cluster,
     shape: ArrayShape,
     *,
@@ -40,7 +40,7 @@ def array_profiles(
     store: Store | None = None,
     where: Where = Where(),
     progress: Progress = lambda kind, done, total: None,
-) -> Iterator[dict[Task, ArrayProfile]]:
+) -> Iterator[dict[ArrayTask, ArrayProfile]]:
     """The programs of an array, by what its models train, whose measurements are jobs.
 
     Args:
@@ -60,7 +60,7 @@ def array_profiles(
 
     where = replace(where, num_workers=1) if executes and not where.here else where
     store = Store() if store is None else store
-    machine, jobs, found = None, list[_Jobs](), dict[Task, ArrayProfile]()
+    machine, jobs, found = None, list[_Jobs](), dict[ArrayTask, ArrayProfile]()
     for task in dict.fromkeys(tasks):
         spec = WorkloadSpec.parse(task.workload) if task.workload else workload
         own = replace(shape, batch_size=task.batch_size, num_layers=task.num_layers)
@@ -100,7 +100,7 @@ def array_profiles(
             one.close()
 
 
-def _backend(profiles: Mapping[Task, ArrayProfile], task: Task) -> ArrayBackend:
+def _backend(profiles: Mapping[ArrayTask, ArrayProfile], task: ArrayTask) -> ArrayBackend:
     return profiles[task].backend
 
 

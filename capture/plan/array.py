@@ -113,7 +113,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Task:
+class ArrayTask:
     """What a model trains: models of one task may be one program.
 
     Attributes:
@@ -133,7 +133,7 @@ class Task:
 
 def tasks_of(
     models: Sequence[Member], batch_size: int, workload: WorkloadSpec | None, num_layers: int = 0
-) -> tuple[Task, ...]:
+) -> tuple[ArrayTask, ...]:
     """What each model trains.
 
     Args:
@@ -143,16 +143,16 @@ def tasks_of(
     """
     same = "" if workload is None else str(workload)
 
-    def task(model: Member) -> Task:
+    def task(model: Member) -> ArrayTask:
         size = batch_size if model.batch_size is None else model.batch_size
         if model.workload in ("", same):
-            return Task(size, "", num_layers)
-        return Task(size, model.workload)
+            return ArrayTask(size, "", num_layers)
+        return ArrayTask(size, model.workload)
 
     return tuple(map(task, models))
 
 
-def sharing_violations(shared: Shared, tasks: Sequence[Task]) -> Iterator[Violation]:
+def sharing_violations(shared: Shared, tasks: Sequence[ArrayTask]) -> Iterator[Violation]:
     """Parameters that models of several workloads are to share."""
     names = dict.fromkeys(task.workload or "the plan's" for task in tasks)
     if shared and len(names) > 1:
@@ -268,7 +268,7 @@ class ArrayPlan:
     num_layers: int = 0
     model_hash: str = ""
     workload: WorkloadSpec | None = None
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[ArrayTask, ...] = ()
     prediction: ArrayPrediction | None = field(default=None, compare=False)
     seconds_from: str = field(default="", compare=False)
     saturation: tuple[Saturation, ...] = field(default=(), compare=False)
@@ -281,9 +281,9 @@ class ArrayPlan:
         PlanError.check(self._violations())
 
     @cached_property
-    def trained(self) -> tuple[Task, ...]:
+    def trained(self) -> tuple[ArrayTask, ...]:
         """What each model trains."""
-        own = Task(self.batch_size, "", self.num_layers, self.model_hash)
+        own = ArrayTask(self.batch_size, "", self.num_layers, self.model_hash)
         known = {task: task for task in (*self.tasks, own)}
         tasks = tasks_of(self.models, self.batch_size, self.workload, self.num_layers)
         return tuple(known.get(task, task) for task in tasks)
@@ -449,7 +449,7 @@ class _Document:
     num_layers: int
     batch_size: int
     models: tuple[Member, ...]
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[ArrayTask, ...] = ()
     shared: tuple[str, ...] = ()
     shared_batches: bool = False
     partition: tuple[tuple[int, ...], ...]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from capture.errors import ExecutionError, Violation
-from capture.plan.array import ArrayPlan, Decision, Member, Task, tasks_of
+from capture.plan.array import ArrayPlan, ArrayTask, Decision, Member, tasks_of
 from capture.runtime.fused import FusedArray, Fuser
 from capture.step.sub_array import movable, recomputable
 
-Fusers = Mapping[Task, Fuser]
+Fusers = Mapping[ArrayTask, Fuser]
 
 
 def without(plan: ArrayPlan, kept: Sequence[int], fusers: Fusers) -> ArrayPlan:

@@ -9,14 +9,14 @@ from typing import Any
 
 from capture.errors import Violation
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.array import ArrayPlan, Member, Task
+from capture.plan.array import ArrayPlan, ArrayTask, Member
 from capture.plan.files import traced_for
 from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import LayerwiseOptimizer, hyperparameter_violations
 
 
 def as_planned(
-    plan: ArrayPlan, task: Task, workload: WorkloadProtocol, made: Callable[[], Fuser]
+    plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol, made: Callable[[], Fuser]
 ) -> Fuser:
     """What makes programs of a task, if it is the one that the plan was made for.
 
@@ -31,7 +31,9 @@ def as_planned(
 
 
 def wrong_hyperparameters(
-    optimizers: Mapping[Task, LayerwiseOptimizer], tasks: Sequence[Task], models: Sequence[Member]
+    optimizers: Mapping[ArrayTask, LayerwiseOptimizer],
+    tasks: Sequence[ArrayTask],
+    models: Sequence[Member],
 ) -> Iterator[Violation]:
     """Values for what a model's own optimizer does not take.
 
@@ -45,7 +47,7 @@ def wrong_hyperparameters(
         yield from hyperparameter_violations(optimizers[task], own)
 
 
-def unlike_shared(arrays: Mapping[Task, FusedArray]) -> Iterator[Violation]:
+def unlike_shared(arrays: Mapping[ArrayTask, FusedArray]) -> Iterator[Violation]:
     """Programs that have other shared parameters or batches, or read them in other parts: what is
     there once is one for all.
 

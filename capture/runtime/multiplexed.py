@@ -25,7 +25,7 @@ from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol, named_workload
-from capture.plan.array import ArrayPlan, Member, Task, member_violations
+from capture.plan.array import ArrayPlan, ArrayTask, Member, member_violations
 from capture.quantities import format_bytes
 from capture.runtime.array_batches import stacked
 from capture.runtime.array_change import joined, without
@@ -103,7 +103,7 @@ def train_array(
     return ArrayTraining(fusers, programs, plan, device)
 
 
-def _fuser(plan: ArrayPlan, task: Task, workload: WorkloadProtocol) -> Fuser:
+def _fuser(plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol) -> Fuser:
     return as_planned(
         plan,
         task,
@@ -131,7 +131,7 @@ class ArrayTraining:
 
     def __init__(
         self,
-        fusers: Mapping[Task, Fuser],
+        fusers: Mapping[ArrayTask, Fuser],
         programs: ArrayPrograms,
         plan: ArrayPlan,
         device: Any,
@@ -149,7 +149,7 @@ class ArrayTraining:
         """Of what a model trains: its workload, its loss and its optimizer."""
         return self.fusers[self.plan.trained[model]]
 
-    def _wrong(self, tasks: Sequence[Task], models: Sequence[Member]) -> Iterator[Violation]:
+    def _wrong(self, tasks: Sequence[ArrayTask], models: Sequence[Member]) -> Iterator[Violation]:
         optimizers = {task: fuser.optimizer for task, fuser in self.fusers.items()}
         return wrong_hyperparameters(optimizers, tasks, models)
 

@@ -14,10 +14,10 @@ from capture.model.workload import WorkloadProtocol, WorkloadSpec, named_workloa
 from capture.plan.array import (
     BUNDLE_BYTES,
     ArrayPlan,
+    ArrayTask,
     Member,
     Saturation,
     Shared,
-    Task,
     member_violations,
     sharing_violations,
     tasks_of,
@@ -121,7 +121,7 @@ class ArrayQuestion:
         return self.backend == "run"
 
     @property
-    def trained(self) -> tuple[Task, ...]:
+    def trained(self) -> tuple[ArrayTask, ...]:
         """What each model trains."""
         named = self.workload if isinstance(self.workload, WorkloadSpec) else None
         return tasks_of(self.models, self.batch_size, named, self.num_layers)
@@ -223,7 +223,7 @@ def mutwo(
 def plan_array(
     question: ArrayQuestion,
     progress: Progress = lambda kind, done, total: None,
-    profiles: Mapping[Task, ArrayProfile] | None = None,
+    profiles: Mapping[ArrayTask, ArrayProfile] | None = None,
 ) -> ArrayAnswer:
     """Answer a question.
 
@@ -269,7 +269,7 @@ def plan_array(
         )
         for task, profile in profiles.items()
     }
-    of_plan = traced.pop(Task(question.batch_size), Task(question.batch_size))
+    of_plan = traced.pop(ArrayTask(question.batch_size), ArrayTask(question.batch_size))
     named = question.workload
     plan = ArrayPlan(
         cluster=question.cluster,
@@ -301,7 +301,7 @@ def plan_array(
     return ArrayAnswer(status, plan, result, why, plan.headroom(limit), own, loaded)
 
 
-def _check(question: ArrayQuestion, profiles: Mapping[Task, ArrayProfile]) -> None:
+def _check(question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile]) -> None:
     """Refuse models that their optimizers cannot have, and what several programs cannot share."""
     from capture.runtime.array_tasks import unlike_shared, wrong_hyperparameters
 
@@ -312,7 +312,7 @@ def _check(question: ArrayQuestion, profiles: Mapping[Task, ArrayProfile]) -> No
         PlanError.check(unlike_shared(arrays))
 
 
-def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[Task, ArrayProfile]:
+def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[ArrayTask, ArrayProfile]:
     """Measured in this process."""
     from capture.profiler.array import ArrayProfile
 

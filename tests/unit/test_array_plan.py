@@ -14,10 +14,10 @@ from capture.cli.array import models_of
 from capture.plan.array import (
     ArrayPlan,
     ArrayPrediction,
+    ArrayTask,
     Decision,
     Member,
     Saturation,
-    Task,
 )
 from capture.plan.kinds import load_plan
 from capture.plan.why import Why
@@ -54,7 +54,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
 def test_models_may_train_something_else(tmp_path, monkeypatch):
     """A batch or a workload of their own, whose path is seen from the plan's file; files of equal
     models say nothing of it."""
-    other = Task(4, "zoo/mlp.py:mlp?width=8", 2, "abc")
+    other = ArrayTask(4, "zoo/mlp.py:mlp?width=8", 2, "abc")
     plan = replace(
         PLAN,
         models=(Member(0), Member(1, workload=other.workload), Member(2, batch_size=4)),
@@ -62,7 +62,7 @@ def test_models_may_train_something_else(tmp_path, monkeypatch):
         shared=(),
         saturation=(Saturation(1, 0.5), Saturation(1, 0.25, 1)),
     )
-    own = Task(4)
+    own = ArrayTask(4)
     assert plan.trained == (own, other, own)
     assert [(task.num_layers, task.model_hash) for task in plan.trained[:2]] == [
         (2, ""),
