@@ -6,9 +6,10 @@ Source: Purandare et al. 2023 (mu-TWO), 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from capture.documents import read
@@ -16,6 +17,7 @@ from capture.errors import ProfileError, plain
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.plan.array import ArrayTask
 from capture.profiler.array_pass import ArrayNeeds, ArrayShape, HostCopy
 from profiling_runs.batch import Batch, Progress
 from profiling_runs.executions import machine_of_workers
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def array_profile(
+def array_profiles(
     workload: WorkloadSpec,
+    tasks: Iterable[ArrayTask],
     cluster: Cluster,
     shape: ArrayShape,
     *,
@@ -37,69 +40,88 @@ def array_profile(
     store: Store | None = None,
     where: Where = Where(),
     progress: Progress = lambda kind, done, total: None,
-) -> Iterator[ArrayProfile]:
-    """The programs of an array, whose measurements are jobs.
+) -> Iterator[dict[ArrayTask, ArrayProfile]]:
+    """The programs of an array, by what its models train, whose measurements are jobs.
 
     Args:
-        workload: The task of every model.
+        workload: Of the tasks that name no other.
+        tasks: What models train, with their numbers of layers.
         cluster: One device.
-        shape: Of the array.
-        executes: Whether programs are executed, for their seconds: by one worker, whose clock no
-            other job disturbs.
+        shape: Of the array, but for what a task says.
+        executes: Whether programs are executed, for their seconds: by one worker at a time, whose
+            clock no other job disturbs.
         store, where, progress: As for ``profile``.
 
     Raises:
-        ProfileError: ``array-failed``, where it is asked for what cannot be measured.
+        ProfileError: ``array-failed``, where it is asked for what cannot be measured; WorkloadError
+            for a workload that cannot be loaded.
     """
     from capture.profiler.array import ArrayProfile
 
     where = replace(where, num_workers=1) if executes and not where.here else where
-    setting = None
-    if not where.here:
-        setting = setting_of(
-            Setting(
-                workload,
-                shape.num_layers or None,
-                backend="run" if executes else "compile",
-                target=cluster.target,
-                array=shape,
+    store = Store() if store is None else store
+    machine, jobs, found = None, list[_Jobs](), dict[ArrayTask, ArrayProfile]()
+    for task in dict.fromkeys(tasks):
+        spec = WorkloadSpec.parse(task.workload) if task.workload else workload
+        own = replace(shape, batch_size=task.batch_size, num_layers=task.num_layers)
+        setting = None
+        if not where.here:
+            setting = setting_of(
+                Setting(
+                    spec,
+                    own.num_layers or None,
+                    backend="run" if executes else "compile",
+                    target=cluster.target,
+                    array=own,
+                )
             )
+        if executes and setting is not None and machine is None:
+            machine = machine_of_workers(setting, where)
+        backend = partial(_backend, found, task)
+        jobs.append(_Jobs(backend, spec, setting, where, jobs if executes else ()))
+        found[task] = ArrayProfile(
+            spec.load(),
+            cluster,
+            own.batch_size,
+            own.num_layers,
+            own.shared,
+            own.shared_batches,
+            own.bundle_bytes,
+            progress,
+            executes,
+            store,
+            machine,
+            jobs[-1].measure,
         )
-    profile = ArrayProfile(
-        workload.load(),
-        cluster,
-        shape.batch_size,
-        shape.num_layers,
-        shape.shared,
-        shape.shared_batches,
-        shape.bundle_bytes,
-        progress,
-        executes,
-        Store() if store is None else store,
-        machine_of_workers(setting, where) if executes and setting is not None else None,
-        lambda wanted, told: jobs.measure(wanted, told),
-    )
-    jobs = _Jobs(lambda: profile.backend, workload, setting, where)
     try:
-        yield profile
+        yield found
     finally:
-        jobs.close()
+        for one in jobs:
+            one.close()
+
+
+def _backend(profiles: Mapping[ArrayTask, ArrayProfile], task: ArrayTask) -> ArrayBackend:
+    return profiles[task].backend
 
 
 @dataclass(eq=False)
 class _Jobs:
-    """What was asked for, as jobs of workers that stay."""
+    """What was asked for, as jobs of workers that stay, unless others are to be alone."""
 
     backend: Callable[[], ArrayBackend]
     workload: WorkloadSpec
     setting: Setting | None
     where: Where
+    others: Sequence[_Jobs] = ()
     _kept: Kept | None = field(default=None, init=False)
 
     def measure(
         self, wanted: Mapping[str, What], told: Callable[[int], None]
     ) -> dict[str, ArrayNeeds]:
         backend, count = self.backend(), len(wanted)
+        for other in self.others:
+            if other is not self:
+                other.close()
         kept = self._kept = self._kept or Kept(
             lambda: self.where.open(self.setting, backend, count)
         )

@@ -113,7 +113,7 @@ class Kit:
     """Programs whose seconds and temporaries follow from their kind.
 
     Attributes:
-        num_layers: Of every sub-array.
+        num_layers: Of its own sub-arrays; those of others have programs, too.
         forward_seconds: Of one model; backward twice that.
         shared_bytes, shared_batch: As of ``Chain``.
     """
@@ -131,7 +131,8 @@ class Kit:
         made = sum(sub_array.bundles[n].nbytes for n in call.outputs if n not in call.donated)
         # A launch, and what grows with the models.
         seconds = self.forward_seconds * (1 + models) * (2 if call.kind == "backward" else 1)
-        return ProgramFacts(f"{call} of {models}", made + 20 * models, seconds)
+        name = f"{call} of {models} with {sub_array.num_layers} layers"
+        return ProgramFacts(name, made + 20 * models, seconds)
 
 
 @cache

@@ -97,6 +97,28 @@ def tiny_lora(noisy: bool = False) -> Workload:
     return Workload(noisily if noisy else quiet, init, tiny_gpt(0).batch, optimizer)
 
 
+def mlp() -> Workload:
+    """Another model, of other numbers of layers and leaves of a batch, and another optimizer."""
+
+    def init(key):
+        return {
+            "a": jax.random.normal(key, (4, 6)),
+            "b": 0.4 * jax.random.normal(key, (6, 6)),
+            "c": jax.random.normal(key, (6, 1)),
+        }
+
+    def loss_fn(params, batch, key):
+        hidden = jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ params["b"])
+        hidden = jnp.where(jax.random.bernoulli(key, 0.8, hidden.shape), hidden, 0)
+        return jnp.mean(batch["weight"][:, None] * (hidden @ params["c"] - batch["y"]) ** 2)
+
+    def batch(key, size):
+        x = jax.random.normal(key, (size, 4))
+        return {"weight": jnp.abs(x[:, 0]), "x": x, "y": x.sum(1, keepdims=True)}
+
+    return Workload(loss_fn, init, batch, optax.inject_hyperparams(optax.adam)(learning_rate=0.01))
+
+
 MEMBERS = tuple(
     Member(seed, {"learning_rate": rate, "momentum": decay})
     for seed, (rate, decay) in enumerate([(0.3, 0.9), (0.1, 0.8), (0.03, 0.95), (0.01, 0.0)])

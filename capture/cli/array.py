@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
@@ -21,11 +22,11 @@ from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
-from capture.plan.files import traced_for
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
-from profiling_runs.arrays import array_profile
+from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
+from recommender.mutwo.problem import AllPrograms, Kind
 from recommender.mutwo.search import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ OPTIONS = (
     Option(
         "models",
         "mutwo: how many models, which differ in their seeds unless --vary says in what, or a "
-        "file (.json): a list with the seed and the hyperparameters of each",
+        "file (.json): a list with the seed and the hyperparameters of each, and a batch_size or "
+        "workload of its own",
         metavar="N|FILE",
     ),
     Option("shared_batches", "mutwo: all models read the same batch", False),
@@ -60,6 +62,8 @@ OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
 SHARED |= {"algorithm", "backend", *(option.name for option in shared.STORE)}
 SEARCHES = tuple(ALGORITHMS)
+#: What models may differ in beside hyperparameters.
+WHOLE = ("seed", "batch_size")
 
 
 def add_arguments(parser: shared.Arguments) -> None:
@@ -70,7 +74,8 @@ def add_arguments(parser: shared.Arguments) -> None:
         action="append",
         default=[],
         metavar="NAME=V,V",
-        help="mutwo: values of a hyperparameter, or of seed; again: every combination",
+        help="mutwo: values of a hyperparameter, of seed, or of batch_size; again: every "
+        "combination",
     )
     parser.add_argument(
         "--shared",
@@ -101,7 +106,7 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
     broken = [
         name
         for name, values in varied
-        if not all(isfinite(v) and (name != "seed" or v.is_integer()) for v in values)
+        if not all(isfinite(v) and (name not in WHOLE or v.is_integer()) for v in values)
     ]
     errors = [
         f"--vary {name}=... is given twice, or has a value twice; give each value once, and all of "
@@ -110,14 +115,15 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
     ]
     errors += [
         f"--vary {name}=... has a value that is none; give "
-        f"{'whole' if name == 'seed' else 'finite'} numbers."
+        f"{'whole' if name in WHOLE else 'finite'} numbers."
         for name in broken
     ]
     if errors:
         raise PlanError([Violation(each, "array-vary") for each in errors])
+    each = [[int(v) if name in WHOLE else v for v in values] for name, values in varied]
     combinations = [
         Member.of(dict(zip([name for name, _ in varied], values, strict=True)))
-        for values in product(*(values for _, values in varied))
+        for values in product(*each)
     ]
     if models is None and not varied:
         raise PlanError.of(
@@ -154,8 +160,9 @@ def plan(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: WORKLOAD")
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
     members = models_of(options.models, options.vary)
+    spec = WorkloadSpec.parse(options.workload)
     question = ArrayQuestion(
-        WorkloadSpec.parse(options.workload),
+        spec,
         tuple(members),
         cluster,
         shared.DEFAULT_MICROBATCH_SIZE if options.global_batch is None else options.global_batch,
@@ -172,16 +179,17 @@ def plan(options: argparse.Namespace) -> int:
     )
     said = "executing" if question.executes else "compiling"
     say(options, f"{said} segments of {counted(len(members), 'model')} for {cluster.target}")
-    with array_profile(
-        WorkloadSpec.parse(options.workload),
+    with array_profiles(
+        spec,
+        question.trained,
         cluster,
         question.shape,
         executes=question.executes,
         store=asked.open_store(options),
         where=asked.where_of(options),
         progress=progress(options),
-    ) as profile:
-        answer = plan_array(question, profile=profile)
+    ) as profiles:
+        answer = plan_array(question, profiles=profiles)
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [
@@ -235,10 +243,10 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         environment.prepare_host_memory(plan.prediction.host_peak_bytes)
     environment.prepare(num_devices=1)
     from capture.runtime.array_check import run_array
+    from capture.runtime.multiplexed import train_array
 
     document = run_array(
-        plan,
-        spec.load(),
+        train_array(spec.load(), plan),
         options.steps,
         check=options.check,
         save=options.save,
@@ -340,20 +348,29 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
     executes = plan.seconds_from.startswith("executions")
     platform = Target.load(plan.cluster.target).platform
     environment.prepare(num_devices=1, platform="cpu" if executes else platform)
+    from capture.runtime.array_tasks import as_planned
+
     shape = ArrayShape(
         plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
     )
-    with array_profile(
+    with array_profiles(
         asked.workload_of(plan, options.workload),
+        plan.trained,
         plan.cluster,
         shape,
         executes=executes,
         store=asked.open_store(options),
         where=asked.where_of(options),
         progress=progress(options),
-    ) as profile:
-        traced_for(plan, profile.workload, lambda: profile.fuser.traced.graph)
-        return array_facts(plan, profile, profile.sub_array, profile.host)
+    ) as profiles:
+        for task, profile in profiles.items():
+            as_planned(plan, task, profile.workload, partial(getattr, profile, "fuser"))
+        programs, tasks = AllPrograms(tuple(profiles.values())), list(profiles)
+        arrays = [
+            programs.sub_array(Kind(tasks.index(plan.trained[group[0]]), len(group)))
+            for group in plan.partition
+        ]
+        return array_facts(plan, programs, arrays, profiles[tasks[0]].host)
 
 
 def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:
@@ -397,6 +414,9 @@ def _named(plan: ArrayPlan, choice: str) -> str:
 def _set(plan: ArrayPlan, model: int) -> str:
     member = plan.models[model]
     values = [f"{name} {value:g}" for name, value in member.hyperparameters.items()]
+    task = plan.trained[model]
+    values += [f"batch {task.batch_size}"] if task.batch_size != plan.batch_size else []
+    values += [task.workload] if task.workload else []
     return ", ".join([f"seed {member.seed}", *values])
 
 
@@ -406,10 +426,15 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         [a, " ".join(map(str, group)), *(_moved(plan, a, name) for name in ("swap", "recompute"))]
         for a, group in enumerate(plan.partition)
     ]
+    each = f"{counted(plan.batch_size, 'example')} each"
+    if len(tasks := dict.fromkeys(plan.trained)) > 1:
+        each = f"{len(tasks)} programs"
+        for row, group in zip(rows, plan.partition, strict=True):
+            row.append(str(plan.trained[group[0]]))
     lines = [
-        f"{counted(len(plan.models), 'model')} of {counted(plan.batch_size, 'example')} each, "
+        f"{counted(len(plan.models), 'model')} of {each}, "
         f"{plan.order}" + (f"; they share {', '.join(plan.shared)}" if plan.shared else ""),
-        table(["sub-array", "models", "bundles swapped", "recomputed"], rows),
+        table(["sub-array", "models", "bundles swapped", "recomputed", "of"][: len(rows[0])], rows),
     ]
     if (found := plan.prediction) is not None:
         ordered = sorted(found.parts_bytes.items(), key=lambda item: -item[1])

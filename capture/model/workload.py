@@ -79,6 +79,25 @@ def name_of(workload: WorkloadProtocol) -> str:
     return workload.name if isinstance(workload, LoadedWorkload) else "this model"
 
 
+def named_workload(name: str, given: Mapping[str, WorkloadProtocol]) -> WorkloadProtocol:
+    """The workload of a name: one that is given, or what ``WorkloadSpec`` loads.
+
+    Raises:
+        WorkloadError: ``workload-name`` naming those that are given, and those of
+            ``WorkloadSpec.load``.
+    """
+    if name in given:
+        return given[name]
+    if ":" not in name:
+        raise WorkloadError.of(
+            f"workload={name!r} is none of those that are given "
+            f"({', '.join(filter(None, given)) or 'there are none'}); "
+            "name one of them with workloads={...}, or write path/to/file.py:function?key=value.",
+            "workload-name",
+        )
+    return WorkloadSpec.parse(name).load()
+
+
 def takes_key(workload: WorkloadProtocol) -> bool:
     """Whether the loss has a third positional parameter: the random key of a micro-batch."""
     parameters = inspect.signature(workload.loss_fn).parameters.values()

@@ -10,11 +10,17 @@ A plan is JSON:
     num_layers                of the model
     batch_size                examples of one model in a step
     models                    of each its seed and its hyperparameters, by the names with which
-                              optax.inject_hyperparams knows them
+                              optax.inject_hyperparams knows them; where they are not the plan's,
+                              its batch_size and its workload, by the name that the command line
+                              has for it
+    tasks                     of models with a batch_size or workload of their own, what was
+                              traced: batch_size, workload, num_layers, model_hash; left out where
+                              there are none
     shared                    patterns of the paths of parameters that all models have alike, as
                               "base/*": there once, read by all, updated by none
     shared_batches            whether all models read the same batch
-    partition                 sub-arrays: the models (from 0) that are one program
+    partition                 sub-arrays: the models (from 0) that are one program, all of one
+                              batch_size and workload
     order                     "multiplexed": the backward pass of each sub-array beside the forward
                               pass of the next; "in turn": one after the other
     decisions                 per sub-array, of the bundles of feature maps that are not retained:
@@ -34,7 +40,8 @@ A plan is JSON:
                               simulated: "rates of h200", or what they were executed on; "" if
                               nothing is predicted
     saturation                of sub-arrays of some sizes, models and the seconds of their programs,
-                              one after the other, for an update of all of them
+                              one after the other, for an update of all of them; task, from 0 in the
+                              order of the models, left out for the first
     why, candidates           what the search says of its choice, and the others that it weighed
 
 Source: Purandare et al. 2023 (mu-TWO), 3.2.
@@ -43,7 +50,8 @@ Source: Purandare et al. 2023 (mu-TWO), 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,15 +88,98 @@ class Member:
     Attributes:
         seed: Its parameters are drawn with it.
         hyperparameters: Values that its optimizer gets in the place of those of the workload.
+        batch_size: Examples of a step; None for those of the plan.
+        workload: Name of what it trains; empty for the workload of the plan.
     """
 
     seed: int = 0
     hyperparameters: Mapping[str, float] = field(default_factory=dict, hash=False)
+    batch_size: int | None = None
+    workload: str = ""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Member:
-        """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0}``."""
-        return cls(int(row.get("seed", 0)), {k: float(v) for k, v in row.items() if k != "seed"})
+        """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0, "batch_size": 8}``."""
+        own = ("seed", "batch_size", "workload")
+        return cls(
+            int(row.get("seed", 0)),
+            {name: float(value) for name, value in row.items() if name not in own},
+            row.get("batch_size"),
+            row.get("workload", ""),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return _but_defaults(self, "batch_size", "workload")
+
+
+@dataclass(frozen=True)
+class ArrayTask:
+    """What a model trains: models of one task may be one program.
+
+    Attributes:
+        batch_size: Examples of a step.
+        workload: Its name; empty for the workload of the plan.
+        num_layers, model_hash: As traced; 0 and empty where nobody has yet.
+    """
+
+    batch_size: int
+    workload: str = ""
+    num_layers: int = field(default=0, compare=False)
+    model_hash: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.workload or 'the workload'} with batch_size={self.batch_size}"
+
+
+def tasks_of(
+    models: Sequence[Member], batch_size: int, workload: WorkloadSpec | None, num_layers: int = 0
+) -> tuple[ArrayTask, ...]:
+    """What each model trains.
+
+    Args:
+        models: Of an array.
+        batch_size, workload: Of those that have none of their own.
+        num_layers: Of that workload, whatever the batch.
+    """
+    same = "" if workload is None else str(workload)
+
+    def task(model: Member) -> ArrayTask:
+        size = batch_size if model.batch_size is None else model.batch_size
+        if model.workload in ("", same):
+            return ArrayTask(size, "", num_layers)
+        return ArrayTask(size, model.workload)
+
+    return tuple(map(task, models))
+
+
+def sharing_violations(shared: Shared, tasks: Sequence[ArrayTask]) -> Iterator[Violation]:
+    """Parameters that models of several workloads are to share."""
+    names = dict.fromkeys(task.workload or "the plan's" for task in tasks)
+    if shared and len(names) > 1:
+        what = "a predicate" if callable(shared) else list(shared)
+        yield Violation(
+            f"shared={what}, and the models are of {len(names)} workloads ({', '.join(names)}); "
+            "parameters are shared by models of one.",
+            "array-tasks",
+        )
+
+
+def member_violations(models: Sequence[Member]) -> Iterator[Violation]:
+    """Models that cannot be of any array."""
+    if not models:
+        yield Violation("models is empty; an array has one model at least.", "array-models")
+    for n, model in enumerate(models):
+        size, name = model.batch_size, model.workload
+        if size is not None and (type(size) is not int or size < 1):
+            yield Violation(
+                f"model {n} has batch_size={size!r}; give a whole number of at least 1.",
+                "array-size",
+            )
+        if not isinstance(name, str):
+            yield Violation(
+                f"model {n} has workload={name!r}; give its name, as the command line has it.",
+                "array-models",
+            )
 
 
 @dataclass(frozen=True)
@@ -139,10 +230,15 @@ class Saturation:
     Attributes:
         models: Of a sub-array.
         seconds: Of its programs, one after the other, with everything retained.
+        task: Of the models, from 0 in their order.
     """
 
     models: int
     seconds: float
+    task: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return _but_defaults(self, "task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +247,9 @@ class ArrayPlan:
 
     Raises:
         PlanError: every rule that is broken, with its code: ``array-models`` for none,
-            ``array-partition`` unless every model is in one sub-array, ``array-order`` for an
+            ``array-partition`` unless every model is in one sub-array, ``array-tasks`` for a
+            sub-array of several programs, or parameters that several workloads share,
+            ``array-order`` for an
             unknown order, or multiplexing of less than two sub-arrays, ``array-decisions`` for a
             bundle that is decided twice, or a sub-array without a list, ``array-size`` for a number
             that must be positive.
@@ -170,6 +268,7 @@ class ArrayPlan:
     num_layers: int = 0
     model_hash: str = ""
     workload: WorkloadSpec | None = None
+    tasks: tuple[ArrayTask, ...] = ()
     prediction: ArrayPrediction | None = field(default=None, compare=False)
     seconds_from: str = field(default="", compare=False)
     saturation: tuple[Saturation, ...] = field(default=(), compare=False)
@@ -180,6 +279,14 @@ class ArrayPlan:
         if not self.decisions:
             object.__setattr__(self, "decisions", ((),) * len(self.partition))
         PlanError.check(self._violations())
+
+    @cached_property
+    def trained(self) -> tuple[ArrayTask, ...]:
+        """What each model trains."""
+        own = ArrayTask(self.batch_size, "", self.num_layers, self.model_hash)
+        known = {task: task for task in (*self.tasks, own)}
+        tasks = tasks_of(self.models, self.batch_size, self.workload, self.num_layers)
+        return tuple(known.get(task, task) for task in tasks)
 
     @property
     def compiled(self) -> bool:
@@ -201,7 +308,7 @@ class ArrayPlan:
     def to_json(self) -> dict[str, Any]:
         same = {name: getattr(self, name) for name in _SAME}
         document = _Document(cluster=ClusterRow.of(self.cluster), **same)
-        return ARRAY_PLAN.write(documents.fields_of(document))
+        return ARRAY_PLAN.write(_but_defaults(document, "tasks"))
 
     @classmethod
     def from_json(cls, data: Any) -> ArrayPlan:
@@ -219,7 +326,7 @@ class ArrayPlan:
         return cls(cluster=document.cluster.cluster, **same)
 
     def save(self, path: str | Path) -> None:
-        """Write JSON; the paths of the workload and of a target's file are stored relative to the
+        """Write JSON; the paths of workloads and of a target's file are stored relative to the
         file."""
         save(self, path)
 
@@ -233,10 +340,22 @@ class ArrayPlan:
         """
         return resolved(ARRAY_PLAN.load(path, cls.from_json), path)
 
+    def with_workloads(self, move: Callable[[WorkloadSpec], WorkloadSpec]) -> ArrayPlan:
+        """With other names for the workloads of its models."""
+
+        def named(name: str) -> str:
+            # Others are names of objects.
+            return str(move(WorkloadSpec.parse(name))) if ":" in name else name
+
+        return replace(
+            self,
+            models=tuple(replace(one, workload=named(one.workload)) for one in self.models),
+            tasks=tuple(replace(one, workload=named(one.workload)) for one in self.tasks),
+        )
+
     def _violations(self) -> Iterator[Violation]:
-        count = len(self.models)
-        if not count:
-            yield Violation("models is empty; an array has one model at least.", "array-models")
+        count, wrong = len(self.models), tuple(member_violations(self.models))
+        yield from wrong
         numbers = ("batch_size", self.batch_size), ("bundle_bytes", self.bundle_bytes)
         for name, number in (*numbers, ("memory_limit_bytes", self.memory_limit_bytes)):
             if number is not None and number < 1:
@@ -254,6 +373,8 @@ class ArrayPlan:
                 f"models 0 to {count - 1} once; put every one into one sub-array.",
                 "array-partition",
             )
+        elif not wrong:
+            yield from self._mixed()
         if self.order not in ORDERS:
             yield Violation(
                 f"order={self.order!r} is unknown; choose {' or '.join(ORDERS)}.", "array-order"
@@ -285,10 +406,42 @@ class ArrayPlan:
                         "array-size",
                     )
 
+    def _mixed(self) -> Iterator[Violation]:
+        """What models of several programs cannot do."""
+        for a, group in enumerate(self.partition):
+            tasks = dict.fromkeys(self.trained[model] for model in group)
+            if len(tasks) > 1:
+                yield Violation(
+                    f"sub-array {a} has models {list(group)}, which train "
+                    f"{', '.join(map(str, tasks))}; a sub-array is one program: put models of "
+                    "other workloads or batch sizes into others.",
+                    "array-tasks",
+                )
+        yield from sharing_violations(self.shared, self.trained)
+
+
+def _but_defaults(value: Any, *names: str) -> dict[str, Any]:
+    """The fields of a document, without those of some that say nothing: files of models that are
+    one program have none of them."""
+    plain = {each.name: each.default for each in fields(value)}
+    written = documents.fields_of(value)
+    return {
+        name: one
+        for name, one in written.items()
+        if name not in names or getattr(value, name) != plain[name]
+    }
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """A plan as files have it."""
+    """A plan as files have it.
+
+    Attributes:
+        workload, batch_size: Of models that have none of their own.
+        model_hash, num_layers: Of these, as traced.
+        models: Of the array.
+        tasks: Others that models train.
+    """
 
     workload: WorkloadSpec | None = None
     model_hash: str = ""
@@ -296,6 +449,7 @@ class _Document:
     num_layers: int
     batch_size: int
     models: tuple[Member, ...]
+    tasks: tuple[ArrayTask, ...] = ()
     shared: tuple[str, ...] = ()
     shared_batches: bool = False
     partition: tuple[tuple[int, ...], ...]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
-from capture.model.workload import name_of
+from capture.model.workload import WorkloadSpec, name_of
 
 #: A plan of some kind: a dataclass with ``cluster``, ``workload`` and ``to_json``.
 AnyPlan = TypeVar("AnyPlan")
@@ -52,26 +52,34 @@ class ClusterRow:
 
 
 def save(plan: Any, path: Path | str) -> None:
-    """Write JSON; the paths of the workload and of a target's file are stored relative to the
-    file."""
-    path, moved = Path(path), {}
-    if plan.cluster is not None:
-        target = relative_target(plan.cluster.target, path.parent)
-        moved["cluster"] = replace(plan.cluster, target=target)
-    if plan.workload is not None:
-        moved["workload"] = plan.workload.relative_to(path.parent)
-    path.write_text(json.dumps(replace(plan, **moved).to_json(), indent=2) + "\n")
+    """Write JSON; the paths of workloads and of a target's file are stored relative to the file."""
+    path, folder = Path(path), Path(path).parent
+    moved = _moved(
+        plan, lambda spec: spec.relative_to(folder), lambda name: relative_target(name, folder)
+    )
+    path.write_text(json.dumps(moved.to_json(), indent=2) + "\n")
 
 
 def resolved(plan: AnyPlan, path: Path | str) -> AnyPlan:
     """The inverse: a plan that was read from a file, as seen from the working directory."""
-    folder, moved, known = Path(path).parent, {}, vars(plan)
-    if known["cluster"] is not None:
-        target = resolved_target(known["cluster"].target, folder)
-        moved["cluster"] = replace(known["cluster"], target=target)
-    if known["workload"] is not None:
-        moved["workload"] = known["workload"].resolved_from(folder)
-    return replace(plan, **moved) if moved else plan  # type: ignore[type-var]  # a dataclass
+    folder = Path(path).parent
+    return _moved(
+        plan, lambda spec: spec.resolved_from(folder), lambda name: resolved_target(name, folder)
+    )
+
+
+def _moved(
+    plan: Any, workload: Callable[[WorkloadSpec], WorkloadSpec], target: Callable[[str], str]
+) -> Any:
+    """A plan whose files are seen from elsewhere: that of its target, of its workload, and of those
+    that its parts name (``with_workloads``)."""
+    moved: dict[str, Any] = {}
+    if plan.cluster is not None:
+        moved["cluster"] = replace(plan.cluster, target=target(plan.cluster.target))
+    if plan.workload is not None:
+        moved["workload"] = workload(plan.workload)
+    plan = replace(plan, **moved) if moved else plan
+    return plan.with_workloads(workload) if hasattr(plan, "with_workloads") else plan
 
 
 def traced_for(

@@ -34,7 +34,7 @@ from capture.machine.target import HostLink, Rates, Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
-from capture.plan.array import BUNDLE_BYTES, Member, Shared
+from capture.plan.array import BUNDLE_BYTES, Shared
 from capture.profiler.array_pass import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
 from capture.profiler.compile import CompileBackend
 from capture.profiler.execution import Machine as ExecutingMachine
@@ -43,7 +43,7 @@ from capture.profiler.run import machine_here
 from capture.profiler.timing import OUT_OF_MEMORY, filled, median_seconds
 from capture.runtime.array_programs import ArrayPrograms, program_name
 from capture.runtime.fused import FusedArray, Fuser
-from capture.runtime.layerwise import hyperparameter_violations, param_paths
+from capture.runtime.layerwise import param_paths
 from capture.step.program import Place
 from capture.step.sub_array import Call, ProgramFacts, SubArray, Uses
 from capture.step.times import TimeModel
@@ -339,14 +339,6 @@ class ArrayProfile:
     @property
     def model_hash(self) -> str:
         return self.fuser.traced.graph.model_hash
-
-    def check(self, models: tuple[Member, ...]) -> None:
-        """Refuse models that the optimizer cannot have.
-
-        Raises:
-            PlanError: ``array-hyperparameter``.
-        """
-        PlanError.check(hyperparameter_violations(self.fuser.optimizer, models))
 
     def sub_array(self, num_models: int) -> SubArray:
         """So many models, fused."""

@@ -3,8 +3,9 @@ against the limit, what became of every bundle of feature maps, and what fusing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from capture.machine.target import HostLink
@@ -24,6 +25,8 @@ from capture.step.timeline import Seconds, StepTimeline, simulate_step
 HEADER = ["sub-array", "bundle", "bytes", "is", "rests", "why"]
 #: Rows of the figure of a step, from the top.
 LANES = ("programs", "copies to the device", "copies to the host")
+#: Of programs that models are of.
+CURVES = tuple(KINDS[name] for name in ("backward", "recompute", "update", "forward"))
 SWATCHES = {"forward": "F", "backward": "B", "recompute": "R"}
 
 
@@ -47,12 +50,18 @@ class ArrayFacts:
 
 
 def array_facts(
-    plan: ArrayPlan, programs: Programs, sub_array: Callable[[int], SubArray], host: HostLink
+    plan: ArrayPlan, programs: Programs, sub_arrays: Sequence[SubArray], host: HostLink
 ) -> ArrayFacts:
-    """Build and simulate the step of a plan."""
+    """Build and simulate the step of a plan.
+
+    Args:
+        plan: What is decided.
+        programs: Of its sub-arrays.
+        sub_arrays: As the partition has them.
+        host: By which copies go.
+    """
     arrays = tuple(
-        lifetimes(sub_array(len(group)), own)
-        for group, own in zip(plan.partition, plan.decisions, strict=True)
+        lifetimes(array, own) for array, own in zip(sub_arrays, plan.decisions, strict=True)
     )
     steps = build_array(arrays, plan.order, programs, plan.memory_limit_bytes)
 
@@ -129,6 +138,8 @@ def _segment(life: Lifetimes, label: str, kind: str) -> int:
 def title(plan: ArrayPlan) -> str:
     model = "a model without a name" if plan.workload is None else str(plan.workload)
     sizes = " + ".join(str(len(group)) for group in plan.partition)
+    others = len({task.workload for task in plan.trained}) - 1
+    model += f" and {counted(others, 'other')}" if others else ""
     return f"{counted(len(plan.models), 'model')} of {model}, {plan.order} {sizes}"
 
 
@@ -276,36 +287,40 @@ def _memory(facts: ArrayFacts) -> Figure:
 
 def _saturation(plan: ArrayPlan) -> Figure:
     """Throughput against the degree of fusion."""
-    sizes = [one.models for one in plan.saturation]
-    rates = [
-        one.models * plan.batch_size / one.seconds if one.seconds else 0.0
-        for one in plan.saturation
-    ]
-    trace = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "all models of a sub-array",
-        "x": sizes,
-        "y": rates,
-        "line": {"color": KINDS["backward"]},
-        "hovertemplate": "%{x} fused: %{y:.4g} examples/s<extra></extra>",
-    }
-    alone = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "one alone",
-        "x": [sizes[0], sizes[-1]],
-        "y": [rates[0]] * 2,
-        "line": {"color": OTHER, "dash": "dash"},
-        "hoverinfo": "name",
-    }
+    tasks, traces = list(dict.fromkeys(plan.trained)), list[dict[str, Any]]()
+    largest = max(one.models for one in plan.saturation)
+    for n, (task, color) in enumerate(zip(tasks, cycle(CURVES), strict=False)):
+        own = [one for one in plan.saturation if one.task == n]
+        sizes = [one.models for one in own]
+        rates = [one.models * task.batch_size / one.seconds if one.seconds else 0.0 for one in own]
+        of = f" of {task}" if len(tasks) > 1 else ""
+        traces += [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"all models of a sub-array{of}",
+                "x": sizes,
+                "y": rates,
+                "line": {"color": color},
+                "hovertemplate": "%{x} fused: %{y:.4g} examples/s<extra></extra>",
+            },
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"one alone{of}",
+                "x": [sizes[0], sizes[-1]],
+                "y": [rates[0]] * 2,
+                "line": {"color": OTHER, "dash": "dash"},
+                "hoverinfo": "name",
+            },
+        ]
     layout = {
         "height": 320,
-        "xaxis": {"title": {"text": "models that are fused"}, "dtick": max(1, sizes[-1] // 16)},
+        "xaxis": {"title": {"text": "models that are fused"}, "dtick": max(1, largest // 16)},
         "yaxis": {"title": {"text": "examples per second"}, "rangemode": "tozero"},
     }
     caption = (
         "Where the curve is flat, the device is full, and fusing more is worth nothing: by "
         "programs one after the other, everything retained."
     )
-    return Figure("saturation", "What fusing is worth", caption, [trace, alone], layout)
+    return Figure("saturation", "What fusing is worth", caption, traces, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,12 +21,12 @@ def step_key(member: Member, update: int) -> jax.Array:
     return jax.random.fold_in(jax.random.split(jax.random.key(member.seed), 3)[2], update)
 
 
-def stacked(plan: ArrayPlan, traced: TracedModel, batch: Any, update: int) -> list[Any]:
+def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: int) -> list[Any]:
     """Leaves of all sub-arrays, on the host, and keys of every model.
 
     Args:
         plan: Of the models.
-        traced: One of them.
+        traced: Each of them.
         batch: One batch per model, or one for all where the plan shares them.
         update: For which, from 0 on.
 
@@ -33,13 +34,16 @@ def stacked(plan: ArrayPlan, traced: TracedModel, batch: Any, update: int) -> li
         ExecutionError: ``array-count``, ``run-batch``.
     """
     if plan.shared_batches:
-        own = [_checked(traced, batch, "the batch")]
+        own = [_checked(traced[0], batch, "the batch")]
     else:
         check_count("batch", batch, len(plan.models))
-        own = [_checked(traced, one, f"the batch of model {m}") for m, one in enumerate(batch)]
+        own = [
+            _checked(of, one, f"the batch of model {m}")
+            for m, (of, one) in enumerate(zip(traced, batch, strict=True))
+        ]
     found: list[Any] = []
     for group in plan.partition:
-        for leaf, tensor in enumerate(traced.graph.batch):
+        for leaf, tensor in enumerate(traced[group[0]].graph.batch):
             if tensor.dtype in KEYS:
                 # As a step of one micro-batch draws.
                 keys = [jax.random.fold_in(step_key(plan.models[m], update), 0) for m in group]

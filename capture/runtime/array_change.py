@@ -3,43 +3,62 @@ feature maps are moved as before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from capture.plan.array import ArrayPlan, Decision, Member
+from capture.errors import ExecutionError, Violation
+from capture.plan.array import ArrayPlan, ArrayTask, Decision, Member, tasks_of
 from capture.runtime.fused import FusedArray, Fuser
 from capture.step.sub_array import movable, recomputable
 
+Fusers = Mapping[ArrayTask, Fuser]
 
-def without(plan: ArrayPlan, kept: Sequence[int], fuser: Fuser) -> ArrayPlan:
+
+def without(plan: ArrayPlan, kept: Sequence[int], fusers: Fusers) -> ArrayPlan:
     """With some of its models only, in their order; a sub-array of which none is left goes."""
     groups = [
         (a, [kept.index(model) for model in group if model in kept])
         for a, group in enumerate(plan.partition)
     ]
     models = [plan.models[model] for model in kept]
-    return _regrouped(plan, models, [(a, group) for a, group in groups if group], fuser)
+    return _regrouped(plan, models, [(a, group) for a, group in groups if group], fusers)
 
 
-def joined(plan: ArrayPlan, members: Sequence[Member], fuser: Fuser) -> ArrayPlan:
-    """With more models, one after the other in the smallest sub-array."""
+def joined(plan: ArrayPlan, members: Sequence[Member], fusers: Fusers) -> ArrayPlan:
+    """With more models, one after the other in the smallest sub-array of its program.
+
+    Raises:
+        ExecutionError: ``array-tasks`` where there is none.
+    """
+    tasks = tasks_of(members, plan.batch_size, plan.workload)
+    ExecutionError.check(
+        Violation(
+            f"no model of the array trains {task}, so that a new one has no sub-array to join; "
+            "plan again with it, and carry the others over.",
+            "array-tasks",
+        )
+        for task in dict.fromkeys(tasks)
+        if task not in plan.trained
+    )
     groups = [(a, list(group)) for a, group in enumerate(plan.partition)]
-    for n in range(len(members)):
-        min(groups, key=lambda one: len(one[1]))[1].append(len(plan.models) + n)
-    return _regrouped(plan, [*plan.models, *members], groups, fuser)
+    for n, task in enumerate(tasks):
+        same = (group for _, group in groups if plan.trained[group[0]] == task)
+        min(same, key=len).append(len(plan.models) + n)
+    return _regrouped(plan, [*plan.models, *members], groups, fusers)
 
 
 def _regrouped(
     plan: ArrayPlan,
     models: Sequence[Member],
     groups: Sequence[tuple[int, Sequence[int]]],
-    fuser: Fuser,
+    fusers: Fusers,
 ) -> ArrayPlan:
     """Sub-arrays, each beside the one that it comes from."""
-    decisions = [
-        tuple(_carried(fuser.of(len(plan.partition[a])), fuser.of(len(group)), plan.decisions[a]))
-        for a, group in groups
-    ]
+    decisions = []
+    for a, group in groups:
+        fuser, old = fusers[plan.trained[plan.partition[a][0]]], len(plan.partition[a])
+        carried = _carried(fuser.of(old), fuser.of(len(group)), plan.decisions[a])
+        decisions.append(tuple(carried))
     return replace(
         plan,
         models=tuple(models),

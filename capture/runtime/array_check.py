@@ -13,13 +13,12 @@ import numpy as np
 from capture import environment
 from capture.errors import PlanError
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, takes_key
-from capture.plan.array import ArrayPlan
+from capture.model.workload import takes_key
 from capture.runtime import checkpoint
 from capture.runtime.array_batches import step_key
 from capture.runtime.array_state import ArrayState, Losses
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
-from capture.runtime.multiplexed import ArrayTraining, train_array
+from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
 from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
@@ -93,24 +92,21 @@ class ArrayMeter:
 
 
 def run_array(
-    plan: ArrayPlan,
-    workload: WorkloadProtocol,
+    training: ArrayTraining,
     num_steps: int = 3,
     *,
     check: bool = False,
     save: Path | None = None,
     restore: Path | None = None,
-    fast_compile: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Train an array for some updates; the document of ``capture run --json``.
 
     Args:
-        plan, workload: As for ``train_array``.
+        training: Of the array, from its beginning.
         num_steps: Updates of every model.
         check: Also train every model alone, and compare the ledger with live arrays.
         save, restore: Where the state goes at the end, and comes from, with Orbax.
-        fast_compile: As for ``train_array``.
         report: Says what is done.
 
     Raises:
@@ -123,12 +119,11 @@ def run_array(
             "run-check-restored",
         )
     report("compiling the segments")
-    training = train_array(workload, plan, fast_compile=fast_compile)
-    ledgers = training.replay()
+    plan, ledgers = training.plan, training.replay()
     compiled = len(training.programs.executables)
     meter = ArrayMeter(training, check)
     state = training.init() if restore is None else checkpoint.restore(training, restore)
-    batches = [_batches(plan, workload, state.num_steps + t) for t in range(num_steps)]
+    batches = [_batches(training, state.num_steps + t) for t in range(num_steps)]
     losses, num_after_first = [], 0
     for t in range(num_steps + 1):
         if t < num_steps:
@@ -182,12 +177,16 @@ def run_array(
     return document
 
 
-def _batches(plan: ArrayPlan, workload: WorkloadProtocol, t: int) -> Any:
+def _batches(training: ArrayTraining, t: int) -> Any:
     """Of an update, drawn with the seeds of the models; where all share one, with that of the
     first."""
+    plan = training.plan
     drawn = [
-        workload.batch(jax.random.fold_in(jax.random.key(member.seed), 1 + t), plan.batch_size)
-        for member in plan.models[: 1 if plan.shared_batches else None]
+        training.fuser(model).workload.batch(
+            jax.random.fold_in(jax.random.key(plan.models[model].seed), 1 + t),
+            plan.trained[model].batch_size,
+        )
+        for model in range(1 if plan.shared_batches else len(plan.models))
     ]
     return drawn[0] if plan.shared_batches else drawn
 
@@ -200,23 +199,27 @@ def _compare(
 ) -> dict[str, Any]:
     """Losses of each model alone, and by how much the array's are off; of parameters also by how
     much they would be, trained alone, were their gradients off by a rounding."""
-    plan, workload, traced = training.plan, training.fuser.workload, training.traced
-    reference = ReferenceStep(workload, traced, [plan.batch_size])
-    floor = rounding_floor(traced.graph)
+    plan = training.plan
+    references = {
+        task: ReferenceStep(fuser.workload, fuser.traced, [task.batch_size])
+        for task, fuser in training.fusers.items()
+    }
     expected: list[list[float]] = []
     # (array, rounded) by model and leaf.
     errors: dict[tuple[int, str], tuple[float, float]] = {}
     begins = training.initial_leaves()
     for model, (member, leaves) in enumerate(zip(plan.models, begins, strict=True)):
-        begin = joined_params(traced, dict(enumerate(leaves)))
+        fuser, reference = training.fuser(model), references[plan.trained[model]]
+        begin = joined_params(fuser.traced, dict(enumerate(leaves)))
+        keyed, floor = takes_key(fuser.workload), rounding_floor(fuser.traced.graph)
         found = []
         for roundings in (0, ROUNDINGS):
             params, own = reference.init(begin)
-            own = training.optimizer.with_hyperparameters(own, member.hyperparameters)
+            own = fuser.optimizer.with_hyperparameters(own, member.hyperparameters)
             alone = []
             for update, batch in enumerate(batches):
                 given = batch if plan.shared_batches else batch[model]
-                key = step_key(member, update) if takes_key(workload) else None
+                key = step_key(member, update) if keyed else None
                 params, own, loss = reference(params, own, given, key, roundings=roundings)
                 alone.append(loss)
             found.append((params, alone))

@@ -13,13 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from capture.errors import ExecutionError, Violation
-from capture.model.workload import WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
-from capture.runtime.fused import FusedArray
+from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import LayerwiseOptimizer
 from capture.step.multiplexed import ArrayStep
 from capture.step.program import Place
-from capture.tracing import TracedModel
 
 #: Of one model, by index: parameters in the layer graph, and leaves of the optimizer's state.
 Leaves = tuple[Mapping[int, Any], Mapping[int, Any]]
@@ -77,14 +75,14 @@ class StateRows:
     Attributes:
         partition: Models of each sub-array.
         arrays: These, as one program each.
-        optimizer: Of one model.
+        optimizers: Of one model of each.
         body: The step whose state it is.
         sharding: Of what lies in a place.
     """
 
     partition: Sequence[Sequence[int]]
     arrays: Sequence[FusedArray]
-    optimizer: LayerwiseOptimizer
+    optimizers: Sequence[LayerwiseOptimizer]
     body: ArrayStep
     sharding: Callable[[Place], NamedSharding]
 
@@ -135,9 +133,9 @@ class StateRows:
     def _origins(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """By sub-array and bundle of state: whether of the optimizer (1 or 0), and which leaf."""
         found = {}
-        for a, array in enumerate(self.arrays):
+        for a, (array, optimizer) in enumerate(zip(self.arrays, self.optimizers, strict=True)):
             of = {value: (0, index) for index, value in enumerate(array.params)}
-            for stage, values in zip(self.optimizer.stages, array.state, strict=True):
+            for stage, values in zip(optimizer.stages, array.state, strict=True):
                 of |= {v: (1, leaf) for leaf, v in zip(stage.state, values, strict=True)}
             for number, bundle in enumerate(array.bundles):
                 if bundle.is_state:
@@ -152,23 +150,19 @@ class StateRows:
                 "array-shared-values",
             )
             for model, own in enumerate(params)
-            for p in sorted(self.optimizer.shared)
+            for p in sorted(self.optimizers[0].shared)
             if own[p] is not params[0][p] and not np.array_equal(own[p], params[0][p])
         )
 
 
-def begun(
-    workload: WorkloadProtocol,
-    traced: TracedModel,
-    optimizer: LayerwiseOptimizer,
-    models: Sequence[tuple[Member, Sequence[Any]]],
-) -> list[Leaves]:
+def begun(models: Sequence[tuple[Fuser, Member, Sequence[Any]]]) -> list[Leaves]:
     """What models begin with: their parameters, and optimizer states with their hyperparameters."""
-    tree: Any = jax.tree.structure(traced.split_struct)  # JAX's stubs leave its methods out
-    begin, found = jax.jit(workload.optimizer.init), list[Leaves]()
-    for member, params in models:
-        state = begin(tree.unflatten(params))
-        state = optimizer.with_hyperparameters(state, member.hyperparameters)
+    begin, found = dict[int, Any](), list[Leaves]()
+    for fuser, member, params in models:
+        tree: Any = jax.tree.structure(fuser.traced.split_struct)  # JAX's stubs leave it out
+        init = begin.setdefault(id(fuser), jax.jit(fuser.workload.optimizer.init))
+        state = init(tree.unflatten(params))
+        state = fuser.optimizer.with_hyperparameters(state, member.hyperparameters)
         found.append((dict(enumerate(params)), dict(enumerate(jax.tree.leaves(state)))))
     return found
 

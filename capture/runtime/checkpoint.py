@@ -235,9 +235,9 @@ def _whole(
     params, optimizer = (
         [
             filled(struct, {path: read[part].get(source) for path, source in own.items()})
-            for own in by_model
+            for struct, own in zip(structs, by_model, strict=True)
         ]
-        for struct, part, by_model in zip(structs_of(step), PARTS, sources.paths, strict=True)
+        for structs, part, by_model in zip(structs_of(step), PARTS, sources.paths, strict=True)
     )
     if isinstance(step, ArrayTraining):
         return partial(step.restore, params, optimizer, metadata["num_steps"])

@@ -58,10 +58,15 @@ def stored_leaves(step: Trained, state: State) -> tuple[dict[str, Any], dict[str
     return params, optimizer
 
 
-def structs_of(step: Trained) -> tuple[Any, Any]:
-    """Of one model: its parameters, and the state of its optimizer."""
-    optimizer = step.optimizer.sliced if isinstance(step, ArrayTraining) else step.optimizer
-    return step.traced.params_struct, optimizer.state_struct
+def structs_of(step: Trained) -> tuple[list[Any], list[Any]]:
+    """Of each model: its parameters, and the state of its optimizer."""
+    if not isinstance(step, ArrayTraining):
+        return [step.traced.params_struct], [step.optimizer.state_struct]
+    fusers = [step.fuser(model) for model in range(len(step.plan.models))]
+    return (
+        [fuser.traced.params_struct for fuser in fusers],
+        [fuser.optimizer.sliced.state_struct for fuser in fusers],
+    )
 
 
 def is_key(leaf: Any) -> bool:
@@ -116,25 +121,29 @@ class Sources:
     def __init__(self, step: Trained, metadata: Mapping[str, Any], models: Sequence[int] | None):
         self._begin = _prefixes(step, metadata.get("num_models"), models)
         found = [
-            self._found(by_path(struct), metadata[part], shared)
-            for struct, part, shared in zip(
+            self._found([by_path(struct) for struct in structs], metadata[part], shared)
+            for structs, part, shared in zip(
                 structs_of(step), PARTS, (_shared_paths(step), frozenset[str]()), strict=True
             )
         ]
         self.paths, self.expected, self.saved = (tuple(each) for each in zip(*found, strict=True))
 
     def _found(
-        self, leaves: Mapping[str, Any], saved: Mapping[str, Any], shared: frozenset[str]
+        self, leaves: Sequence[Mapping[str, Any]], saved: Mapping[str, Any], shared: frozenset[str]
     ) -> tuple[list[dict[str, str]], dict[str, Any], dict[str, Any]]:
         def named(path: str, prefix: str) -> str:
             own, first = f"{prefix}{path}", f"[0]{path}"
             return first if prefix and own not in saved and first in saved else own
 
         paths = [
-            {path: named(path, self._begin[0] if path in shared else prefix) for path in leaves}
-            for prefix in self._begin
+            {path: named(path, self._begin[0] if path in shared else prefix) for path in own}
+            for prefix, own in zip(self._begin, leaves, strict=True)
         ]
-        expected = {own[path]: leaf for own in paths for path, leaf in leaves.items()}
+        expected = {
+            named[path]: leaf
+            for named, own in zip(paths, leaves, strict=True)
+            for path, leaf in own.items()
+        }
         mine = tuple(self._begin)
         there = {p: x for p, x in saved.items() if p in expected or p.startswith(mine)}
         return paths, expected, there
@@ -144,9 +153,10 @@ def _shared_paths(step: Trained) -> frozenset[str]:
     """Of parameters that all models of an array have alike."""
     if not isinstance(step, ArrayTraining):
         return frozenset()
-    numbers = leaf_numbers(step.traced)
-    shared = {numbers[p] for p in step.optimizer.shared}
-    paths = by_path(step.traced.params_struct)
+    fuser = step.fuser(0)  # models of one workload share
+    numbers = leaf_numbers(fuser.traced)
+    shared = {numbers[p] for p in fuser.optimizer.shared}
+    paths = by_path(fuser.traced.params_struct)
     return frozenset(path for n, path in enumerate(paths) if n in shared)
 
 

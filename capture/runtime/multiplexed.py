@@ -14,7 +14,8 @@ completed without another; a loop that stops earlier leaves a state that is ahea
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,10 +23,9 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler
-from capture.errors import ExecutionError, PlanError
-from capture.model.workload import PyTree, WorkloadProtocol
-from capture.plan.array import ArrayPlan, Member
-from capture.plan.files import traced_for
+from capture.errors import ExecutionError, PlanError, Violation
+from capture.model.workload import PyTree, WorkloadProtocol, named_workload
+from capture.plan.array import ArrayPlan, ArrayTask, Member, member_violations
 from capture.quantities import format_bytes
 from capture.runtime.array_batches import stacked
 from capture.runtime.array_change import joined, without
@@ -39,10 +39,10 @@ from capture.runtime.array_state import (
     check_count,
     check_models,
 )
+from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.fused import Fuser
-from capture.runtime.layerwise import hyperparameter_violations
 from capture.runtime.layout import check_host_memory, first_devices
 from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
 from capture.step.ledger import Ledger
@@ -62,6 +62,7 @@ def train_array(
     plan: ArrayPlan,
     devices: Sequence[jax.Device] | None = None,
     *,
+    workloads: Mapping[str, WorkloadProtocol] = MappingProxyType({}),
     fast_compile: bool = False,
 ) -> ArrayTraining:
     """Compile a plan's programs and return its training.
@@ -70,13 +71,16 @@ def train_array(
         workload: The task of the plan; its optimizer is made with ``optax.inject_hyperparams``
             where the models' hyperparameters differ.
         plan: What is fused, in which order.
+        workloads: Those that models of the plan name; what is not there is loaded by its name.
         devices: The first is used; by default that of ``jax.devices()``.
         fast_compile: As for ``pipeshard``.
 
     Raises:
         PlanError: ``plan-other-model``, ``array-hyperparameter`` for one that the optimizer does
-            not inject, ``array-bundle`` for a decision about what the model has not.
-        WorkloadError: ``array-key``, ``array-shared-updated``.
+            not inject, ``array-bundle`` for a decision about what the model has not,
+            ``array-tasks`` where several programs cannot share what they are to.
+        WorkloadError: ``array-key``, ``array-shared-updated``, ``workload-name`` and what else
+            loading a workload has.
         ExecutionError: ``run-devices``, ``run-host-memory``.
     """
     environment.warn()
@@ -89,21 +93,30 @@ def train_array(
             "the plan swaps; run it on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
-    fuser = traced_for(
+    fusers = {
+        task: _fuser(plan, task, named_workload(task.workload, {**workloads, "": workload}))
+        for task in dict.fromkeys(plan.trained)
+    }
+    if plan.shared or plan.shared_batches:
+        PlanError.check(unlike_shared({task: one.of(1) for task, one in fusers.items()}))
+    programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
+    return ArrayTraining(fusers, programs, plan, device)
+
+
+def _fuser(plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol) -> Fuser:
+    return as_planned(
         plan,
+        task,
         workload,
         lambda: Fuser(
             workload,
-            plan.batch_size,
-            plan.num_layers,
+            task.batch_size,
+            task.num_layers,
             shared=plan.shared,
             shared_batches=plan.shared_batches,
             bundle_bytes=plan.bundle_bytes,
         ),
-        lambda fuser: fuser.traced.graph,
     )
-    programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
-    return ArrayTraining(fuser, programs, plan, device)
 
 
 class ArrayTraining:
@@ -111,35 +124,45 @@ class ArrayTraining:
 
     Attributes:
         plan, device: As given.
-        fuser: Of the models; with the plan's numbers.
+        fusers: By what models train.
         programs: What is compiled.
         arrays: By sub-array, its models as one program.
     """
 
     def __init__(
         self,
-        fuser: Fuser,
+        fusers: Mapping[ArrayTask, Fuser],
         programs: ArrayPrograms,
         plan: ArrayPlan,
         device: Any,
         family: list[ArrayTraining] | None = None,
     ):
-        self.fuser, self.programs, self.plan, self.device = fuser, programs, plan, device
-        self.traced, self.optimizer = fuser.traced, fuser.optimizer
-        PlanError.check(hyperparameter_violations(self.optimizer, plan.models))
-        self.arrays = [fuser.of(len(group)) for group in plan.partition]
+        self.fusers, self.programs, self.plan, self.device = fusers, programs, plan, device
+        PlanError.check(self._wrong(plan.trained, plan.models))
+        self.arrays = [self.fuser(group[0]).of(len(group)) for group in plan.partition]
         self._bound: dict[int, BoundStep] = {}
         #: This one, and those of states whose models came and went.
         self._family = [] if family is None else family
         self._family.append(self)
+
+    def fuser(self, model: int) -> Fuser:
+        """Of what a model trains: its workload, its loss and its optimizer."""
+        return self.fusers[self.plan.trained[model]]
+
+    def _wrong(self, tasks: Sequence[ArrayTask], models: Sequence[Member]) -> Iterator[Violation]:
+        optimizers = {task: fuser.optimizer for task, fuser in self.fusers.items()}
+        return wrong_hyperparameters(optimizers, tasks, models)
 
     def of(self, plan: ArrayPlan) -> ArrayTraining:
         """That of another plan for the same models and batches: what is compiled, is."""
         same = ("batch_size", "shared", "shared_batches", "bundle_bytes", "num_layers")
         other = [name for name in same if getattr(plan, name) != getattr(self.plan, name)]
         assert not other, f"plans that share programs differ in {other}"
-        traced_for(plan, self.fuser.workload, lambda: self.traced.graph)
-        return ArrayTraining(self.fuser, self.programs, plan, self.device)
+        for task in dict.fromkeys(plan.trained):
+            as_planned(
+                plan, task, self.fusers[task].workload, partial(self.fusers.__getitem__, task)
+            )
+        return ArrayTraining(self.fusers, self.programs, plan, self.device)
 
     @cached_property
     def steps(self) -> ArraySteps:
@@ -165,10 +188,11 @@ class ArrayTraining:
     def initial_leaves(self) -> Iterator[list[np.ndarray]]:
         """Of every model, the parameters with which it begins, in the order of the layer graph."""
         first: list[np.ndarray] = []
-        for member in self.plan.models:
-            own = param_leaves(self.traced, self.fuser.workload.init(jax.random.key(member.seed)))
+        for model, member in enumerate(self.plan.models):
+            fuser = self.fuser(model)
+            own = param_leaves(fuser.traced, fuser.workload.init(jax.random.key(member.seed)))
             first = first or own
-            yield [first[p] if p in self.optimizer.shared else x for p, x in enumerate(own)]
+            yield [first[p] if p in fuser.optimizer.shared else x for p, x in enumerate(own)]
 
     def init_from(self, params: Sequence[PyTree]) -> ArrayState:
         """The state of trainings that begin at the given parameters.
@@ -179,11 +203,13 @@ class ArrayTraining:
                 what they share differs.
         """
         check_count("params", params, len(self.plan.models))
-        return self._begun([param_leaves(self.traced, tree) for tree in params])
+        return self._begun(
+            [param_leaves(self.fuser(m).traced, tree) for m, tree in enumerate(params)]
+        )
 
     def _begun(self, params: Sequence[Sequence[Any]]) -> ArrayState:
-        models = list(zip(self.plan.models, params, strict=True))
-        return self._placed(begun(self.fuser.workload, self.traced, self.optimizer, models))
+        fusers = map(self.fuser, range(len(params)))
+        return self._placed(begun(list(zip(fusers, self.plan.models, params, strict=True))))
 
     def restore(
         self, params: Sequence[PyTree], optimizer_states: Sequence[PyTree], num_steps: int = 0
@@ -196,14 +222,12 @@ class ArrayTraining:
         """
         check_count("params", params, len(self.plan.models))
         check_count("optimizer_states", optimizer_states, len(self.plan.models))
-        structs = self.optimizer.sliced.state_structs
-        leaves = [
-            (
-                dict(enumerate(param_leaves(self.traced, own))),
-                dict(enumerate(optimizer_leaves(structs, state))),
-            )
-            for own, state in zip(params, optimizer_states, strict=True)
-        ]
+        leaves = []
+        for model, (own, state) in enumerate(zip(params, optimizer_states, strict=True)):
+            fuser = self.fuser(model)
+            found = optimizer_leaves(fuser.optimizer.sliced.state_structs, state)
+            given = param_leaves(fuser.traced, own)
+            leaves.append((dict(enumerate(given)), dict(enumerate(found))))
         return self._placed(leaves, num_steps)
 
     def _placed(self, leaves: Sequence[Leaves], num_steps: int = 0) -> ArrayState:
@@ -212,17 +236,19 @@ class ArrayTraining:
     @cached_property
     def _rows(self) -> StateRows:
         body, sharding = self.steps.body, self.programs.sharding
-        return StateRows(self.plan.partition, self.arrays, self.optimizer, body, sharding)
+        optimizers = [self.fuser(group[0]).optimizer for group in self.plan.partition]
+        return StateRows(self.plan.partition, self.arrays, optimizers, body, sharding)
 
     def params(self, state: ArrayState, model: int) -> PyTree:
         """One model's parameters, as the workload's ``init`` returns them."""
         ((found, _),) = self._read(state, [model])
-        return joined_params(self.traced, found)
+        return joined_params(self.of_state(state).fuser(model).traced, found)
 
     def optimizer_state(self, state: ArrayState, model: int) -> PyTree:
         """One model's optimizer state, as optax holds it over ``TracedModel.split_struct``."""
         ((_, found),) = self._read(state, [model])
-        return self.optimizer.sliced.unflatten_state([found[n] for n in sorted(found)])
+        optimizer = self.of_state(state).fuser(model).optimizer
+        return optimizer.sliced.unflatten_state([found[n] for n in sorted(found)])
 
     def _read(self, state: ArrayState, models: Sequence[int]) -> list[Any]:
         train = self.of_state(state)
@@ -246,7 +272,7 @@ class ArrayTraining:
         train, count = self._settled(state), len(state.plan.models)
         check_models(sorted(models), count)
         kept = [model for model in range(count) if model not in models]
-        plan = without(train.plan, kept, self.fuser)
+        plan = without(train.plan, kept, self.fusers)
         return train._changed(state, plan, self._read(state, kept))
 
     def add(
@@ -256,33 +282,37 @@ class ArrayTraining:
         params: Sequence[PyTree] | None = None,
     ) -> ArrayState:
         """With more models, which get the next numbers and begin now, each in the sub-array that is
-        smallest then.
+        smallest then of those that are its program.
 
         Args:
             state: Is taken over; not ahead.
-            models: Of each its seed and its hyperparameters.
+            models: Of each its seed and its hyperparameters, and its batch_size and workload where
+                they are not the plan's.
             params: With which they begin; None to draw them. What all share stays what it is.
 
         Raises:
-            ExecutionError: ``array-ahead``, ``run-params``, ``array-count``; PlanError:
-                ``array-hyperparameter``.
+            ExecutionError: ``array-ahead``, ``run-params``, ``array-count``, ``array-tasks`` for a
+                model that no other one is a program with; PlanError: ``array-hyperparameter``,
+                ``array-size``, ``array-models``.
         """
         train = self._settled(state)
         members = [one if isinstance(one, Member) else Member.of(one) for one in models]
-        plan = joined(train.plan, members, self.fuser)
-        PlanError.check(hyperparameter_violations(self.optimizer, members))
-        init = self.fuser.workload.init
-        trees = [init(jax.random.key(one.seed)) for one in members] if params is None else params
-        check_count("params", trees, len(members))
+        PlanError.check(member_violations(members))
+        plan = joined(train.plan, members, self.fusers)
+        tasks = plan.trained[len(train.plan.models) :]
+        PlanError.check(self._wrong(tasks, members))
+        fusers = [self.fusers[task] for task in tasks]
+        if params is None:
+            pairs = zip(fusers, members, strict=True)
+            params = [fuser.workload.init(jax.random.key(one.seed)) for fuser, one in pairs]
+        check_count("params", params, len(members))
         found = self._read(state, range(len(train.plan.models)))
-        first = found[0][0]
-        given = [
-            [first[p] if p in self.optimizer.shared else x for p, x in enumerate(leaves)]
-            for leaves in (param_leaves(self.traced, tree) for tree in trees)
-        ]
-        pairs = list(zip(members, given, strict=True))
-        found += begun(self.fuser.workload, self.traced, self.optimizer, pairs)
-        return train._changed(state, plan, found)
+        first, given = found[0][0], []
+        for fuser, member, tree in zip(fusers, members, params, strict=True):
+            leaves, shared = param_leaves(fuser.traced, tree), fuser.optimizer.shared
+            own = [first[p] if p in shared else x for p, x in enumerate(leaves)]
+            given.append((fuser, member, own))
+        return train._changed(state, plan, [*found, *begun(given)])
 
     def of_state(self, state: ArrayState) -> ArrayTraining:
         """The training of the models of a state: this one, or that of what ``drop`` and ``add``
@@ -316,7 +346,7 @@ class ArrayTraining:
         """The state of another plan, from what was read of this one, which ends."""
         train = next((one for one in self._family if one.plan == plan), None)
         if train is None:
-            train = ArrayTraining(self.fuser, self.programs, plan, self.device, self._family)
+            train = ArrayTraining(self.fusers, self.programs, plan, self.device, self._family)
         for arrays in state.slots.values():
             for array in arrays:
                 array.delete()
@@ -368,7 +398,8 @@ class ArrayTraining:
         train = self.of_state(state)
         known = [] if state.ahead is None else [state.ahead[0]]
         update = state.num_steps + len(known)
-        batches = [*known, stacked(train.plan, train.traced, batch, update)]
+        traced = [train.fuser(model).traced for model in range(len(train.plan.models))]
+        batches = [*known, stacked(train.plan, traced, batch, update)]
         return train._execute(train.step_of(state), state, batches, observer)
 
     def finish(

@@ -6,7 +6,8 @@ retained, swapped to the host, or made again.
     of three       F0 | B0 x F1, B1 x F2, B2 x F0' | B0 x F1, B1 x F2, B2
 
 F and B are the segments of a sub-array's forward and backward pass, ``x`` is one of these and one
-of those in turn, and F0' is of the next update. The body repeats: between two of them live the
+of those in turn, or, of programs with other numbers of layers, as evenly, and F0' is of the next
+update. The body repeats: between two of them live the
 feature maps of sub-array 0, so sub-array 0 reads the batch of an update while the one before is
 still made, and an epilogue ends what the last body began. What all sub-arrays read of a batch is
 fed once, and stays until the last of them has read it.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import accumulate
 from math import inf
 
 from capture.errors import PlanError, Violation
@@ -158,9 +159,11 @@ def orders(arrays: Sequence[Lifetimes], turns: Turns) -> tuple[Order, Order | No
 
 
 def _beside(backward: Sequence[Node], forward: Sequence[Node]) -> list[Node]:
-    """One of each in turn; what gives memory back goes first."""
-    pairs = zip_longest(backward, forward)
-    return [node for pair in pairs for node in pair if node is not None]
+    """One of each in turn, or of passes of other lengths as evenly; what gives memory back goes
+    first."""
+    of_both = [((2 * n + 1) * len(forward), 0, node) for n, node in enumerate(backward)]
+    of_both += [((2 * n + 1) * len(backward), 1, node) for n, node in enumerate(forward)]
+    return [node for _, _, node in sorted(of_both)]
 
 
 def build_array(
@@ -215,6 +218,8 @@ class _Writer:
 
     def __init__(self, order: Order, host_bytes: int | None):
         self._arrays = order.arrays
+        leaves = (life.sub_array.num_leaves for life in order.arrays)
+        self._first_leaf = list(accumulate(leaves, initial=0))
         self._device = Place("device", (0,))
         self._host = Place(HOST, (0,), Host(HOST, host_bytes))
         self.built = ArrayStep(Step((self._device, self._host)))
@@ -319,8 +324,7 @@ class _Writer:
             self._fed[self._common[a][number], batch] = slot
         else:
             self._here[a, number] = slot
-        first = a * self._arrays[a].sub_array.num_leaves
-        leaves = tuple(first + leaf for leaf in bundle.feed)
+        leaves = tuple(self._first_leaf[a] + leaf for leaf in bundle.feed)
         self._add(Feed(slot, batch, leaves, f"feed {bundle.name} to sub-array {a}"))
 
     def drop(self, a: int, number: int, batch: int) -> None:

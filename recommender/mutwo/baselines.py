@@ -25,7 +25,10 @@ from recommender.mutwo.problem import (
     Space,
     Weighed,
 )
-from recommender.mutwo.ways import Way, placed
+from recommender.mutwo.ways import Way
+
+#: Models of each sub-array.
+Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,10 @@ class Baseline:
 
 
 def all_baselines(problem: ArrayProblem) -> list[Baseline]:
-    """Each with the best that it can do within the limits."""
-    count = problem.num_models
-    fused, alone = (count,), (1,) * count
+    """Each with the best that it can do within the limits; where models are several programs, what
+    fuses all fuses those of each, in turn."""
+    fused = tuple(map(tuple, problem.models))
+    alone = tuple((model,) for own in problem.models for model in own)
     return [
         _rounds(problem, "sequential jit", alone),
         _step(problem, "one vmap", fused, _retained),
@@ -84,13 +88,13 @@ def all_baselines(problem: ArrayProblem) -> list[Baseline]:
 def _step(
     problem: ArrayProblem,
     name: str,
-    sizes: Sequence[int],
+    partition: Partition,
     family: Callable[[Space], Iterator[Chosen]],
 ) -> Baseline:
-    space = problem.space(Way(placed(sizes), "in turn"))
+    space = problem.space(Way(partition, "in turn"))
     found, chosen = min((space.weigh(chosen), chosen) for chosen in family(space))
     return Baseline(
-        name, tuple(sizes), False, found.seconds, found.peak_bytes, found.fits, _why(found),
+        name, space.way.sizes, False, found.seconds, found.peak_bytes, found.fits, _why(found),
         space, chosen,
     )  # fmt: skip
 
@@ -99,51 +103,51 @@ def _why(found: Weighed) -> str:
     return "" if found.fits else "it needs more than the limit"
 
 
-def _rounds(problem: ArrayProblem, name: str, sizes: Sequence[int]) -> Baseline:
-    """Sizes that train one after the other, everything retained."""
-    spaces = {
-        size: replace(problem, num_models=size).space(Way(placed((size,)), "in turn"))
-        for size in sorted(set(sizes))
-    }
-    found = {size: space.weigh(space.retained) for size, space in spaces.items()}
+def _rounds(problem: ArrayProblem, name: str, partition: Partition) -> Baseline:
+    """Sub-arrays that train one after the other, everything retained."""
+    alone = replace(problem)  # what is weighed for it is not of the search
+    spaces = {problem.kind(group): alone.space(Way((group,), "in turn")) for group in partition}
+    found = {kind: space.weigh(space.retained) for kind, space in spaces.items()}
     fullest = max(found.values(), key=lambda one: one.peak_bytes)
-    seconds = sum(found[size].seconds for size in sizes)
-    largest = spaces[max(sizes)]
+    seconds = sum(found[problem.kind(group)].seconds for group in partition)
+    largest = spaces[problem.kind(max(partition, key=len))]
     return Baseline(
-        name, tuple(sizes), True, seconds, fullest.peak_bytes, fullest.fits, _why(fullest),
-        largest, largest.retained,
+        name, tuple(map(len, partition)), True, seconds, fullest.peak_bytes, fullest.fits,
+        _why(fullest), largest, largest.retained,
     )  # fmt: skip
 
 
 def _largest_subsets(problem: ArrayProblem) -> Baseline:
-    """HFTA-NoMemOpt: the largest subsets that fit, and the rest."""
-    count = problem.num_models
+    """HFTA-NoMemOpt: of each program, the largest subsets that fit, and the rest."""
+    found = tuple(group for own in problem.models for group in _largest(problem, own))
+    return _rounds(problem, "HFTA-NoMemOpt", found)
 
-    def tried(size: int) -> Baseline:
-        return _rounds(problem, "HFTA-NoMemOpt", _subsets(count, size))
 
-    fitting, low, high = tried(1), 1, count + 1
-    while fitting.fits and high - low > 1:
-        middle = (low + high) // 2
+def _largest(problem: ArrayProblem, models: Sequence[int]) -> Partition:
+    """Of models that are one program; one by one where none fits."""
+
+    def tried(size: int) -> Partition:
+        starts = range(0, len(models), size)
+        return tuple(tuple(models[start : start + size]) for start in starts)
+
+    def fits(size: int) -> bool:
         # What is there between the passes needs no program to be known.
-        array = problem.profiled.sub_array(middle)
-        one = tried(middle) if resident_bytes(array) <= problem.limit_bytes else None
-        if one is not None and one.fits:
-            fitting, low = one, middle
-        else:
-            high = middle
-    return fitting
+        array = problem.sub_array(problem.kind(models[:size]))
+        if size > 1 and resident_bytes(array) > problem.limit_bytes:
+            return False
+        return _rounds(problem, "", tried(size)).fits
+
+    low, high = 1, len(models) + 1 if fits(1) else 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return tried(low)
 
 
 def resident_bytes(array: SubArray) -> int:
     """Between the passes, where everything is retained: state and feature maps."""
     maps = sum(array.bundles[number].nbytes for number in movable(array))
     return maps + sum(bundle.nbytes for bundle in array.bundles if bundle.is_state)
-
-
-def _subsets(count: int, size: int) -> list[int]:
-    whole, rest = divmod(count, size)
-    return [size] * whole + ([rest] if rest else [])
 
 
 def _retained(space: Space) -> Iterator[Chosen]:

@@ -29,7 +29,7 @@ import numpy as np
 from capture.step.multiplexed import orders
 from capture.step.sub_array import Call, Lifetimes
 from recommender.mutwo.problem import PROMPTS, Space
-from recommender.mutwo.ways import Way, placed
+from recommender.mutwo.ways import Way
 
 #: Units of all sub-arrays up to which it is asked when copies flow; of more, only how much in all.
 MOST_INSTANCES = 48
@@ -96,14 +96,14 @@ def _apart(space: Space, whole: bool, swaps: bool) -> float:
     """In turn, nothing of a sub-array travels while another computes: the sum of each alone, with
     the state of the others."""
     problem, total = space.problem, 0.0
-    for size, count in Counter(space.way.sizes).items():
-        others = sum(space.state_bytes(other) for other in space.way.sizes) - space.state_bytes(
-            size
-        )
+    state = sum(map(space.state_bytes, space.kinds))
+    groups = dict(zip(space.kinds, space.way.partition, strict=True))
+    for kind, count in Counter(space.kinds).items():
+        others = state - space.state_bytes(kind)
         if others >= problem.limit_bytes:
             return inf
         alone = replace(problem, limit_bytes=problem.limit_bytes - others)
-        single = alone.space(Way(placed((size,)), "in turn"))
+        single = alone.space(Way((groups[kind],), "in turn"))
         total += count * bound_seconds(single, whole=whole, swaps=swaps)
     return total
 
@@ -141,7 +141,7 @@ class _Timeline:
         self.space, self.arrays = space, space.arrays(space.retained)
         self.nodes = orders(self.arrays, space.way.order)[0].nodes
         self.place = {(a, segment): at for at, (a, segment, _) in enumerate(self.nodes)}
-        programs, host = space.problem.profiled, space.problem.host
+        programs, host = space.problem.programs, space.problem.host
         self.calls = [self.arrays[a].issued[segment].call for a, segment, _ in self.nodes]
         facts = [
             programs.facts(self.arrays[a].sub_array, call)
@@ -149,9 +149,8 @@ class _Timeline:
         ]
         self.seconds = [one.seconds for one in facts]
         self.live = np.array([one.transient_bytes for one in facts], float)
-        movable = {(u.size, n) for u in space.units for n in u.bundles}
+        movable = {(u.kind, n) for u in space.units for n in u.bundles}
         for a, life in enumerate(self.arrays):
-            size = len(space.way.partition[a])
             for number, bundle in enumerate(life.sub_array.bundles):
                 if a and bundle.shared:
                     continue  # once for all; of a batch at least as long as sub-array 0 reads it
@@ -161,7 +160,7 @@ class _Timeline:
                     continue
                 if bundle.feed and uses:
                     self.seconds[uses[0]] += host.to_device.seconds(bundle.nbytes)
-                if (size, number) in movable or number == life.sub_array.loss or not uses:
+                if (space.kinds[a], number) in movable or number == life.sub_array.loss or not uses:
                     continue
                 # What a program makes is in what it needs to run.
                 first = uses[0] if bundle.writer is None else self.place[a, bundle.writer] + 1
@@ -175,9 +174,9 @@ class _Timeline:
     def instances(self) -> Iterable[_Instance]:
         host = self.space.problem.host
         for a, life in enumerate(self.arrays):
-            layers, size = life.sub_array.num_layers, len(self.space.way.partition[a])
+            layers = life.sub_array.num_layers
             for u, unit in enumerate(self.space.units):
-                if unit.size != size:
+                if unit.kind != self.space.kinds[a]:
                     continue
                 alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
                 for n in unit.bundles:
@@ -198,12 +197,12 @@ class _Timeline:
                     )
 
     def again_seconds(self, u: int) -> dict[int, float]:
-        unit, programs = self.space.units[u], self.space.problem.profiled
+        unit, programs = self.space.units[u], self.space.problem.programs
         found = dict[int, float]()
         if not unit.own:
             return {}
         for a, life in enumerate(self.arrays):
-            if len(self.space.way.partition[a]) == unit.size:
+            if self.space.kinds[a] == unit.kind:
                 alone = Lifetimes(life.where, {}, frozenset(unit.bundles))
                 for reader, slices in alone.slices.items():
                     for writer, targets, sources in slices:

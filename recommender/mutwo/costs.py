@@ -24,6 +24,7 @@ class Graph:
             layer read, or others that the layer made.
         made_seconds: By such a bundle, from these.
         num_leaves: Of a batch.
+        task: Name of what the models train, where an array has several such tasks.
     """
 
     num_models: int
@@ -34,6 +35,7 @@ class Graph:
     made_from: Mapping[int, tuple[int, ...]] = field(default_factory=dict, hash=False)
     made_seconds: Mapping[int, float] = field(default_factory=dict, hash=False)
     num_leaves: int = 1
+    task: str = ""
     _known: dict[Call, ProgramFacts] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -82,7 +84,7 @@ class Graph:
             else:
                 made += self.temporaries_bytes[call.segment]
                 seconds = self.seconds[call.segment]
-            name = f"{call.kind} {call.segment} of {self.num_models} {len(self._known)}"
+            name = f"{call.kind} {call.segment} of {self.num_models} {len(self._known)}{self.task}"
             self._known[call] = ProgramFacts(name, made, seconds)
         return self._known[call]
 

@@ -90,7 +90,7 @@ def families(space: Space) -> Iterator[Chosen]:
     """The first layers swapped, as their feature maps rest longest, and as many of the next, or of
     the last, made again as the limit asks; and those made again alone."""
     units = sorted(
-        range(len(space.units)), key=lambda n: (space.units[n].layer, space.units[n].size)
+        range(len(space.units)), key=lambda n: (space.units[n].layer, space.units[n].kind)
     )
     own = [n for n in units if space.units[n].own]
     for ahead in PROMPTS:

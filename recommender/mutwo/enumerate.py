@@ -23,8 +23,8 @@ def enumerate_choices(
     problem, count = space.problem, len(space.units)
     floor = floor_seconds(space)
     again = [sum(again_seconds(space, u).values()) for u in range(count)]
-    times = [sum(size == unit.size for size in space.way.sizes) for unit in space.units]
-    bundles = [problem.profiled.sub_array(unit.size).bundles for unit in space.units]
+    times = [space.kinds.count(unit.kind) for unit in space.units]
+    bundles = [problem.sub_array(unit.kind).bundles for unit in space.units]
     outs = [
         number * sum(problem.host.to_host.seconds(own[n].nbytes) for n in unit.bundles)
         for number, own, unit in zip(times, bundles, space.units, strict=True)

@@ -7,8 +7,10 @@ times; what is chosen is written, replayed and simulated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -27,9 +29,18 @@ from capture.step.multiplexed import (
     swapped_bytes,
 )
 from capture.step.program import Copy, Feed, Place, Run
-from capture.step.sub_array import Lifetimes, Programs, SubArray, Uses, movable, recomputable
+from capture.step.sub_array import (
+    Call,
+    Lifetimes,
+    ProgramFacts,
+    Programs,
+    SubArray,
+    Uses,
+    movable,
+    recomputable,
+)
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
-from recommender.mutwo.ways import Rule, Way, placed
+from recommender.mutwo.ways import Rule, Way, ways_of_each
 
 
 class Choice(NamedTuple):
@@ -52,17 +63,29 @@ class Profiled(Programs, Protocol):
     def sub_array(self, num_models: int) -> SubArray: ...
 
 
-class Unit(NamedTuple):
-    """Feature maps that are decided together, in all sub-arrays of a size alike.
+class Kind(NamedTuple):
+    """Sub-arrays that are the same program.
 
     Attributes:
-        size: Models of such a sub-array.
+        task: Of their models.
+        num_models: Of each.
+    """
+
+    task: int
+    num_models: int
+
+
+class Unit(NamedTuple):
+    """Feature maps that are decided together, in all sub-arrays of a kind alike.
+
+    Attributes:
+        kind: Of such a sub-array.
         layer: That makes them.
         own: Whether its own passes alone use them, so that they may be recomputed.
         bundles: By number.
     """
 
-    size: int
+    kind: Kind
     layer: int
     own: bool
     bundles: tuple[int, ...]
@@ -165,7 +188,7 @@ class ArrayProblem:
     """What is asked of a search.
 
     Attributes:
-        profiled: The models.
+        profiled: The models; of several tasks, those of the first.
         num_models: How many.
         host: What joins the device and its host.
         limit_bytes: Of its memory.
@@ -173,6 +196,8 @@ class ArrayProblem:
         by_bundle: Decide every bundle by itself, not those of a layer together. A layer then has
             many programs that make some of it again: for costs that are known without compiling.
         rule: Which partitions are weighed.
+        others: The models of the other tasks.
+        tasks: Of each model, which of the tasks; empty where there is one.
     """
 
     profiled: Profiled
@@ -182,7 +207,33 @@ class ArrayProblem:
     host_bytes: int | None = None
     by_bundle: bool = False
     rule: Rule = "pairs"
+    others: tuple[Profiled, ...] = ()
+    tasks: tuple[int, ...] = ()
     _spaces: dict[Way, Space] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def models(self) -> list[list[int]]:
+        """Of each task, its models."""
+        tasks = self.tasks or (0,) * self.num_models
+        return [[m for m, of in enumerate(tasks) if of == task] for task in sorted(set(tasks))]
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """That are weighed."""
+        return ways_of_each(self.models, self.rule)
+
+    @cached_property
+    def programs(self) -> AllPrograms:
+        """Of all sub-arrays."""
+        return AllPrograms((self.profiled, *self.others))
+
+    def sub_array(self, kind: Kind) -> SubArray:
+        """Of a kind."""
+        return self.programs.sub_array(kind)
+
+    def kind(self, group: Sequence[int]) -> Kind:
+        """Of the sub-array of some models."""
+        return Kind(self.tasks[group[0]] if self.tasks else 0, len(group))
 
     def space(self, way: Way) -> Space:
         """The choices of a way."""
@@ -202,10 +253,33 @@ class ArrayProblem:
         return (self.host.to_device if inwards else self.host.to_host).seconds(nbytes)
 
 
+class AllPrograms:
+    """The programs of all tasks: of each sub-array, those of its own.
+
+    Args:
+        profiled: By task.
+    """
+
+    def __init__(self, profiled: Sequence[Profiled]):
+        self._profiled = profiled
+        #: By the number of an object that is kept, so that it stays its own.
+        self._own: dict[int, tuple[SubArray, Profiled]] = {}
+
+    def sub_array(self, kind: Kind) -> SubArray:
+        profiled = self._profiled[kind.task]
+        found = profiled.sub_array(kind.num_models)
+        self._own[id(found)] = found, profiled
+        return found
+
+    def facts(self, sub_array: SubArray, call: Call) -> ProgramFacts:
+        return self._own[id(sub_array)][1].facts(sub_array, call)
+
+
 class Space:
     """The choices of a way, weighed as they are asked for.
 
     Attributes:
+        kinds: Of the sub-arrays.
         units: What is decided, in the order of the layers.
         options: Per unit, the choices that it has.
         known: What was weighed.
@@ -213,23 +287,23 @@ class Space:
 
     def __init__(self, problem: ArrayProblem, way: Way):
         self.problem, self.way = problem, way
-        self._sizes = [len(group) for group in way.partition]
-        self._uses = {size: Uses(self._array(size)) for size in set(self._sizes)}
-        self.units = [unit for size in dict.fromkeys(self._sizes) for unit in self._units(size)]
+        self.kinds = [problem.kind(group) for group in way.partition]
+        self._uses = {kind: Uses(problem.sub_array(kind)) for kind in set(self.kinds)}
+        self.units = [unit for kind in dict.fromkeys(self.kinds) for unit in self._units(kind)]
         self.options = [tuple(self._options(unit)) for unit in self.units]
         self.known: dict[tuple[Chosen, int], Weighed] = {}
-        self._lives: dict[tuple[int, Chosen], Lifetimes] = {}
+        self._lives: dict[tuple[Kind, Chosen], Lifetimes] = {}
         self._least: dict[Chosen, Issue] = {}
         to_device, to_host = problem.host.to_device, problem.host.to_host
-        sizes = {bundle.nbytes for size in set(self._sizes) for bundle in self._array(size).bundles}
+        sizes = {bundle.nbytes for kind in set(self.kinds) for bundle in self._array(kind).bundles}
         self._to_device = {nbytes: to_device.seconds(nbytes) for nbytes in sizes}.__getitem__
         self._to_host = {nbytes: to_host.seconds(nbytes) for nbytes in sizes}.__getitem__
 
-    def _array(self, size: int) -> SubArray:
-        return self.problem.profiled.sub_array(size)
+    def _array(self, kind: Kind) -> SubArray:
+        return self._uses[kind].sub_array
 
-    def _units(self, size: int) -> Iterator[Unit]:
-        sub_array = self._array(size)
+    def _units(self, kind: Kind) -> Iterator[Unit]:
+        sub_array = self._array(kind)
         again, found = set(recomputable(sub_array)), dict[tuple[int, bool, int], list[int]]()
         for number in movable(sub_array):
             layer = sub_array.bundles[number].writer
@@ -237,12 +311,12 @@ class Space:
             one = number if self.problem.by_bundle else 0
             found.setdefault((layer, number in again, one), []).append(number)
         for (layer, own, _), numbers in sorted(found.items()):
-            yield Unit(size, layer, own, tuple(numbers))
+            yield Unit(kind, layer, own, tuple(numbers))
 
     def _options(self, unit: Unit) -> Iterator[Choice]:
         yield RETAIN
         # Nothing comes before the backward pass begins.
-        longest = self._array(unit.size).num_layers - 1 - unit.layer
+        longest = self._array(unit.kind).num_layers - 1 - unit.layer
         for ahead in dict.fromkeys(min(ahead, max(1, longest)) for ahead in PROMPTS):
             yield Choice("swap", ahead)
         if unit.own:
@@ -262,42 +336,44 @@ class Space:
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
-    def state_bytes(self, size: int) -> int:
+    def state_bytes(self, kind: Kind) -> int:
         """Of a sub-array, without what all share."""
-        bundles = self._array(size).bundles
+        bundles = self._array(kind).bundles
         return sum(one.nbytes for one in bundles if one.is_state and not one.shared)
 
     def fewer(self) -> Space | None:
-        """With two sub-arrays of each size, or one in turn, in the place of more, whose state is
+        """With two sub-arrays of each kind, or one in turn, in the place of more, whose state is
         there all the same: what is decided in it can be decided here. None if there are no more.
         """
-        most, kept, gone = 2 if self.way.order == "multiplexed" else 1, list[int](), 0
-        for size in self._sizes:
-            if kept.count(size) < most:
-                kept.append(size)
+        most, left, gone = 2 if self.way.order == "multiplexed" else 1, Counter[Kind](), 0
+        kept = list[tuple[int, ...]]()
+        for kind, group in zip(self.kinds, self.way.partition, strict=True):
+            left[kind] += 1
+            if left[kind] <= most:
+                kept.append(group)
             else:
-                gone += self.state_bytes(size)
-        if len(kept) == len(self._sizes):
+                gone += self.state_bytes(kind)
+        if len(kept) == len(self.kinds):
             return None
         fewer = replace(self.problem, limit_bytes=self.problem.limit_bytes - gone)
-        return fewer.space(Way(placed(kept), self.way.order))
+        return fewer.space(Way(tuple(kept), self.way.order))
 
     def arrays(self, chosen: Chosen) -> tuple[Lifetimes, ...]:
         """Sub-arrays, decided."""
-        return tuple(self._life(size, chosen) for size in self._sizes)
+        return tuple(self._life(kind, chosen) for kind in self.kinds)
 
-    def _life(self, size: int, chosen: Chosen) -> Lifetimes:
+    def _life(self, kind: Kind, chosen: Chosen) -> Lifetimes:
         own = [
             (unit, choice)
             for unit, choice in zip(self.units, chosen, strict=True)
-            if unit.size == size
+            if unit.kind == kind
         ]
-        key = size, tuple(choice for _, choice in own)
+        key = kind, tuple(choice for _, choice in own)
         if key not in self._lives:
             if len(self._lives) >= MOST_LIVES:  # of thousands that an enumeration asks for once
                 self._lives.clear()
             self._lives[key] = Lifetimes(
-                self._uses[size],
+                self._uses[kind],
                 {n: choice.ahead for unit, choice in own if choice.kind == "swap" for n in unit[3]},
                 frozenset(n for unit, choice in own if choice.kind == "recompute" for n in unit[3]),
             )
@@ -307,15 +383,15 @@ class Space:
         """As a plan has them."""
         issued, _ = self._issued(chosen, limit_bytes)
         return tuple(
-            tuple(self._decided(a, size, chosen, issued)) for a, size in enumerate(self._sizes)
+            tuple(self._decided(a, kind, chosen, issued)) for a, kind in enumerate(self.kinds)
         )
 
-    def _decided(self, a: int, size: int, chosen: Chosen, issued: Issue) -> Iterator[Decision]:
-        bundles = self._array(size).bundles
+    def _decided(self, a: int, kind: Kind, chosen: Chosen, issued: Issue) -> Iterator[Decision]:
+        bundles = self._array(kind).bundles
         found = {
             number: choice
             for unit, choice in zip(self.units, chosen, strict=True)
-            if unit.size == size
+            if unit.kind == kind
             for number in unit.bundles
         }
         for number, choice in sorted(found.items()):
@@ -332,7 +408,7 @@ class Space:
         """The body where everything is waited for: no limit below its peak can be kept."""
         key = tuple(Choice(choice.kind) for choice in chosen)
         if key not in self._least:
-            self._least[key] = Issue(self._body(key), self.problem.profiled, Silent())
+            self._least[key] = Issue(self._body(key), self.problem.programs, Silent())
         return self._least[key]
 
     def least_fits(self, chosen: Chosen) -> bool:
@@ -364,16 +440,15 @@ class Space:
         order = self._body(chosen)
         clock = Clock(order.arrays, self._to_device, self._to_host, self.problem.host.duplex)
         needs = self.least(chosen).needs
-        return Issue(order, self.problem.profiled, clock, limit, needs), clock
+        return Issue(order, self.problem.programs, clock, limit, needs), clock
 
     def evaluate(self, chosen: Chosen, limit: int) -> Evaluation:
         """Choices, written, replayed and simulated."""
         problem, decided = self.problem, self.decisions(chosen, limit)
         arrays = tuple(
-            lifetimes(self._array(size), own)
-            for size, own in zip(self._sizes, decided, strict=True)
+            lifetimes(self._array(kind), own) for kind, own in zip(self.kinds, decided, strict=True)
         )
-        steps = build_array(arrays, self.way.order, problem.profiled, limit)
+        steps = build_array(arrays, self.way.order, problem.programs, limit)
         seconds = Seconds(steps.body.seconds, problem.transfer, problem.host.duplex)
         timeline = simulate_step(steps.body.step, seconds, feeds_ahead=0)
         return Evaluation(arrays, decided, steps, steps.replay(), timeline, limit)

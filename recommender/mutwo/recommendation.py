@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Saturation, Shared
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, named_workload
+from capture.plan.array import (
+    BUNDLE_BYTES,
+    ArrayPlan,
+    ArrayTask,
+    Member,
+    Saturation,
+    Shared,
+    member_violations,
+    sharing_violations,
+    tasks_of,
+)
 from capture.plan.why import Why
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import format_bytes, format_seconds, parse_bytes
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named
 from recommender.answer import Answer
-from recommender.mutwo.problem import ArrayProblem
+from recommender.mutwo.problem import ArrayProblem, Kind
 from recommender.mutwo.search import (
     ALGORITHMS,
     OF_THE_PAPER,
@@ -27,7 +37,6 @@ from recommender.mutwo.search import (
     beside_baselines,
     search,
 )
-from recommender.mutwo.ways import ways
 
 if TYPE_CHECKING:
     from capture.profiler.array import ArrayProfile
@@ -40,10 +49,11 @@ class ArrayQuestion:
     """Models to be trained together.
 
     Attributes:
-        workload: The task of all of them, or its name.
-        models: Of each its seed and hyperparameters.
+        workload: What models train that name no other workload, or its name.
+        models: Of each its seed and hyperparameters, and the batch size and workload that it has
+            for itself.
         cluster: One device.
-        batch_size: Examples of one model in a step.
+        batch_size: Examples of one model in a step, of those that have none for themselves.
         memory_limit_bytes: Of the device; None for what the target can use.
         host_memory_bytes: What may be swapped at once; None if nobody knows.
         shared: Parameters that all have alike, and nothing updates: patterns of paths such as
@@ -53,13 +63,16 @@ class ArrayQuestion:
         bundle_bytes: See the plan.
         backend: ``"compile"`` compiles for the target, whose rates give seconds; ``"run"`` executes
             programs and copies on the devices here, which are of the target.
+        workloads: By the names that models have for them; others are loaded by their names.
         algorithm: Of the search: ours (``"descent"``), all choices (``"enumerate"``), or the
             paper's as printed (``"paper"``) or ``"corrected"``.
 
     Raises:
-        PlanError: ``array-models`` for none, ``array-backend`` for another backend, ``array-limit``
-            where nobody knows the limit, ``search-algorithm`` for an unknown one, and for one model
-            where the paper's have nothing to multiplex; TargetError: ``devices-no-rates``.
+        PlanError: ``array-models`` for none, ``array-size`` for a batch size that is none,
+            ``array-tasks`` for parameters that several workloads share, ``array-backend`` for
+            another backend, ``array-limit`` where nobody knows the limit, ``search-algorithm`` for
+            an unknown one, and for one model where the paper's have nothing to multiplex;
+            TargetError: ``devices-no-rates``.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
@@ -74,10 +87,11 @@ class ArrayQuestion:
     algorithm: Algorithm = "descent"
     shared: Shared = ()
     backend: str = "compile"
+    workloads: Mapping[str, WorkloadProtocol] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise PlanError.of("models is empty; name one at least.", "array-models")
+        PlanError.check(member_violations(self.models))
+        PlanError.check(sharing_violations(self.shared, self.trained))
         if self.batch_size < 1:
             raise PlanError.of(f"batch_size={self.batch_size}; give at least 1.", "array-size")
         if self.backend not in ("compile", "run"):
@@ -107,8 +121,20 @@ class ArrayQuestion:
         return self.backend == "run"
 
     @property
+    def trained(self) -> tuple[ArrayTask, ...]:
+        """What each model trains."""
+        named = self.workload if isinstance(self.workload, WorkloadSpec) else None
+        return tasks_of(self.models, self.batch_size, named, self.num_layers)
+
+    @property
+    def loaded(self) -> WorkloadProtocol:
+        """The workload itself."""
+        named = self.workload
+        return named.load() if isinstance(named, WorkloadSpec) else named
+
+    @property
     def shape(self) -> ArrayShape:
-        """Which programs it is about."""
+        """Which programs it is about, but for what models have for themselves."""
         return ArrayShape(
             self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
         )
@@ -120,9 +146,11 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
 
     Attributes:
         workload: The task.
+        workloads: Others, by the names that models have for them.
     """
 
     workload: WorkloadProtocol | None = None
+    workloads: Mapping[str, WorkloadProtocol] = field(default_factory=dict)
 
     def train(self, devices: Sequence[Any] | None = None) -> Any:
         """The training of the plan (``capture.train_array``).
@@ -134,7 +162,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
             raise PlanError.of(f"no plan fits: {self.why.summary}", "array-infeasible")
         from capture.runtime.multiplexed import train_array
 
-        return train_array(self.workload, self.plan, devices)
+        return train_array(self.workload, self.plan, devices, workloads=self.workloads)
 
     def to_json(self) -> dict[str, Any]:
         """With the other ways beside the plan, and what others would do."""
@@ -176,13 +204,14 @@ def mutwo(
 
     Args:
         workload: The task; its optimizer is made with ``optax.inject_hyperparams``.
-        models: Of each its ``seed`` and its hyperparameters.
+        models: Of each its ``seed`` and its hyperparameters; a ``batch_size`` or ``workload`` (a
+            name) of its own makes it another program.
         target: With rates.
         batch_size: Examples of one model in a step.
         memory_limit: Of the device, such as ``"40GB"``; None for what the target can use.
         shared: Parameters that all models have alike, and that the optimizer leaves alone: a
             pattern of paths such as ``"base/*"``, several, or a predicate on paths.
-        **options: What else ``ArrayQuestion`` has.
+        **options: What else ``ArrayQuestion`` has, such as ``workloads={name: workload}``.
     """
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     options["shared"] = (shared,) if isinstance(shared, str) else shared
@@ -194,35 +223,54 @@ def mutwo(
 def plan_array(
     question: ArrayQuestion,
     progress: Progress = lambda kind, done, total: None,
-    profile: ArrayProfile | None = None,
+    profiles: Mapping[ArrayTask, ArrayProfile] | None = None,
 ) -> ArrayAnswer:
     """Answer a question.
 
     Args:
         question: What is asked.
         progress: Told (kind, done, total) of what is measured.
-        profile: Of the question's programs; None has them measured in this process.
+        profiles: Of the question's programs, by what models train; None has them measured in this
+            process.
 
     Raises:
-        PlanError: ``array-hyperparameter``, ``array-shared``, ``array-devices``; WorkloadError:
-            ``array-key``, ``array-shared-updated``; TargetError: those of the compiler.
+        PlanError: ``array-hyperparameter``, ``array-shared``, ``array-tasks``, ``array-devices``;
+            WorkloadError: ``array-key``, ``array-shared-updated``; TargetError: those of the
+            compiler.
     """
-    if profile is None:
-        profile = _profile_here(question, progress)
-    named, workload = question.workload, profile.workload
-    profile.check(question.models)
+    if profiles is None:
+        profiles = _profiles_here(question, progress)
+    _check(question, profiles)
+    tasks, (first, *others) = list(profiles), profiles.values()
     limit = question.memory_limit_bytes
-    limit = profile.memory_bytes if limit is None else limit
+    limit = first.memory_bytes if limit is None else limit
     assert limit is not None, "checked by the question"
     problem = ArrayProblem(
-        profile, len(question.models), profile.host, limit, question.host_memory_bytes
+        first,
+        len(question.models),
+        first.host,
+        limit,
+        question.host_memory_bytes,
+        others=tuple(others),
+        tasks=tuple(map(tasks.index, question.trained)),
     )
-    sizes = {size for way in ways(problem.num_models, problem.rule) for size in way.sizes} | {1}
-    profile.prepare(sizes)
+    kinds = {problem.kind(group) for way in problem.ways for group in way.partition}
+    kinds |= {Kind(task, 1) for task in range(len(tasks))}
+    for task, profile in enumerate(profiles.values()):
+        profile.prepare(kind.num_models for kind in kinds if kind.task == task)
     result = beside_baselines(problem, search(problem, question.algorithm))
-    profile.end()
+    for profile in profiles.values():
+        profile.end()
     best = result.best
     why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
+    traced = {
+        task: replace(
+            task, num_layers=profile.fuser.traced.graph.num_layers, model_hash=profile.model_hash
+        )
+        for task, profile in profiles.items()
+    }
+    of_plan = traced.pop(ArrayTask(question.batch_size), ArrayTask(question.batch_size))
+    named = question.workload
     plan = ArrayPlan(
         cluster=question.cluster,
         batch_size=question.batch_size,
@@ -230,39 +278,59 @@ def plan_array(
         partition=best.way.partition,
         order=best.way.order,
         decisions=best.evaluation.decisions,
-        shared=profile.shared_patterns,
+        shared=first.shared_patterns,
         shared_batches=question.shared_batches,
         bundle_bytes=question.bundle_bytes,
         memory_limit_bytes=limit,
-        num_layers=profile.fuser.traced.graph.num_layers,
-        model_hash=profile.model_hash,
+        num_layers=of_plan.num_layers,
+        model_hash=of_plan.model_hash,
         workload=named if isinstance(named, WorkloadSpec) else None,
+        tasks=tuple(traced.values()),
         prediction=best.evaluation.prediction(),
-        seconds_from=profile.source,
-        saturation=tuple(Saturation(size, profile.seconds_of(size)) for size in sorted(sizes)),
+        seconds_from=first.source,
+        saturation=tuple(
+            Saturation(size, profiles[tasks[task]].seconds_of(size), task)
+            for task, size in sorted(kinds)
+        ),
         why=why,
         candidates=tuple(one.to_json() for one in result.candidates),
     )
     status = "ok" if best.fits else "infeasible"
-    return ArrayAnswer(status, plan, result, why, plan.headroom(limit), workload)
+    loaded = {task.workload: profile.workload for task, profile in profiles.items()}
+    own = loaded.get("") or question.loaded
+    return ArrayAnswer(status, plan, result, why, plan.headroom(limit), own, loaded)
 
 
-def _profile_here(question: ArrayQuestion, progress: Progress) -> ArrayProfile:
+def _check(question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile]) -> None:
+    """Refuse models that their optimizers cannot have, and what several programs cannot share."""
+    from capture.runtime.array_tasks import unlike_shared, wrong_hyperparameters
+
+    optimizers = {task: profile.fuser.optimizer for task, profile in profiles.items()}
+    PlanError.check(wrong_hyperparameters(optimizers, question.trained, question.models))
+    if question.shared or question.shared_batches:
+        arrays = {task: profile.backend.sub_array(1) for task, profile in profiles.items()}
+        PlanError.check(unlike_shared(arrays))
+
+
+def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[ArrayTask, ArrayProfile]:
     """Measured in this process."""
     from capture.profiler.array import ArrayProfile
 
-    named = question.workload
-    return ArrayProfile(
-        named.load() if isinstance(named, WorkloadSpec) else named,
-        question.cluster,
-        question.batch_size,
-        question.num_layers,
-        question.shared,
-        question.shared_batches,
-        question.bundle_bytes,
-        progress,
-        question.executes,
-    )
+    given = {**question.workloads, "": question.loaded}
+    return {
+        task: ArrayProfile(
+            named_workload(task.workload, given),
+            question.cluster,
+            task.batch_size,
+            task.num_layers,
+            question.shared,
+            question.shared_batches,
+            question.bundle_bytes,
+            progress,
+            question.executes,
+        )
+        for task in dict.fromkeys(question.trained)
+    }
 
 
 def _why(result: ArrayResult, limit: int) -> Why:
@@ -277,6 +345,8 @@ def _why(result: ArrayResult, limit: int) -> Why:
         f"within {format_bytes(limit)}"
     )
     said += f" (beside it: {beside})" if beside else ""
+    if (count := len(best.space.problem.models)) > 1:
+        said += f"; the models are {count} programs, and are fused with those of their own"
     rounds = [one for one in result.baselines if one.in_rounds and one.fits]
     if rounds:
         fastest = min(rounds, key=lambda one: one.step_seconds)

@@ -17,7 +17,7 @@ from recommender.mutwo.enumerate import enumerate_choices
 from recommender.mutwo.paper.choices import by_policy
 from recommender.mutwo.paper.readings import CORRECTED, PAPER
 from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, Weighed
-from recommender.mutwo.ways import Way, ways
+from recommender.mutwo.ways import Way
 
 Algorithm = Literal["descent", "enumerate", "paper", "corrected"]
 #: From the choices of a way, and seconds that are enough, to the best of them.
@@ -209,6 +209,6 @@ def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
 def _spaces(problem: ArrayProblem, algorithm: Algorithm) -> list[Space]:
     return [
         problem.space(way)
-        for way in ways(problem.num_models, problem.rule)
+        for way in problem.ways
         if algorithm not in OF_THE_PAPER or way.order == "multiplexed"
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise, product
+from math import prod
 from typing import Literal
 
 from capture.plan.array import Order
@@ -22,10 +23,12 @@ class Way:
     Attributes:
         partition: Sub-arrays.
         order: Of their passes.
+        parts: Where models are several programs, sub-arrays of each: for its name alone.
     """
 
     partition: tuple[tuple[int, ...], ...]
     order: Order
+    parts: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -34,12 +37,14 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For people: ``multiplexed 4+4``."""
+        """For people: ``multiplexed 4+4``; of several programs ``multiplexed 2+2 and 3``."""
         if len(self.partition) == 1:
             return "all fused"
         if max(self.sizes) == 1 and self.order == "in turn":
             return "none fused"
-        return f"{self.order} {'+'.join(map(str, self.sizes))}"
+        sizes = iter(self.sizes)
+        parts = (islice(sizes, count) for count in self.parts or (len(self.sizes),))
+        return f"{self.order} {' and '.join('+'.join(map(str, part)) for part in parts)}"
 
 
 def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
@@ -106,6 +111,10 @@ RULES: dict[Rule, Callable[[int], Iterable[tuple[int, ...]]]] = {
 }
 
 
+#: Partitions of several programs that are weighed at most.
+MOST_MIXED = 16
+
+
 def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
     """The partitions of a rule, multiplexed and in turn; equal sub-arrays (by one model), all fused
     and none fused in turn.
@@ -113,13 +122,48 @@ def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
     A partition is multiplexed as one cycle, the backward pass of each sub-array beside the forward
     pass of the next, the larger ones first; so any number of sub-arrays can be.
     """
-    sizes = list(RULES[rule](num_models))
-    multiplexed = [one for one in sizes if len(one) > 1]
+    multiplexed = [one for one in RULES[rule](num_models) if len(one) > 1]
+    found = [Way(placed(one), "multiplexed") for one in multiplexed]
+    return [*found, *(Way(placed(one), "in turn") for one in _sizes(num_models, rule))]
+
+
+def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[Way]:
+    """The ways of models of several programs: what a rule makes of those of each, combined,
+    multiplexed and in turn.
+
+    Sub-arrays of a program stay together in the cycle: their passes are as long as one another. Of
+    many programs the coarsest partitions of all are combined, then the next finer ones, and so on.
+
+    Args:
+        models: Of each program; of one, these are all its ways.
+        rule: Of the partitions of models that are one program.
+    """
+    if len(models) == 1:
+        return ways(len(models[0]), rule)
+    each = [sorted(_sizes(len(own), rule), key=len) for own in models]
+    if prod(map(len, each)) <= MOST_MIXED:
+        chosen = list(product(*each))
+    else:
+        count = min(MOST_MIXED, max(map(len, each)))
+        chosen = [
+            tuple(own[n * (len(own) - 1) // (count - 1)] for own in each) for n in range(count)
+        ]
+    found, orders = list[Way](), ("multiplexed", "in turn")
+    for order, sizes_of_each in product(orders, dict.fromkeys(chosen)):
+        partition = tuple(
+            tuple(own[n] for n in group)
+            for own, sizes in zip(models, sizes_of_each, strict=True)
+            for group in placed(sizes)
+        )
+        found.append(Way(partition, order, tuple(map(len, sizes_of_each))))
+    return found
+
+
+def _sizes(num_models: int, rule: Rule) -> list[tuple[int, ...]]:
+    """Of sub-arrays in turn: of equal ones, and by a rule."""
     parts = (1, num_models) if rule == "equal" else (1, 2, 3, 4, num_models)
     equal = [_equal(num_models, count) for count in parts]
-    in_turn = dict.fromkeys([*(one for one in equal if min(one)), *sizes])
-    found = [Way(placed(one), "multiplexed") for one in multiplexed]
-    return [*found, *(Way(placed(one), "in turn") for one in in_turn)]
+    return list(dict.fromkeys([*(one for one in equal if min(one)), *RULES[rule](num_models)]))
 
 
 def _equal(num_models: int, parts: int) -> tuple[int, ...]:

@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
-from array_models import BATCH
+from array_models import BATCH, mlp, tiny_gpt
 
+from capture import train_array
 from capture.cli.main import main
+from capture.errors import CaptureError
 from capture.machine import target
+from capture.plan.kinds import load_plan
+from recommender.mutwo import mutwo
 
 MODELS = Path(__file__).parents[1] / "array_models.py"
 
@@ -91,6 +96,76 @@ def test_adapters_share_their_base(folder, capsys):
 
 
 @pytest.mark.slow
+def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsys):
+    """Within a limit at which something has to move; and nothing is compiled for the report."""
+    Path("sweep.json").write_text(
+        json.dumps(
+            [
+                {"learning_rate": 0.3, "seed": 0},
+                {"seed": 1, "batch_size": BATCH + 1},
+                {"seed": 2, "workload": f"{MODELS}:mlp"},
+                {"learning_rate": 0.1, "seed": 3},
+            ]
+        )
+    )
+    common = [
+        "plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo", "--models", "sweep.json",
+        "--target", "slow.json", "--global-batch", BATCH, "--workers", 0, "--store", "store.sqlite",
+    ]  # fmt: skip
+    code, free = asked(capsys, *common)
+    assert (code, free["status"]) == (0, "ok")
+    names = {row["name"] for row in free["ways"]}
+    assert names <= {
+        f"{order} {sizes} and 1 and 1"
+        for order in ("multiplexed", "in turn")
+        for sizes in ("2", "1+1")
+    } | {"none fused"}
+    sizes = {row["name"]: row["sizes"] for row in free["baselines"]}
+    assert sizes["one vmap"] == [2, 1, 1] and sizes["sequential jit"] == [1, 1, 1, 1]
+    assert {(row["models"], row.get("task", 0)) for row in free["saturation"]} == {
+        (1, 0), (2, 0), (1, 1), (1, 2)
+    }  # fmt: skip
+    limit = free["plan"]["peak_bytes"] * 7 // 8
+    code, found = asked(capsys, *common, "--memory", limit)
+    assert (code, found["status"]) == (0, "ok")
+    assert found["plan"]["bytes"]["swap"] + found["plan"]["bytes"]["recompute"] > 0
+    assert found["plan"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
+    assert "3 programs" in found["why"]["summary"]
+    code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check", "--save", "run")
+    assert code == 0 and ran["is_target"]
+    assert ran["planned_peak_bytes"] == ran["measured_peak_bytes"] == found["plan"]["peak_bytes"]
+    assert ran["host"]["predicted_peak_bytes"] == ran["host_peak_bytes"]
+    assert ran["max_relative_loss_error"] < 1e-6 and ran["max_relative_param_error"] < 1e-5
+    code, later = asked(capsys, "run", "plan.json", "--steps", 1, "--restore", "run")
+    assert code == 0 and later["num_steps"] == 3
+    for verb in (["explain"], ["report", "--store", "store.sqlite", "--trace", "trace.json"]):
+        code, shown = asked(capsys, verb[0], "plan.json", *verb[1:])
+        assert code == 0 and len(shown["plan"]["tasks"]) == 2
+    assert main(["explain", "plan.json"]) == 0
+    assert f"with batch_size={BATCH + 1}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_models_of_other_workloads_are_planned_in_python(folder):
+    """By names for objects, of which a plan knows no file."""
+    models = [{"seed": 0}, {"seed": 1, "workload": "mlp", "learning_rate": 0.1}]
+    workloads = {"mlp": mlp()}
+    answer = mutwo(tiny_gpt(2), models, target="slow.json", batch_size=BATCH, workloads=workloads)
+    assert answer.status == "ok" and answer.plan.workload is None
+    assert [task.workload for task in answer.plan.trained] == ["", "mlp"]
+    answer.plan.save("plan.json")
+    plan = load_plan("plan.json")
+    assert plan == answer.plan
+    found = []
+    for train in (answer.train(), train_array(tiny_gpt(2), plan, workloads=workloads)):
+        given = [[of.batch(jax.random.key(0), BATCH) for of in (tiny_gpt(2), mlp())]]
+        found += [list(losses) for _, losses in train(train.init(), given)]
+    assert len(found) == 2 and found[0] == found[1]
+    with pytest.raises(CaptureError, match="workload-name"):
+        train_array(tiny_gpt(2), plan)
+
+
+@pytest.mark.slow
 def test_a_sweep_is_planned_from_what_a_worker_has_executed(folder, capsys):
     """Seconds of this machine; a second question executes nothing and has the same answer."""
     common = [
@@ -135,3 +210,27 @@ def test_wrong_questions_are_refused(folder, capsys, more, code):
     assert [error["code"] for error in document["errors"]] == [code]
     if code == "array-hyperparameter":
         assert "Did you mean learning_rate?" in document["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "code"),
+    [
+        ([{"batch_size": 0}, {}], [], "array-size"),
+        ([{"batch_size": "8"}, {}], [], "array-size"),
+        ([{"workload": "mlp"}, {}], [], "workload-name"),
+        ([{"workload": "none.py:mlp"}, {}], [], "workload-file"),
+        ([{"workload": f"{MODELS}:none"}, {}], [], "workload-function"),
+        ([{"workload": f"{MODELS}:tiny_gpt"}, {}], ["--shared", "base/*"], "array-tasks"),
+        ([{"batch_size": 3}, {}], ["--shared-batches"], "array-tasks"),
+        ([{"batch_size": 3, "b1": 0.5}, {}], [], "array-hyperparameter"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(folder, capsys, rows, more, code):
+    Path("sweep.json").write_text(json.dumps(rows))
+    exit_code, document = asked(
+        capsys, "plan", f"{MODELS}:tiny_gpt?num_blocks=1", "--system", "mutwo", "--models",
+        "sweep.json", "--target", "slow.json", "--store", "store.sqlite", "--global-batch", BATCH,
+        *more,
+    )  # fmt: skip
+    assert exit_code == 2
+    assert [error["code"] for error in document["errors"]] == [code]

@@ -35,7 +35,7 @@ def trained() -> ArrayTraining:
 
 def batches(num_steps: int, models=range(3), first: int = 0) -> list[list]:
     """The same ones for a model, whatever others there are."""
-    found = batches_of(trained().fuser.workload, first + num_steps, 5)
+    found = batches_of(trained().fuser(0).workload, first + num_steps, 5)
     return [[step[model] for model in models] for step in found[first:]]
 
 
@@ -55,17 +55,17 @@ def same(one, other) -> bool:
 
 def test_shared_parameters_are_there_once_and_products_with_them_are_one():
     """Each model draws its own dropout, and is clipped by its own norm."""
-    document = run_array(PLAN, tiny_lora(noisy=True), 2, check=True, fast_compile=True)
+    document = run_array(train_array(tiny_lora(noisy=True), PLAN, fast_compile=True), 2, check=True)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
     assert document["measured_peak_bytes_per_device"] == document["replayed_peak_bytes_per_device"]
     assert document["num_compiled_after_first_step"] == 0
     train = trained()
-    base = jax.tree.leaves(train.traced.params_struct["base"])
+    base = jax.tree.leaves(train.fuser(0).traced.params_struct["base"])
     booked = peak_of(train.replay(), 0)[2]["shared parameters"]
     assert booked == sum(4 * leaf.size for leaf in base)
-    array = train.fuser.of(2)
-    shared = {array.params[p] for p in train.optimizer.shared}
+    array = train.fuser(0).of(2)
+    shared = {array.params[p] for p in train.fuser(0).optimizer.shared}
     products = [
         op.params["dimension_numbers"][1]
         for op in array.program.ops
@@ -77,7 +77,7 @@ def test_shared_parameters_are_there_once_and_products_with_them_are_one():
 
 def test_a_predicate_names_what_patterns_do():
     of_predicate = Fuser(tiny_lora(), BATCH, shared=lambda path: path.startswith("base/"))
-    assert of_predicate.optimizer.shared == trained().optimizer.shared
+    assert of_predicate.optimizer.shared == trained().fuser(0).optimizer.shared
 
 
 def test_what_cannot_be_shared_is_refused():
@@ -169,9 +169,12 @@ def test_checkpoints_move_to_other_arrays_and_to_a_training_alone(tmp_path):
         for m, of in enumerate(models or range(3)):
             assert same((other.params(restored, m), other.optimizer_state(restored, m)), saved[of])
     plan = pipeline(
-        [train.traced.graph.num_layers], [(1, 1)], global_batch_size=BATCH, num_microbatches=1
+        [train.fuser(0).traced.graph.num_layers],
+        [(1, 1)],
+        global_batch_size=BATCH,
+        num_microbatches=1,
     )
-    single = pipeshard(train.fuser.workload, plan, fast_compile=True)
+    single = pipeshard(train.fuser(0).workload, plan, fast_compile=True)
     alone = checkpoint.restore(single, tmp_path, models=[2])
     assert same((single.params(alone), single.optimizer_state(alone)), saved[2])
     for step, models in ((single, None), (fewer, None), (fewer, [2, 3])):
@@ -184,7 +187,7 @@ def test_checkpoints_move_to_other_arrays_and_to_a_training_alone(tmp_path):
 
 def test_what_models_have_of_their_own_is_not_read_as_shared():
     train = trained()
-    params, states = map(by_path, structs_of(train))
+    params, states = (by_path(of[0]) for of in structs_of(train))
     metadata = {"num_models": 3, "params": {}, "optimizer": {}}
     for model in range(3):
         metadata["params"] |= {f"[{model}]{path}": leaf for path, leaf in params.items()}

@@ -33,7 +33,7 @@ def plain() -> tuple[ArrayTraining, list, list]:
 
 def run(training: ArrayTraining) -> tuple[list, list]:
     """Losses and parameters after some steps."""
-    losses, batches = [], batches_of(training.fuser.workload, NUM_STEPS)
+    losses, batches = [], batches_of(training.fuser(0).workload, NUM_STEPS)
     for later, found in training(training.init(), batches):
         losses.append(list(found))
         state = later
@@ -98,7 +98,7 @@ def test_device_and_host_hold_what_is_booked_before_every_instruction():
     tight = training.of(limited(plan, peak_of(ledgers, 0)[0]))
     meter = ArrayMeter(tight, strict=True)
     state, losses = tight.init(), []
-    for batch in batches_of(tight.fuser.workload, NUM_STEPS):
+    for batch in batches_of(tight.fuser(0).workload, NUM_STEPS):
         state, found = meter.advance(state, batch)
         losses += [] if found is None else [found]
     state, found = meter.finish(state)
@@ -123,7 +123,7 @@ def test_nothing_compiles_after_the_first_update(caplog):
     training = plain()[0].of(drawn(array_plan(), 3))
     counts = []
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        for _, found in training(training.init(), batches_of(training.fuser.workload, 3)):
+        for _, found in training(training.init(), batches_of(training.fuser(0).workload, 3)):
             assert len(list(found)) == len(MEMBERS)
             counts.append(sum("Compiling" in record.message for record in caplog.records))
     assert counts[0] > 0 and counts[1:] == counts[:1] * 2
@@ -133,7 +133,7 @@ def test_a_state_that_is_ahead_goes_on():
     """A loop that stops keeps the batch that was read already."""
     training, *expected = plain()
     ahead = training.of(array_plan())
-    batches = batches_of(ahead.fuser.workload, NUM_STEPS)
+    batches = batches_of(ahead.fuser(0).workload, NUM_STEPS)
     state, found = next(iter(ahead(ahead.init(), batches[:2])))
     losses = [list(found)]
     assert state.ahead is not None and state.num_steps == 1
@@ -149,7 +149,7 @@ def test_batches_parameters_and_optimizer_states_are_of_each_model():
     what the loss does not read is updated, too."""
     workload = tiny_gpt(2, tied=True, dead=True)
     plan = array_plan(shared_batches=True, partition=((0, 2), (3,), (1,)))
-    document = run_array(plan, workload, 2, check=True, fast_compile=True)
+    document = run_array(train_array(workload, plan, fast_compile=True), 2, check=True)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
     worst = document["worst_param"]
@@ -177,18 +177,18 @@ def test_plans_that_this_model_cannot_run_are_refused(change, code):
     training = plain()[0]
     with pytest.raises(CaptureError) as error:
         other = training.of(array_plan(**change))
-        next(other(other.init(), batches_of(training.fuser.workload, 1)))
+        next(other(other.init(), batches_of(training.fuser(0).workload, 1)))
     assert error.value.codes == (code,)
 
 
 def test_wrong_batches_states_and_optimizers_are_refused():
     training = plain()[0]
-    (batches,) = batches_of(training.fuser.workload, 1)
+    (batches,) = batches_of(training.fuser(0).workload, 1)
     state = training.init()
     for wrong, code in [
         (batches[:3], "array-count"),
         (
-            [batches[0]] * 3 + [training.fuser.workload.batch(jax.random.key(0), BATCH + 1)],
+            [batches[0]] * 3 + [training.fuser(0).workload.batch(jax.random.key(0), BATCH + 1)],
             "run-batch",
         ),
     ]:

@@ -37,7 +37,7 @@ def test_a_model_of_the_evaluation_trains_in_an_array_as_it_does_alone(name):
     plan = array_plan(
         batch_size=2, models=members, partition=((0, 2), (1,)), decisions=(tuple(decisions), ())
     )
-    found = run_array(plan, workload, 2, check=True, fast_compile=True)
+    found = run_array(train_array(workload, plan, fast_compile=True), 2, check=True)
     assert found["max_relative_loss_error"] < 1e-5 and found["num_compiled_after_first_step"] == 0
     assert found["measured_peak_bytes_per_device"] == found["replayed_peak_bytes_per_device"]
     assert found["moved_bytes"]["to_host"] > 0

@@ -26,10 +26,11 @@ LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 
 @st.composite
 def decided(draw, layers, shared_bytes=0, shared_batch=False):
-    """Sub-arrays of a chain with choices drawn for each bundle."""
+    """Sub-arrays of chains, some of them longer, with choices drawn for each bundle."""
     found = []
     for models in draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (2, 1, 1)])):
-        kit = Kit(layers, shared_bytes=shared_bytes, shared_batch=shared_batch)
+        longer = draw(st.sampled_from([0, 0, 1, 3]))
+        kit = Kit(layers + longer, shared_bytes=shared_bytes, shared_batch=shared_batch)
         chain = kit.sub_array(models)
         again = recomputable(chain)
         decisions = []
@@ -102,6 +103,18 @@ def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
                 held = simulate_step(built.step, seconds, capacity_bytes={0: peak})
                 assert len(held.simulation.work) == len(timeline.simulation.work)
                 assert held.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
+
+
+@pytest.mark.parametrize(
+    ("layers", "body"),
+    [((2, 2), "B0 F1 B0 F1 B1 F0 B1 F0"), ((4, 2), "B0 F1 B0 B0 F1 B0 F0 B1 F0 F0 B1 F0")],
+)
+def test_one_pass_is_spread_evenly_over_the_other(layers, body):
+    """Backward first; of programs of equal length one of each in turn."""
+    arrays = [lifetimes(Kit(count).sub_array(1), []) for count in layers]
+    nodes = order_of(arrays, "multiplexed")[0].nodes
+    found = " ".join(f"{'FB'[segment >= layers[a]]}{a}" for a, segment, _ in nodes)
+    assert found == body
 
 
 def test_two_bodies_in_a_row_are_one_training():

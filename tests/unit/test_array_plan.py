@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from refusals import codes_of
 
 from capture import Cluster, WorkloadSpec
 from capture.cli.array import models_of
-from capture.plan.array import ArrayPlan, ArrayPrediction, Decision, Member
+from capture.plan.array import (
+    ArrayPlan,
+    ArrayPrediction,
+    ArrayTask,
+    Decision,
+    Member,
+    Saturation,
+)
 from capture.plan.kinds import load_plan
 from capture.plan.why import Why
 
@@ -42,6 +51,44 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     assert str(read.headroom(1000)).startswith("fits: 100 B of 1 kB left")
 
 
+def test_models_may_train_something_else(tmp_path, monkeypatch):
+    """A batch or a workload of their own, whose path is seen from the plan's file; files of equal
+    models say nothing of it."""
+    other = ArrayTask(4, "zoo/mlp.py:mlp?width=8", 2, "abc")
+    plan = replace(
+        PLAN,
+        models=(Member(0), Member(1, workload=other.workload), Member(2, batch_size=4)),
+        tasks=(other,),
+        shared=(),
+        saturation=(Saturation(1, 0.5), Saturation(1, 0.25, 1)),
+    )
+    own = ArrayTask(4)
+    assert plan.trained == (own, other, own)
+    assert [(task.num_layers, task.model_hash) for task in plan.trained[:2]] == [
+        (2, ""),
+        (2, "abc"),
+    ]
+    (tmp_path / "plans").mkdir()
+    monkeypatch.chdir(tmp_path)
+    plan.save("plans/plan.json")
+    written = json.loads(Path("plans/plan.json").read_text())
+    assert written["models"][1]["workload"] == "../zoo/mlp.py:mlp?width=8"
+    assert written["tasks"][0]["model_hash"] == "abc" and written["saturation"][1]["task"] == 1
+    read = load_plan("plans/plan.json")
+    assert read == plan and read.trained[1].model_hash == "abc"
+    assert read.saturation == plan.saturation
+    same = replace(
+        plan, models=(Member(0), Member(1), Member(2)), tasks=(), saturation=(Saturation(1, 0.5),)
+    )
+    written = same.to_json()
+    assert "tasks" not in written and set(written["models"][0]) == {"seed", "hyperparameters"}
+    assert set(written["saturation"][0]) == {"models", "seconds"}
+    named = replace(
+        plan, models=(Member(0), Member(1, workload=str(PLAN.workload)), Member(2)), tasks=()
+    )
+    assert set(named.trained) == {own}
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -54,6 +101,11 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
         ({"decisions": ((Decision("a", "swap"),) * 2, ())}, "array-decisions"),
         ({"decisions": ((Decision("a", "swap", -1),), ())}, "array-size"),
         ({"batch_size": 0}, "array-size"),
+        ({"models": (Member(0), Member(1), Member(2, batch_size=0))}, "array-size"),
+        ({"models": (Member(0), Member(1), Member(2, batch_size="8"))}, "array-size"),
+        ({"models": (Member(0), Member(1), Member(2, workload=3))}, "array-models"),
+        ({"models": (Member(0), Member(1), Member(2, batch_size=8))}, "array-tasks"),
+        ({"models": (Member(0), Member(1, workload="a.py:b"), Member(2))}, "array-tasks"),
         ({"cluster": Cluster((2,), "h200")}, "array-size"),
     ],
 )
@@ -86,9 +138,13 @@ def test_models_are_every_combination_of_what_varies(tmp_path):
         (1, {"learning_rate": 0.2}),
     ]
     assert models_of("2", []) == [Member(0), Member(1)]
+    sizes = models_of(None, [("batch_size", (2.0, 4.0))])
+    assert [repr(m.batch_size) for m in sizes] == ["2", "4"]
     file = tmp_path / "sweep.json"
     file.write_text('[{"learning_rate": 0.5, "seed": 3}]')
     assert models_of(str(file), []) == [Member(3, {"learning_rate": 0.5})]
+    file.write_text('[{"batch_size": 8, "workload": "a.py:b"}]')
+    assert models_of(str(file), []) == [Member(0, {}, 8, "a.py:b")]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +156,7 @@ def test_models_are_every_combination_of_what_varies(tmp_path):
         (None, [("seed", (0.0,)), ("seed", (1.0,))], "array-vary"),
         (None, [("seed", (0.0, 0.0))], "array-vary"),
         (None, [("seed", (0.5,))], "array-vary"),
+        (None, [("batch_size", (0.5,))], "array-vary"),
         (None, [("learning_rate", (float("nan"),))], "array-vary"),
         ("none.json", [], "array-models"),
         ("none.json", [("seed", (0.0,))], "array-vary"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from array_kit import MACHINE, Kit
@@ -28,7 +29,7 @@ def facts():
         memory_limit_bytes=6_000,
         saturation=(Saturation(1, 1e-3), Saturation(2, 1.5e-3)),
     )
-    return array_facts(plan, KIT, KIT.sub_array, MACHINE.rates.host)
+    return array_facts(plan, KIT, [KIT.sub_array(2), KIT.sub_array(1)], MACHINE.rates.host)
 
 
 def test_every_bundle_has_a_line_that_says_what_it_is_and_why(facts):
@@ -54,6 +55,16 @@ def test_a_step_is_drawn_with_both_directions_and_its_memory(facts):
     assert max(lines["device"]["y"]) <= lines["peak of the plan"]["y"][0]
     curve, alone = _saturation(facts.plan).traces
     assert curve["y"] == pytest.approx([4000, 16 / 3 * 1000]) and alone["y"][0] == curve["y"][0]
+
+
+def test_every_program_has_a_curve_of_what_fusing_it_is_worth(facts):
+    """With examples of its own batch size."""
+    models = (Member(0), Member(1), Member(2, batch_size=8))
+    found = (*facts.plan.saturation, Saturation(1, 4e-3, task=1))
+    plan = replace(facts.plan, models=models, saturation=found)
+    curve, _, other, alone = _saturation(plan).traces
+    assert curve["y"] == pytest.approx([4000, 16 / 3 * 1000]) and other["y"] == [2000]
+    assert alone["name"] == "one alone of the workload with batch_size=8"
 
 
 def test_the_page_has_its_figures_and_says_that_nothing_was_measured(facts):

@@ -20,7 +20,7 @@ def by_policy(
 
     The paper puts forward operations where they hide copies, and the rest behind the backward pass;
     the step that will run has one of each in turn, so only choices and prompts are taken over.
-    Where that order needs more, the policy is asked again with as much less. Sub-arrays of a size
+    Where that order needs more, the policy is asked again with as much less. Sub-arrays of a kind
     have the same choices: what is moved in one of them is moved in all.
 
     Args:
@@ -32,16 +32,16 @@ def by_policy(
         The choices, and what they weigh as a step; where Algorithm G says that they do not keep the
         limit, that they do not, by as much (M-f).
     """
-    problem, way = space.problem, space.way
+    problem = space.problem
     posed = tuple(
         pose(
-            problem.profiled.sub_array(size),
-            problem.profiled,
+            problem.sub_array(kind),
+            problem.programs,
             problem.host,
             f"sub-array {n}",
             problem.by_bundle,
         )
-        for n, size in enumerate(way.sizes)
+        for n, kind in enumerate(space.kinds)
     )
     graphs, static = [one.graph for one in posed], resident_bytes(posed)
     limit = problem.limit_bytes
@@ -67,10 +67,10 @@ def _chosen(space: Space, posed: Sequence[Posed], cycle: CycleSchedule) -> Chose
     chosen: list[Choice] = []
     for n, unit in enumerate(space.units):
         found: list[Decision] = []
-        for one, of, size in zip(posed, decided, space.way.sizes, strict=True):
-            name = one.sub_array.bundles[unit.bundles[0]].name
-            if size == unit.size and name in of:
-                found.append(of[name])
+        for one, of, kind in zip(posed, decided, space.kinds, strict=True):
+            if kind == unit.kind:
+                name = one.sub_array.bundles[unit.bundles[0]].name
+                found += [of[name]] if name in of else []
         ahead = [decision.ahead for decision in found if decision.choice == "swap"]
         if ahead:
             chosen.append(space.swap(n, max(1, *ahead)))
