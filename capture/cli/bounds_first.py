@@ -31,9 +31,16 @@ from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
 from recommender.capture.bounds_first import BoundedKnowledge, bounds_first
 from recommender.capture.changes import FittingChange, cheapest_change
-from recommender.capture.extent import Attempt, best_of, smallest_cluster
+from recommender.capture.extent import (
+    Attempt,
+    best_of,
+    check_limited,
+    largest_batch,
+    smallest_cluster,
+)
 from recommender.capture.fastest_first import fastest_first
 from recommender.capture.front_first import front_first
+from recommender.capture.recommendation import recommend
 from recommender.capture.rounds import Effort
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
@@ -101,7 +108,6 @@ _OF_PROFILES = (
     "verify",
     "no_compile",
     "merge_layers",
-    "largest_batch",
     "try_schedules",
 )
 
@@ -119,7 +125,7 @@ def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
     other += ["calibration_plans"] * (options.calibration_plans != DEFAULT_CALIBRATION_PLANS)
     is_named = options.algorithm == BOUNDS_FIRST
     if is_named and options.objective in ("throughput", "pareto"):
-        of_peaks = ("smallest_cluster", "try_microbatches")
+        of_peaks = ("smallest_cluster", "largest_batch", "try_microbatches")
         other += [name for name in of_peaks if getattr(options, name)]
     is_bounded = is_named or (not other and _is_default(options, of_profile))
     given = [each.name for each in OPTIONS if getattr(options, each.name) not in (None, False)]
@@ -198,6 +204,20 @@ class _Asking:
             told=_Rounds(lambda text: say(options, text)),
         )
 
+    def expected(self, question: PlanQuestion) -> StageAnswer:
+        """What stages are expected to need decides; nothing is compiled."""
+        asked = replace(question, algorithm=None)
+        return recommend(self.bounds(question.microbatch_size).most, asked)
+
+    def that_fits(self, question: PlanQuestion) -> StageAnswer:
+        """The first compiled plan that fits, or that none does, however long that takes."""
+        least = self.bounds(question.microbatch_size).least
+        knowledge = BoundedKnowledge(least, compiler=self.compiler(least))
+        found = knowledge.answer(question, any_that_fits=True)
+        if _ended(found) == "interrupted":
+            raise KeyboardInterrupt
+        return found
+
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
         """As ``answer``; but an interrupt ends what it is a part of, too."""
         found = self.answer(question)
@@ -217,6 +237,17 @@ class _Asking:
         options = self._options
         if options.smallest_cluster:
             best, attempts = smallest_cluster(self.one_of_several, question)
+        elif options.largest_batch:
+            check_limited(question)
+            best, attempts = largest_batch(
+                self.expected,
+                self.expected if options.quick else self.that_fits,
+                question,
+                min(self._of_profile.microbatch_sizes),
+                is_settled=lambda result: options.quick or result.why.proven is not None,
+            )
+            if best is not None:
+                return self.answer(best.question), attempts
         elif options.try_microbatches:
             best, attempts = best_of(
                 self.if_better,

@@ -31,7 +31,14 @@ from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
 from recommender.answer import StageAnswer
 from recommender.capture.changes import Measuring, cheapest_change
-from recommender.capture.extent import Attempt, best_of, front_of, largest_batch, smallest_cluster
+from recommender.capture.extent import (
+    Attempt,
+    best_of,
+    check_limited,
+    front_of,
+    largest_batch,
+    smallest_cluster,
+)
 from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
 from recommender.capture.verified import MOST_PLANS, Knowledge
@@ -375,12 +382,7 @@ def _chosen(
     if options.smallest_cluster:
         best, attempts = smallest_cluster(settled, question)
     elif options.largest_batch:
-        if question.limit_bytes is None:
-            raise PlanError.of(
-                f"target={question.cluster.target!r} has no limit, so no batch is the largest; "
-                "give --memory.",
-                "plan-extent",
-            )
+        check_limited(question)
         step = min(knowledge.profile.microbatch_sizes)
         best, attempts = largest_batch(ask, settled, question, step)
     elif options.try_microbatches or options.try_schedules:

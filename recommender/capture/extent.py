@@ -155,22 +155,39 @@ def smallest_cluster(
     return None, tuple(attempts)
 
 
+def check_limited(question: PlanQuestion) -> None:
+    """Raises:
+    PlanError: ``plan-extent`` for the largest batch without a limit.
+    """
+    if question.limit_bytes is None:
+        raise PlanError.of(
+            f"target={question.cluster.target!r} has no limit, so no batch is the largest; "
+            "give --memory.",
+            "plan-extent",
+        )
+
+
 def largest_batch(
-    ask: Ask, settled: Ask, question: PlanQuestion, microbatch_step: int, max_doublings: int = 20
+    ask: Ask,
+    settled: Ask,
+    question: PlanQuestion,
+    microbatch_step: int,
+    max_doublings: int = 20,
+    is_settled: Callable[[StageAnswer], bool] = lambda result: not result.extrapolated,
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The largest global batch that fits with a number of micro-batches, and all attempts.
 
     Micro-batches grow in steps: doubled until nothing is predicted to fit, then bisected. From
-    where that ends, the answers without extrapolation are asked for, in steps that double until one
-    fits and the next does not, then bisected. **Assumes** that a larger micro-batch never needs
-    less.
+    where that ends, settled answers are asked for, in steps that double until one fits and the next
+    does not, then bisected. **Assumes** that a larger micro-batch never needs less.
 
     Args:
         ask: Answers with predictions.
-        settled: The same without extrapolation.
+        settled: The same, so that the answer stands.
         question: But for the global batch.
         microbatch_step: Micro-batch sizes are multiples of it.
         max_doublings: Where doubling ends.
+        is_settled: Whether a prediction stands, too: as if it was not extrapolated.
 
     Returns:
         None first if not even one step fits.
@@ -184,7 +201,7 @@ def largest_batch(
         return attempts[steps].result.status == "ok"
 
     def fits_settled(steps: int) -> bool:
-        if steps in attempts and not attempts[steps].result.extrapolated:
+        if steps in attempts and is_settled(attempts[steps].result):
             return attempts[steps].result.status == "ok"
         return fits(steps, settled)
 

@@ -164,6 +164,7 @@ def asks_for_bounds(text):
         ("--target v5e --objective memory --remat full --shard-params", True),
         ("--target h100 --smallest-cluster --memory 1GB", True),
         ("--target h100 --try-microbatches 2,4", True),
+        ("--target h100 --largest-batch", True),
         ("--target h100 --objective throughput --algorithm bounds-first", True),
         ("--target h100 --objective pareto --algorithm bounds-first", True),
         ("--target h100 --remat auto", True),
@@ -183,7 +184,6 @@ def asks_for_bounds(text):
                 "--merge-layers 4",
                 "--neighbours 1",
                 "--calibration-plans 0",
-                "--largest-batch",
                 "--try-schedules",
             )
         ),
@@ -204,7 +204,10 @@ def test_accelerators_are_planned_for_on_bounds_where_nothing_needs_a_profile(te
             "--algorithm bounds-first --try-schedules",
             "--try-schedules=True does not go with algorithm='bounds-first'; leave it out.",
         ),
-        ("--algorithm bounds-first --largest-batch", "--largest-batch=True does not go with"),
+        (
+            "--target h100 --objective throughput --algorithm bounds-first --largest-batch",
+            "--largest-batch=True does not go with",
+        ),
         (
             "--target h100 --objective throughput --algorithm bounds-first --smallest-cluster",
             "--smallest-cluster=True does not go with",
@@ -264,6 +267,26 @@ def test_the_smallest_cluster_is_proven(planned):
     assert "looking for the cheapest change that fits" in err
     change = document["why"]["cheapest_change"]
     assert change["peak_bytes"] < peak and not change["extrapolated"]
+
+
+def test_the_largest_batch_is_compiled_and_the_next_one_does_not_fit(planned):
+    peaks = {}
+    for batch in (8, 16, 24, 32, 40):  # micro-batches of two examples more
+        _, found, _ = planned("--global-batch", str(batch))
+        peaks[batch] = max(found["plan"]["verification"]["peak_bytes_per_device"])
+    assert sorted(peaks.values()) == [*peaks.values()] and peaks[24] < peaks[32]
+    for limit, largest in ((peaks[24], 24), (peaks[32] - 1, 24), (peaks[32], 32)):
+        code, document, _ = planned("--largest-batch", "--memory", str(limit))
+        assert code == 0 and document["plan"]["verification"] is not None
+        assert document["plan"]["microbatch_size"] * 4 == largest
+        tried = {each["global_batch_size"]: each["status"] for each in document["attempts"]}
+        assert (tried[largest], tried[largest + 8]) == ("ok", "infeasible")
+        assert document["why"]["proven"]["ended"] == "proven"
+    code, document, _ = planned("--largest-batch", "--memory", str(peaks[24]), "--quick")
+    assert code == 1 and not document["plan"]["verification"]
+    code, document, _ = planned("--largest-batch", "--memory", "1kB")
+    assert (code, document["status"], document["why"]["code"]) == (1, "infeasible", "memory-limit")
+    assert planned("--largest-batch")[1]["errors"][0]["code"] == "plan-extent"  # no limit
 
 
 def test_an_interrupt_keeps_the_best_plan_so_far(planned, monkeypatch):
