@@ -41,6 +41,8 @@ _STYLE = {
 }
 #: Pixels beside and above the axes of a panel, and above all panels.
 _LEFT, _RIGHT, _TOP, _HEAD = 52, 14, 34, 78
+#: Of a line of the legend but the first.
+_LEGEND_LINE = 20
 
 
 @dataclass
@@ -168,6 +170,14 @@ def grouped_bars(
     return panel
 
 
+def _legend_columns(texts: Sequence[str], width: int) -> int:
+    """How many texts of a legend fit beside each other, about: all, or as many of the longest."""
+    widths = [34 + 7 * len(text) for text in texts]
+    if sum(widths) <= width:
+        return max(1, len(texts))
+    return max(1, width // max(widths))
+
+
 def draw(
     title: str,
     note: str,
@@ -185,7 +195,10 @@ def draw(
         legend: (colour, text).
     """
     first, rows = panels[0], -(-len(panels) // columns)
-    width, height = columns * first.width + 20, _HEAD + rows * first.height + 10
+    width = columns * first.width + 20
+    in_line = _legend_columns([text for _, text in legend], width)
+    head = _HEAD + _LEGEND_LINE * max(0, -(-len(legend) // in_line) - 1)
+    height = head + rows * first.height + 10
     said: dict[str, str] = {}
     with rc_context(_STYLE):
         figure = Figure(figsize=(width / 72, height / 72))  # a pixel is a point of 1/72 inch
@@ -196,7 +209,7 @@ def draw(
                 handles=[Patch(facecolor=color, label=text) for color, text in legend],
                 loc="upper left",
                 bbox_to_anchor=(6 / width, 1 - 48 / height),
-                ncols=len(legend),
+                ncols=in_line,
                 frameon=False,
                 fontsize=12,
                 handlelength=1.0,
@@ -206,7 +219,7 @@ def draw(
         for index, panel in enumerate(panels):
             row, column = divmod(index, columns)
             left = 10 + column * first.width + _LEFT
-            below = height - _HEAD - (row + 1) * first.height + panel.bottom
+            below = height - head - (row + 1) * first.height + panel.bottom
             size = (panel.width - _LEFT - _RIGHT, panel.height - _TOP - panel.bottom)
             box = (left / width, below / height, size[0] / width, size[1] / height)
             said |= panel.draw(figure.add_axes(box), f"mark-{index}")
