@@ -30,6 +30,9 @@ endif
 # The extras that the checks need (a name, because a comma would end an argument of call).
 DEV_EXTRAS := [models,report,ray,cuda-targets,tpu-targets,dev]
 
+# Where compilers for GPUs and TPUs are installed and no such device is there, JAX prints their tracebacks in every script unless it is told to use the CPU.
+CPU_WITHOUT_ACCELERATORS := import glob, os; any(map(glob.glob, ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*"))) or os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 # $(call install,VENV,PYTHON,EXTRAS): make the environment if there is none, and install the package with the pins of its interpreter.
 define install
 	@if ! "$(2)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
@@ -39,7 +42,8 @@ define install
 		"$(2)" -m venv "$(1)" || { rm -rf "$(1)"; echo "python -m venv failed; on Debian and Ubuntu install python3-venv" >&2; exit 1; }; fi
 	@pins=$$("$(1)/bin/python" -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
 		echo "Installing capture$(3) into $(1), versions of constraints/$$pins.txt"; \
-		"$(1)/bin/python" -m pip install --quiet --disable-pip-version-check -e '.$(3)' -c "constraints/$$pins.txt"
+		"$(1)/bin/python" -m pip install --quiet --disable-pip-version-check -e '.$(3)' -c "constraints/$$pins.txt"; \
+		printf '%s\n' '$(CPU_WITHOUT_ACCELERATORS)' > "$$("$(1)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cpu_without_accelerators.pth"
 endef
 
 .PHONY: help
@@ -47,23 +51,18 @@ help: ## Say what the targets do
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
 
 .PHONY: setup
-setup: $(VENV)/.stamp-dev ## Install everything that the checks need
-
-# The demo needs the core only: no model framework, no tools.
-$(VENV)/.stamp-core: $(PINS)
-	$(call install,$(VENV),$(PYTHON),)
-	@touch $@
+setup: $(VENV)/.stamp-dev ## Install everything that README and the checks need
 
 $(VENV)/.stamp-dev: $(PINS)
 	$(call install,$(VENV),$(PYTHON),$(DEV_EXTRAS))
-	@touch $(VENV)/.stamp-core $@
+	@touch $@
 
 $(VENV_NEWEST)/.stamp-dev: $(PINS)
 	$(call install,$(VENV_NEWEST),$(PYTHON_NEWEST),$(DEV_EXTRAS))
 	@touch $@
 
 .PHONY: demo
-demo: $(VENV)/.stamp-core ## The whole path on a small GPT, eight virtual CPU devices
+demo: $(VENV)/.stamp-dev ## The whole path on a small GPT, eight virtual CPU devices
 	$(VENV)/bin/capture demo
 
 .PHONY: lint

@@ -92,7 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
         f"command runs is in {environment.log_folder()} if it fails.",
     )
     parser.add_argument("--version", action="version", version=f"capture {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    parser.set_defaults(main=None)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
         sub = verbs.add_parser(
             verb.NAME,
@@ -116,11 +117,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         OptionError: ``option-unknown`` for what its verb does not know, with the nearest name, and
             those of ``Parser.error``.
     """
-    options, unknown = build_parser().parse_known_args(arguments)
+    parser = build_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if options.main is None and not unknown:
+        parser.print_help()
+        parser.exit()
     if unknown:
-        known = re.findall(r"--[a-z-]+", options.parser.format_help())
+        asked = getattr(options, "parser", parser)
+        known = re.findall(r"--[a-z-]+", asked.format_help())
         raise OptionError.of(
-            f"{options.parser.prog} has no {' '.join(unknown)}; see {options.parser.prog} --help."
+            f"{asked.prog} has no {' '.join(unknown)}; see {asked.prog} --help."
             f"{nearest(unknown[0].partition('=')[0], known)}",
             "option-unknown",
         )

@@ -12,7 +12,7 @@ from planned_model import BATCH, STORE
 from processes import user_model
 
 from capture.cli import asked
-from capture.cli.main import _show_warning
+from capture.cli.main import _show_warning, main
 
 # ---- bad input -----------------------------------------------------------------------------------
 
@@ -168,6 +168,16 @@ def test_a_plan_needs_as_many_layers_as_evaluate_draws_stages(inside_planned, ca
         "--quiet",
     )
     assert status == 2 and err.endswith("[sampling-empty]\n")
+
+
+def test_the_command_alone_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    assert "usage: capture [-h] [--version] VERB" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # the same page
+        main(["--help"])
+    assert "  plan " in capsys.readouterr().out
 
 
 def test_an_unknown_verb_and_the_version(capsys):
