@@ -95,6 +95,19 @@ def format_seconds(seconds: float) -> str:
     return f"{number:.3g} {unit}" if abs(number) < 999.5 else f"{number:.0f} {unit}"
 
 
+def format_rate(per_second: float) -> str:
+    """Return a number per second with three significant digits, never as a power of ten.
+
+    Example:
+        >>> format_rate(4123.4), format_rate(12.345), format_rate(0.01234)
+        ('4,120', '12.3', '0.0123')
+    """
+    if abs(per_second) < 999.5:
+        return f"{per_second:.3g}" if abs(per_second) >= 1e-4 else f"{per_second:.2g}"
+    digits = len(f"{abs(per_second):.0f}") - 3
+    return f"{round(per_second, -digits):,.0f}"
+
+
 def format_quantity(name: str, value: float) -> str:
     """A number in the unit that the name of its field ends in.
 

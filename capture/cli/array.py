@@ -331,7 +331,8 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
         document["bundles"] = rows(facts)
         lines.append(table(HEADER, rows(facts)))
         if options.output is not None:
-            options.output.write_text(page(facts, lines, room), encoding="utf-8")
+            text = page(facts, lines, room, interactive=options.interactive)
+            options.output.write_text(text, encoding="utf-8")
             written["page"] = str(options.output)
         if options.trace is not None:
             save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)

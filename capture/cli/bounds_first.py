@@ -14,6 +14,7 @@ from capture.cli.fitting import measuring, name_change, tell
 from capture.cli.options import Option
 from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
 from capture.cli.progress import progress
+from capture.documents import write
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.measured.profile import Profile
@@ -347,13 +348,14 @@ def _lines(
     if not result.compiled:
         return lines
     known = verify(result.plan, measurements)  # compiled already
-    timeline = known.timeline()
+    timeline, time = known.timeline(), None
     if timeline is not None:
-        document["time"] = time_summary(timeline, result.plan, known.graph)
-        lines.append(describe_time(document["time"]))
+        time = time_summary(timeline, result.plan, known.graph)
+        document["time"] = write(time)
+        lines.append(describe_time(time))
     lines += front_table(result.why.front)
     if result.status == "ok":
-        result.plan.save(options.output)
+        result.plan.with_(time=time).save(options.output)
         lines.append(
             f"plan -> {options.output} (search: {result.proof.algorithm}, "
             f"{result.proof.seconds:.1f} s)"

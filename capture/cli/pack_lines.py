@@ -8,7 +8,7 @@ from pathlib import Path
 from capture.cli.output import table
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import LAYERS_ABOVE_PACKS
-from capture.quantities import format_bytes, format_seconds
+from capture.quantities import format_bytes, format_rate, format_seconds
 from recommender.harmony.baselines import Baseline
 
 
@@ -54,7 +54,7 @@ def prediction_lines(plan: PacksPlan) -> list[str]:
         *([f"parameters that layers read as {dtype} alone are streamed so"] if dtype else []),
         *(["every device swaps its share of weights and gradients"] if plan.swaps.sharded else []),
         f"by the paper's rules: {format_seconds(paper.step_seconds)} a step, "
-        f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
+        f"{format_rate(plan.minibatch_size / paper.step_seconds)} examples/s, tasks of "
         f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
         f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
         *_step_lines(plan),
@@ -74,7 +74,7 @@ def _step_lines(plan: PacksPlan) -> list[str]:
     least, most = (format_seconds(of(idle) * step.step_seconds) for of in (min, max))
     return [
         f"as instructions: {format_seconds(step.step_seconds)} a step, "
-        f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
+        f"{format_rate(plan.minibatch_size / step.step_seconds)} examples/s",
         f"not hidden: devices compute nothing for {least} to {most} of it, beside "
         f"{format_seconds(ways['in'])} of copies in and {format_seconds(ways['out'])} out",
         *_memory_lines(plan),

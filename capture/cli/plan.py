@@ -18,6 +18,7 @@ from capture.cli.options import Option
 from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
+from capture.documents import write
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
@@ -221,15 +222,16 @@ def main(options: argparse.Namespace) -> int:
             peak_line(result.plan, result.prediction),
         ]
         lines += [str(result.headroom)] if result.headroom else []
+        time = None
         if has_times(profile):
             graph = profile.graph_at(result.plan.microbatch_size)
-            document["time"] = time_summary(
-                predicted_timeline(result.plan, knowledge.profile), result.plan, graph
-            )
-            lines.append(describe_time(document["time"]))
+            timeline = predicted_timeline(result.plan, knowledge.profile)
+            time = time_summary(timeline, result.plan, graph)
+            document["time"] = write(time)
+            lines.append(describe_time(time))
         lines += front_table(result.why.front)
         if result.status == "ok":
-            result.plan.save(options.output)
+            result.plan.with_(time=time).save(options.output)
             lines.append(
                 f"plan -> {options.output} (search: {result.proof.algorithm}, "
                 f"{result.proof.seconds * 1e3:.1f} ms)"

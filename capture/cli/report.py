@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the page (.html); without it, a table is printed",
     )
     parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="a page whose figures zoom, with plotly.js in it: 5 MB instead of 0.2",
+    )
+    parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)"
     )
     shared.add(parser, *shared.STORE, *shared.PROFILING)
@@ -71,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     if options.output is not None:
         from capture.report.page import page
 
-        options.output.write_text(page(facts), encoding="utf-8")
+        options.output.write_text(page(facts, interactive=options.interactive), encoding="utf-8")
         written["page"] = str(options.output)
     if options.trace is not None:
         from capture.step.trace_events import save_trace

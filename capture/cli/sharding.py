@@ -83,7 +83,8 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     asked.refuse_unread(options, "sharding", "memory", "output")
     room, written = plan.headroom(asked.read_limit(vars(options))), {}
     if options.output is not None:
-        options.output.write_text(page(plan, room), encoding="utf-8")
+        text = page(plan, room, interactive=options.interactive)
+        options.output.write_text(text, encoding="utf-8")
         written["page"] = str(options.output)
     lines = [title(plan), table(HEADER, rows(plan))] if not written else []
     lines += [paragraph(plan, room), *(f"{what} -> {path}" for what, path in written.items())]

@@ -15,6 +15,7 @@ from capture.machine.target import Target
 from capture.plan.headroom import Headroom
 from capture.plan.kinds import load_plan, of_stages
 from capture.plan.packs import PacksPlan
+from capture.plan.prediction import StepTime
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
@@ -53,8 +54,10 @@ def main(options: argparse.Namespace) -> int:
     headroom = Headroom.of(
         peaks, [(peak, peak) for peak in peaks], 1.0, limit, Target.load(plan.cluster.target).memory
     )
+    timeline = found.timeline()
+    time = None if timeline is None else time_summary(timeline, plan, found.graph)
     if options.output is not None:
-        plan.with_(verification=found.verified).save(options.output)
+        plan.with_(verification=found.verified, time=time).save(options.output)
     document = {
         "status": "ok" if headroom is None or headroom.verdict == "fits" else "infeasible",
         **found.to_json(),
@@ -64,10 +67,9 @@ def main(options: argparse.Namespace) -> int:
         ],
         "headroom": write(headroom),
     }
-    timeline = found.timeline()
-    if timeline is not None:
-        document["time"] = time_summary(timeline, plan, found.graph)
-    emit(options, document, as_text(plan, document, headroom))
+    if time is not None:
+        document["time"] = write(time)
+    emit(options, document, as_text(plan, document, headroom, time))
     return 0 if document["status"] == "ok" else 1
 
 
@@ -75,7 +77,9 @@ def _stage(peak: Any) -> dict[str, Any]:
     return {"peak_bytes": peak.peak_bytes, "instant": peak.instant, "parts_bytes": peak.parts}
 
 
-def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> str:
+def as_text(
+    plan: Plan, document: dict[str, Any], headroom: Headroom | None, time: StepTime | None = None
+) -> str:
     """A line per stage: predicted, compiled, when, and most of what."""
     predicted, rows = document["predicted_peak_bytes_per_device"], []
     for stage, found in zip(plan.stages, document["stages"], strict=True):
@@ -110,5 +114,5 @@ def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> 
         f"{plan.cluster.target}",
     ]
     lines += [str(headroom)] if headroom else []
-    lines += [describe_time(document["time"])] if "time" in document else []
+    lines += [describe_time(time)] if time else []
     return "\n".join(lines)

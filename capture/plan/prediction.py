@@ -112,6 +112,39 @@ class _Prediction:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """A simulated step of a plan.
+
+    Attributes:
+        step_seconds: Seconds of the step.
+        examples_per_second: Examples of the global batch per second, on all devices.
+        model_flops_per_second_per_device: Three times the FLOPs of the forward pass, whatever is
+            recomputed, per second and device.
+        bubble_fraction_per_stage: The part of the step in which a stage computes nothing.
+        passes_seconds_per_stage: Seconds of one execution of each program of a stage, by its kind.
+        sends_seconds: Seconds that a micro-batch takes from each stage but the last to the next.
+        simulated: Always: nothing of it was measured.
+    """
+
+    step_seconds: float
+    examples_per_second: float
+    model_flops_per_second_per_device: float
+    bubble_fraction_per_stage: tuple[float, ...]
+    passes_seconds_per_stage: tuple[Mapping[str, float], ...] = ()
+    sends_seconds: tuple[float, ...] = ()
+    simulated: bool = True
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], path: str = "") -> StepTime:
+        """Return what ``write`` wrote.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        return read(data, cls, path)
+
+
+@dataclass(frozen=True)
 class Verified:
     """What the compiler of the target says of a plan's own stages.
 

@@ -19,7 +19,7 @@ from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_TEXT, is_remat
 from capture.plan.files import ClusterRow, resolved, save
-from capture.plan.prediction import Prediction, Verified
+from capture.plan.prediction import Prediction, StepTime, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
 from capture.plan.stage import Stage, StageRow
 from capture.plan.why import Why
@@ -62,6 +62,7 @@ class Plan:
         prediction: Predicted bytes per device with their parts, if predicted.
         why: What the search has to say about its choice, if searched.
         verification: What the compiler of the target says of the plan's own stages, if verified.
+        time: A step as it was simulated when the plan was made, where the target has rates.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
@@ -83,6 +84,7 @@ class Plan:
     prediction: Prediction | None = field(default=None, compare=False)
     why: Why | None = field(default=None, compare=False)
     verification: Verified | None = field(default=None, compare=False)
+    time: StepTime | None = field(default=None, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -140,6 +142,7 @@ class Plan:
             prediction=_note(document.prediction, "prediction", Prediction.read),
             why=_note(document.why, "why", Why.read),
             verification=_note(document.verification, "verification", Verified.read),
+            time=_note(document.time, "time", StepTime.read),
         )
 
     def save(self, path: Path | str) -> None:
@@ -176,13 +179,13 @@ class _Document:
     prediction: Mapping[str, Any] | None = None
     why: Mapping[str, Any] | None = None
     verification: Mapping[str, Any] | None = None
+    time: Mapping[str, Any] | None = None
 
 
 _DOCUMENT = tuple(field.name for field in fields(_Document))
+_NOTES = ("prediction", "why", "verification", "time")
 _SAME = tuple(
-    name
-    for name in _DOCUMENT
-    if name not in ("cluster", "stages", "microbatch_size", "prediction", "why", "verification")
+    name for name in _DOCUMENT if name not in ("cluster", "stages", "microbatch_size", *_NOTES)
 )
 
 

@@ -3,19 +3,19 @@ target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
+from capture.plan.prediction import StepTime
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
-from capture.quantities import format_seconds
+from capture.quantities import format_rate, format_seconds
 from capture.step.pipeline import build_step, plan_timeline
 from capture.step.timeline import LinkTimes, StepTimeline
 from capture.step.times import TableTimes
@@ -106,33 +106,37 @@ def has_times(profile: Profile) -> bool:
     )
 
 
-def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> dict[str, Any]:
-    """What documents say of a simulated step: ``step_seconds``, throughput, and where devices wait.
+def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepTime:
+    """Return what documents and plan files say of a simulated step.
 
     Args:
         timeline: The plan's simulated step.
         plan: What was simulated.
         graph: The model's layers at the plan's micro-batch size.
-
-    Model FLOPs are three times those of the forward pass, whatever is recomputed.
     """
     flops = 3 * sum(layer.flops for layer in graph.layers) * plan.num_microbatches
-    seconds = float(timeline.step_seconds)
-    return {
-        "simulated": True,
-        "step_seconds": seconds,
-        "examples_per_second": plan.global_batch_size / seconds,
-        "model_flops_per_second_per_device": flops / seconds / plan.cluster.num_devices,
-        "bubble_fraction_per_stage": [float(fraction) for fraction in timeline.bubble_fraction],
-    }
+    seconds, rates = float(timeline.step_seconds), Target.load(plan.cluster.target).rates
+    assert rates is not None, "its step was simulated with them"
+    passes: list[dict[str, float]] = [{} for _ in plan.stages]
+    places = {place: s for s, place in enumerate(timeline.step.places)}
+    for name, program in timeline.step.programs.items():
+        passes[places[program.place]][program.kind] = float(timeline.program_seconds[name])
+    return StepTime(
+        seconds,
+        plan.global_batch_size / seconds,
+        flops / seconds / plan.cluster.num_devices,
+        tuple(map(float, timeline.bubble_fraction)),
+        tuple(passes),
+        tuple(send_seconds(plan.stages, LinkTimes(plan.cluster, rates), graph)),
+    )
 
 
-def describe_time(summary: Mapping[str, Any]) -> str:
-    """One line for people."""
-    waits = " ".join(f"{fraction:.0%}" for fraction in summary["bubble_fraction_per_stage"])
+def describe_time(time: StepTime) -> str:
+    """Return one line for people."""
+    bubbles = " ".join(f"{fraction:.0%}" for fraction in time.bubble_fraction_per_stage)
     return (
-        f"step {format_seconds(summary['step_seconds'])} (simulated), "
-        f"{summary['examples_per_second']:.3g} examples/s, "
-        f"{summary['model_flops_per_second_per_device'] / 1e12:.1f} TFLOPS per device; stages "
-        f"wait {waits} of it"
+        f"step {format_seconds(time.step_seconds)} (simulated), "
+        f"{format_rate(time.examples_per_second)} examples/s, "
+        f"{time.model_flops_per_second_per_device / 1e12:.1f} TFLOPS per device; pipeline bubble "
+        f"per stage: {bubbles}"
     )

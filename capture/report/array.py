@@ -143,16 +143,19 @@ def title(plan: ArrayPlan) -> str:
     return f"{counted(len(plan.models), 'model')} of {model}, {plan.order} {sizes}"
 
 
-def page(facts: ArrayFacts, lines: Sequence[str], room: Headroom | None) -> str:
+def page(
+    facts: ArrayFacts, lines: Sequence[str], room: Headroom | None, *, interactive: bool = False
+) -> str:
     """The report as one HTML file.
 
     Args:
         facts: Of the plan.
         lines: Of the plan, for people; those without a table lead the page.
         room: What the limit leaves.
+        interactive: See ``capture.report.page.page``.
 
     Raises:
-        CaptureError: ``report-plotly`` if plotly is not installed.
+        CaptureError: ``report-plotly`` if plotly is needed and not installed.
     """
     plan = facts.plan
     figures = [_step(facts), _memory(facts), *([_saturation(plan)] if plan.saturation else [])]
@@ -168,8 +171,8 @@ def page(facts: ArrayFacts, lines: Sequence[str], room: Headroom | None) -> str:
         "" if room is None else html_verdict(room.verdict),
         html_table(HEADER, rows(facts), below),
         figures,
-        f"{where}; never measured. In figures, drag to zoom and double-click to zoom out. Made "
-        "with capture report.",
+        f"{where}; never measured.",
+        interactive=interactive,
     )
 
 

@@ -1,12 +1,15 @@
 """What a report says of a plan, as plain facts: nothing here draws.
 
-The schedule is simulated in one of three ways, as far as what is known goes:
+The schedule is simulated in one of four ways, as far as what is known goes:
 
     seconds     with a profile of an accelerator: the step on the links and rates of the target
     units       with a profile that says nothing about time: every program takes one unit, transfers
                 take none
-    clocks      without a profile: the schedule's own table, one unit per pass; nothing is known of
-                memory over time
+    saved       without a profile, where the plan says what a step took when it was simulated: the
+                schedule's table with the seconds of its passes and of what stages send
+    clocks      without either: the schedule's own table, one unit per pass
+
+Of the last two nothing is known of memory over time.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
-from capture.plan.prediction import Prediction
+from capture.plan.prediction import Prediction, StepTime
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front
@@ -33,7 +36,7 @@ from capture.step.simulator import MemoryUse, Simulation, Work, simulate
 from capture.step.timeline import Seconds, StepTimeline, compute_stream, simulate_step
 from capture.step.times import StageTimes
 
-Clock = Literal["seconds", "units", "clocks"]
+Clock = Literal["seconds", "units", "saved", "clocks"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class ScheduleFacts:
         memory: Per stage, on each of its devices; () where nothing is known.
         processes: Headings of the trace.
         lanes: Per group of devices, what its streams are called by, and its stages in words.
+        saved_seconds: Those of the whole step, as the plan's file says; of the clock ``saved``.
     """
 
     clock: Clock
@@ -107,11 +111,16 @@ class ScheduleFacts:
     memory: tuple[MemoryUse, ...]
     processes: Mapping[Memory, str]
     lanes: Mapping[str, str]
+    saved_seconds: float | None = None
+
+    @property
+    def in_seconds(self) -> bool:
+        return self.clock in ("seconds", "saved")
 
     @property
     def step_seconds(self) -> float | None:
         """None where times are units."""
-        return float(self.simulation.seconds) if self.clock == "seconds" else None
+        return float(self.simulation.seconds) if self.clock == "seconds" else self.saved_seconds
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,7 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
             need.
     """
     if profile is None or not profile.measurements:
-        return _clocks(plan)
+        return _clocks(plan) if plan.time is None else _saved(plan, plan.time)
     extrapolated = is_extrapolated(plan)
     predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
@@ -279,6 +288,43 @@ def _of_timeline(clock: Clock, timeline: StepTimeline, plan: Plan) -> ScheduleFa
 def _named(stages: Sequence[int]) -> str:
     """The stages of a group of devices, in words."""
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _saved(plan: Plan, time: StepTime) -> ScheduleFacts:
+    """Draw the schedule's table with the seconds that the plan's file has."""
+    _check_length(time.passes_seconds_per_stage, plan.num_stages, "time.passes_seconds_per_stage")
+    _check_length(time.bubble_fraction_per_stage, plan.num_stages, "time.bubble_fraction_per_stage")
+    _check_length(time.sends_seconds, plan.num_stages - 1, "time.sends_seconds")
+    table, work = plan.schedule_table, list[Work]()
+    lanes, number = [_named(stages) for stages in table.stages], dict[Any, int]()
+    for task in (task for clock in table.clocks for task in clock):
+        needed, group = table.requirement(task), table.placement[task.stage_id]
+        before = () if needed is None else (number[needed],)
+        if needed is not None and table.placement[needed.stage_id] != group:
+            sender = lanes[table.placement[needed.stage_id]]
+            sends = time.sends_seconds[min(needed.stage_id, task.stage_id)]
+            link = f"{sender} -> {lanes[group]}"
+            work.append(
+                Work(f"transfer to {lanes[group]}", (link,), sends, before, kind="transfer")
+            )
+            before = (len(work) - 1,)
+        seconds = time.passes_seconds_per_stage[task.stage_id].get(task.kind, 0.0)
+        label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
+        number[task] = len(work)
+        work.append(Work(label, (compute_stream(lanes[group]),), seconds, before, kind=task.kind))
+    for s, group in enumerate(table.placement):
+        seconds = time.passes_seconds_per_stage[s].get("update", 0.0)
+        stream = compute_stream(lanes[group])
+        work.append(Work(f"update of stage {s}", (stream,), seconds, (), kind="update"))
+    return ScheduleFacts(
+        "saved",
+        simulate(work),
+        time.bubble_fraction_per_stage,
+        (),
+        {compute_stream(lane): lane for lane in lanes},
+        {lane: lane for lane in lanes},
+        time.step_seconds,
+    )
 
 
 def _clocks(plan: Plan) -> ScheduleFacts:

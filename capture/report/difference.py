@@ -9,7 +9,7 @@ from typing import Any
 from capture.documents import write
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes, format_seconds
+from capture.quantities import format_bytes, format_rate, format_seconds
 from capture.report.data import ReportFacts
 from capture.report.words import signed_bytes
 
@@ -215,7 +215,7 @@ def _totals(facts: ReportFacts) -> dict[str, str]:
         else signed_bytes(room.limit_bytes - room.high_bytes),
         "verdict": "-" if room is None else room.verdict,
         "step time (simulated)": "-" if step is None else format_seconds(step),
-        "examples/s": "-" if step is None else f"{facts.plan.global_batch_size / step:.3g}",
+        "examples/s": "-" if step is None else format_rate(facts.plan.global_batch_size / step),
         "stages wait": f"{facts.mean_waits:.0%}"
-        + ("" if facts.schedule.clock == "seconds" else " (unit times)"),
+        + ("" if facts.schedule.in_seconds else " (unit times)"),
     }

@@ -24,7 +24,9 @@ FAR_LIMIT = 5
 def figures(facts: ReportFacts) -> list[Figure]:
     """Those for which there are facts, in reading order."""
     made = [stage_map(facts), peaks(facts), treemap(facts)]
-    made += [prediction_errors(facts)] if facts.verified else []
+    # Where the prediction is what the compiler said, there is nothing to compare.
+    predicted = any(stage.interval_bytes != (stage.peak_bytes,) * 2 for stage in facts.stages)
+    made += [prediction_errors(facts)] if facts.verified and predicted else []
     made += [memory_over_time(facts)] if facts.schedule.memory else []
     traces, layout, note = schedule(facts.schedule)
     made.append(
@@ -36,7 +38,7 @@ def figures(facts: ReportFacts) -> list[Figure]:
             layout,
         )
     )
-    return made + ([front(facts)] if facts.front else [])
+    return made + ([front(facts)] if facts.front and len(facts.front.points) > 1 else [])
 
 
 def stage_map(facts: ReportFacts) -> Figure:
@@ -259,9 +261,8 @@ def treemap(facts: ReportFacts) -> Figure:
     return Figure(
         "treemap",
         "Memory by layer and category",
-        "One device of each stage at its predicted peak; areas are bytes. Click a stage or a "
-        "layer to enter it; what passes between stages "
-        "counts to the layer at the border.",
+        "One device of each stage at its predicted peak; areas are bytes. What passes between "
+        "stages counts to the layer at the border.",
         [trace],
         layout,
     )
@@ -328,7 +329,7 @@ def memory_over_time(facts: ReportFacts) -> Figure:
     thinned = any(len(points) < len(samples) for points, samples in zip(shown, held, strict=True))
     largest = max(nbytes for points in shown for _, nbytes in points)
     unit, clock = bytes_unit(largest), seconds_unit(float(facts.schedule.simulation.seconds))
-    in_seconds = facts.schedule.clock == "seconds"
+    in_seconds = facts.schedule.in_seconds
     scale, time_of = (clock.scale, format_seconds) if in_seconds else (1.0, _units)
     traces = [
         {

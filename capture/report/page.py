@@ -1,5 +1,7 @@
-"""One HTML file with everything in it: it opens without a network, and its own policy forbids
-one."""
+"""One HTML file with everything in it: it opens without a network, and its own policy forbids one.
+
+Figures are SVG, and the page needs no script. An interactive page brings plotly.js along (5 MB).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,10 @@ from capture.report.data import ReportFacts
 from capture.report.figure import Figure
 from capture.report.figures import figures
 from capture.report.palette import INK
-from capture.report.words import HEADER, last_lines, paragraph, rows, title
+from capture.report.svg import WIDTH, draw
+from capture.report.words import HEADER, paragraph, rows, title
 
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:"
 
 _STYLE = f"""
 body {{ margin: 0 auto; max-width: 1160px; padding: 24px; color: {INK}; background: white;
@@ -30,8 +31,8 @@ p {{ margin: 8px 0; max-width: 900px; }}
 .caption, footer {{ color: #52606D; font-size: 14px; }}
 .verdict {{ display: inline-block; padding: 2px 10px; border-radius: 4px; font-weight: 600;
   background: #E4E7EB; }}
-.figure {{ width: 100%; }}
-.wide {{ overflow-x: auto; }}
+.figure, .wide {{ width: 100%; overflow-x: auto; }}
+.figure > svg {{ display: block; width: 100%; min-width: 760px; max-width: {WIDTH}px; }}
 table {{ border-collapse: collapse; margin: 16px 0 4px; font-size: 14px;
   font-variant-numeric: tabular-nums; }}
 th, td {{ padding: 4px 12px; text-align: right; border-bottom: 1px solid #E4E7EB;
@@ -62,6 +63,14 @@ for (const figure of figures) {
 }
 """
 
+_HOW_TO_LOOK = (
+    " Rest the pointer on a mark to read its numbers; --interactive makes a page that zooms. Made "
+    "with capture report."
+)
+_HOW_TO_MOVE = (
+    " In figures, drag to zoom and double-click to zoom out; click a name in a legend to hide it. "
+    "Made with capture report."
+)
 _BASE_LAYOUT: dict[str, Any] = {
     "font": {"family": "system-ui, sans-serif", "color": INK, "size": 13},
     "margin": {"l": 70, "r": 20, "t": 40, "b": 50},
@@ -79,49 +88,69 @@ _BASE_LAYOUT: dict[str, Any] = {
 }
 
 
-def page(facts: ReportFacts) -> str:
-    """The report of a plan.
+def page(facts: ReportFacts, *, interactive: bool = False) -> str:
+    """Return the report of a plan.
+
+    Args:
+        facts: What it shows.
+        interactive: Let readers zoom and hide: with plotly.js in the page.
 
     Raises:
-        CaptureError: ``report-plotly`` if plotly is not installed.
+        CaptureError: ``report-plotly`` if plotly is needed and not installed.
     """
     return render(
         title(facts),
         paragraph(facts),
         _verdict(facts),
-        html_table(HEADER, rows(facts), " · ".join(last_lines(facts))),
+        html_table(HEADER, rows(facts)),
         figures(facts),
         _footer(facts),
+        interactive=interactive,
     )
 
 
 def render(
-    heading: str, lead: str, verdict: str, table: str, shown: Sequence[Figure], footer: str
+    heading: str,
+    lead: str,
+    verdict: str,
+    table: str,
+    shown: Sequence[Figure],
+    footer: str,
+    *,
+    interactive: bool = False,
 ) -> str:
-    """The HTML of a heading, a paragraph, a table (both HTML already where they have elements) and
-    figures."""
+    """Return the HTML of a heading, a paragraph, a table (both HTML already where they have
+    elements) and figures."""
     sections = "".join(
         (
             f'<h2>{escape(figure.title)}</h2><p class="caption">{escape(figure.caption)}</p><div '
-            f'class="figure" id="{figure.name}"></div>\n'
+            f'class="figure" id="{figure.name}">{"" if interactive else draw(figure)}</div>\n'
         )
         for figure in shown
     )
-    data = [
-        {"name": figure.name, "traces": figure.traces, "layout": figure.layout} for figure in shown
-    ]
+    scripts = _scripts(shown) if interactive else ""
+    policy = _POLICY + "; script-src 'unsafe-inline'" * interactive
+    footer += _HOW_TO_MOVE if interactive else _HOW_TO_LOOK
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(heading)}</title><link rel="icon" '
         f'href="data:,"><style>{_STYLE}</style></head>\n<body>'
         f'<h1>{escape(heading)}</h1>\n{verdict}<p class="lead">{escape(lead)}</p>\n<div '
         f'class="wide">{table}</div>\n{sections}'
-        f"<footer><p>{escape(footer)}</p></footer>\n"
+        f"<footer><p>{escape(footer)}</p></footer>\n{scripts}</body></html>\n"
+    )
+
+
+def _scripts(shown: Sequence[Figure]) -> str:
+    data = [
+        {"name": figure.name, "traces": figure.traces, "layout": figure.layout} for figure in shown
+    ]
+    return (
         f'<script type="application/json" id="base-layout">{_json(_BASE_LAYOUT)}</script>\n'
         f'<script type="application/json" id="figures">{_json(data)}</script>\n'
-        f"<script>{_plotly()}</script>\n<script>{_SCRIPT}</script></body></html>\n"
+        f"<script>{_plotly()}</script>\n<script>{_SCRIPT}</script>"
     )
 
 
@@ -135,8 +164,8 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
         raise CaptureError.of(
-            "plotly is not installed, and the page is drawn with it: "
-            f"{install_command('report')}. Without -o, a table is printed.",
+            "plotly is not installed, and --interactive draws the page with it: "
+            f"{install_command('report')}. Without --interactive, figures are SVG.",
             "report-plotly",
         ) from None
     return get_plotlyjs().replace("</script", "<\\/script")
@@ -152,15 +181,15 @@ def html_verdict(verdict: str) -> str:
     return f'<span class="verdict" style="background: {color}">{escape(verdict)}</span>\n'
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
-    """A table with a line of text below it."""
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str = "") -> str:
+    """Return a table, with a line of text below it if there is one."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return (
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p "
-        f'class="caption">{escape(below)}</p>'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        + f'<p class="caption">{escape(below)}</p>' * bool(below)
     )
 
 
@@ -179,7 +208,5 @@ def _footer(facts: ReportFacts) -> str:
     ] * facts.verified
     return (
         f"Sources: {', '.join([*parts, *checked]) or 'not said'}. Times are simulated, never "
-        "measured. "
-        "In figures, drag to zoom and double-click to zoom out; click a name in a legend to hide "
-        "it. Made with capture report."
+        "measured."
     )

@@ -33,7 +33,7 @@ def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any]
     num_stages = len(facts.lanes)
     unit = (
         seconds_unit(float(facts.simulation.seconds))
-        if facts.clock == "seconds"
+        if facts.in_seconds
         else Unit("unit times", 1.0)
     )
     layout: dict[str, Any] = {
@@ -43,9 +43,7 @@ def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any]
         "showlegend": True,
         "hovermode": "closest",
         "xaxis": {
-            "title": {
-                "text": f"{unit.name} into the step" if facts.clock == "seconds" else unit.name
-            },
+            "title": {"text": f"{unit.name} into the step" if facts.in_seconds else unit.name},
             "range": [0, float(facts.simulation.seconds) / unit.scale],
         },
         "yaxis": {
@@ -191,6 +189,6 @@ def slots(facts: ScheduleFacts, num_slots: int) -> tuple[list[list[str | None]],
 
 
 def _span(facts: ScheduleFacts, start: float, seconds: float) -> str:
-    if facts.clock == "seconds":
+    if facts.in_seconds:
         return f"{format_seconds(seconds)} from {format_seconds(start)} on"
     return f"unit {start:g}"

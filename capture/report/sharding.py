@@ -11,7 +11,7 @@ from typing import Any
 from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from capture.report.difference import Difference
 from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
@@ -49,7 +49,7 @@ def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
         f"A device needs {format_bytes(plan.known_peak_bytes)} at its peak ({how}).",
         f"{counted(len(plan.modes), 'operator')}: {', '.join(modes)}.",
         f"A step takes {format_seconds(plan.step_seconds)} by the model of costs, "
-        f"{plan.examples_per_second:.4g} examples/s on all devices.",
+        f"{format_rate(plan.examples_per_second)} examples/s on all devices.",
     ]
     if parts := _parts_of_peak(plan):
         shares = (f"{part} {format_bytes(parts[part])}" for part in in_order(list(parts)))
@@ -129,11 +129,11 @@ def document(plan: ShardingPlan, room: Headroom | None) -> dict[str, Any]:
     }
 
 
-def page(plan: ShardingPlan, room: Headroom | None) -> str:
+def page(plan: ShardingPlan, room: Headroom | None, *, interactive: bool = False) -> str:
     """The report as one HTML file.
 
     Raises:
-        CaptureError: ``report-plotly`` if plotly is not installed.
+        CaptureError: ``report-plotly`` if plotly is needed and not installed.
     """
     verdict = "" if room is None else html_verdict(room.verdict)
     below = "Bytes and times are those of one device, by the search's model of costs."
@@ -146,6 +146,7 @@ def page(plan: ShardingPlan, room: Headroom | None) -> str:
         table,
         _figures(plan) if plan.costs else [],
         footer,
+        interactive=interactive,
     )
 
 
@@ -250,5 +251,5 @@ def _totals(plan: ShardingPlan, room: Headroom | None) -> dict[str, str]:
         "peak per device": f"{format_bytes(plan.known_peak_bytes)} ({how})",
         "verdict": "-" if room is None else room.verdict,
         "step time (estimated)": format_seconds(plan.step_seconds),
-        "examples/s": f"{plan.examples_per_second:.3g}",
+        "examples/s": format_rate(plan.examples_per_second),
     }

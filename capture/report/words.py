@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from capture.report.data import Clock, ReportFacts, is_extrapolated
 
 #: What every simulated thing says of its times.
@@ -11,6 +11,10 @@ CLOCKS: dict[Clock, str] = {
     "units": (
         "Simulated in unit times: every program takes one unit, transfers take none. The profile "
         "says nothing about time."
+    ),
+    "saved": (
+        "Simulated when the plan was made; drawn are its passes and what stages send to each "
+        "other. A profile (--profile) shows memory over time, too."
     ),
     "clocks": (
         "The schedule's own table in unit times: every pass takes one unit, transfers take none. "
@@ -128,7 +132,7 @@ def _time(facts: ReportFacts) -> list[str]:
         return [f"{idle} How long a step takes is not known."]
     return [
         f"A step takes {format_seconds(step)} (simulated), "
-        f"{facts.plan.global_batch_size / step:.3g} examples/s.",
+        f"{format_rate(facts.plan.global_batch_size / step)} examples/s.",
         f"The bottleneck of time is stage {facts.busiest}, which computes for "
         f"{1 - waits[facts.busiest]:.0%} of the step; "
         f"the stages wait {facts.mean_waits:.0%} of it on average.",

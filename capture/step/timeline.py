@@ -101,12 +101,14 @@ class StepTimeline:
         step: Simulated.
         processes: Where ``capture.step.trace_events`` shows a stream or a memory: under the place,
             a link under the sender.
+        program_seconds: Per name in the table of the step, of one execution.
     """
 
     simulation: Simulation
     program_order: Ledger
     step: Step
     processes: Mapping[Memory, str]
+    program_seconds: Mapping[str, float]
 
     @property
     def step_seconds(self) -> float:
@@ -182,7 +184,7 @@ def simulate_step(
             # The fullest holds up the whole place.
             capacities[first] = min(nbytes, capacities.get(first, nbytes))
     simulation = simulate(items.work, capacity_bytes=capacities)
-    return StepTimeline(simulation, ledger, step, items.processes)
+    return StepTimeline(simulation, ledger, step, items.processes, seconds.programs)
 
 
 class _Items:

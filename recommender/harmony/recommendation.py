@@ -9,7 +9,7 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Mode
 from capture.plan.why import Why
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from recommender.answer import Answer
 from recommender.harmony.packing import EXPERT
 from recommender.harmony.question import PacksQuestion
@@ -106,7 +106,7 @@ def _why(chosen: Chosen, coupled: str) -> Why:
         f"({best.choice.forward_packing or 'none'}), "
         f"{counted(len(backward.packs), 'backward pack')} for "
         f"{backward.microbatch_size} ({best.choice.backward_packing})"
-        f"{_how(plan)}; {plan.minibatch_size / seconds:.4g} examples/s, "
+        f"{_how(plan)}; {format_rate(plan.minibatch_size / seconds)} examples/s, "
         f"{format_seconds(seconds)} a step as instructions ({format_seconds(best.seconds)} by the "
         f"paper's rules), tasks of {format_bytes(best.task_bytes)} at most"
     )

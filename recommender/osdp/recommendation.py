@@ -12,7 +12,7 @@ from capture.machine.target import Target
 from capture.model.operators import Operator
 from capture.plan.sharding import OperatorCost, ShardingPlan
 from capture.plan.why import Why
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, format_rate
 from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import build_step
@@ -163,7 +163,7 @@ def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:
         compiled = format_bytes(plan.compiled_peak_bytes)
         memory = f"{compiled} per device as compiled for {target} (estimated: {estimated})"
     batch = f"{counted(plan.batch_size, 'example')} per device"
-    speed = f"{batch}, {plan.examples_per_second:.4g} examples/s"
+    speed = f"{batch}, {format_rate(plan.examples_per_second)} examples/s"
     return f"{counted(len(plan.modes), 'operator')}: {modes}; {speed}, {memory}"
 
 

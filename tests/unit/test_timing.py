@@ -240,11 +240,11 @@ def test_a_step_takes_at_least_its_busiest_stage():
     )
     timeline = predicted_timeline(plan, profile)
     summary = time_summary(timeline, plan, profile.graph_at(plan.microbatch_size))
-    assert busiest <= summary["step_seconds"] < 1.5 * busiest
-    assert summary["simulated"] and min(summary["bubble_fraction_per_stage"]) == pytest.approx(
-        1 - busiest / summary["step_seconds"]
+    assert busiest <= summary.step_seconds < 1.5 * busiest
+    assert summary.simulated and min(summary.bubble_fraction_per_stage) == pytest.approx(
+        1 - busiest / summary.step_seconds
     )
-    assert np.isfinite(summary["model_flops_per_second_per_device"])
+    assert np.isfinite(summary.model_flops_per_second_per_device)
 
 
 def test_virtual_cpu_devices_have_no_times():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,8 +26,9 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import CompiledPlans, Why
 from capture.predictor import AdditivePredictor
-from capture.predictor.step_time import predicted_timeline
+from capture.predictor.step_time import predicted_timeline, time_summary
 from capture.report.data import envelope, levels, report_facts
+from capture.report.difference import totals
 from capture.report.page import page
 from capture.report.words import last_lines, paragraph
 from profiling_runs.explain import Explanation
@@ -110,6 +112,37 @@ def test_a_profile_without_times_gives_unit_times():
         assert use.peak.peak_bytes == pytest.approx(stage.predicted_bytes, rel=1e-6), (
             "but for losses and streams, what was predicted"
         )
+
+
+def test_a_saved_plan_keeps_the_seconds_of_its_step(facts, plan, profile, tmp_path):
+    """They are drawn and compared without the profile: passes and what stages send take as long as
+    in the simulation of the whole step."""
+    timeline = predicted_timeline(plan, profile)
+    time = time_summary(timeline, plan, profile.graph_at(plan.microbatch_size))
+    plan.with_(time=time).save(tmp_path / "plan.json")
+    saved = report_facts(Plan.load(tmp_path / "plan.json"))
+    assert saved.schedule.clock == "saved" and saved.schedule.memory == ()
+    assert saved.schedule.step_seconds == facts.schedule.step_seconds
+    assert saved.schedule.waits_fraction == facts.schedule.waits_fraction
+    assert float(saved.schedule.simulation.seconds) == pytest.approx(
+        facts.schedule.step_seconds, rel=0.01
+    )
+    drawn = list(saved.schedule.simulation.busy_seconds.values())
+    whole = facts.schedule.simulation.busy_seconds
+    for s in range(plan.num_stages):
+        assert any(seconds == pytest.approx(whole[f"stage {s} compute"]) for seconds in drawn)
+    assert "A step takes" in paragraph(saved)
+    [row] = [row for row in totals(facts, saved) if row[0] == "step time (simulated)"]
+    assert row[1] == row[2] != "-"
+
+
+@pytest.mark.parametrize("name", ["passes_seconds_per_stage", "sends_seconds"])
+def test_seconds_of_other_stages_are_refused(plan, profile, name):
+    timeline = predicted_timeline(plan, profile)
+    time = time_summary(timeline, plan, profile.graph_at(plan.microbatch_size))
+    wrong = replace(time, **{name: getattr(time, name)[1:]})
+    with pytest.raises(CaptureError, match=rf"time.{name} has \d items and must have \d"):
+        report_facts(plan.with_(time=wrong))
 
 
 def test_without_a_profile_the_schedule_alone_is_drawn():
@@ -309,9 +342,9 @@ def test_a_plan_without_a_prediction_is_predicted(files, plan, capsys):
 def test_a_missing_plotly_is_told_how_to_install(files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
-    assert error_of(["report", "plan.json", "-o", "report.html"], capsys) == (
-        "error: plotly is not installed, and the page is drawn with it: "
-        f"{install_command('report')}. Without -o, a table is printed. "
+    assert error_of(["report", "plan.json", "-o", "report.html", "--interactive"], capsys) == (
+        "error: plotly is not installed, and --interactive draws the page with it: "
+        f"{install_command('report')}. Without --interactive, figures are SVG. "
         "[report-plotly]\n"
     )
     assert not (files / "report.html").exists()
