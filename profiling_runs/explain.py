@@ -3,7 +3,8 @@ compiled, so nothing is guessed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,13 +52,15 @@ class Explanation:
         source: Backend, target, versions.
         stages: Per stage, its peak taken apart.
         changes: Other plans, of one decision changed each, the most saving first.
+        untried: Changes that were not tried, because the time was over.
     """
 
     plan: Plan
     peak_bytes_per_device: tuple[int, ...]
     source: Mapping[str, Any]
     stages: tuple[Attribution, ...]
-    changes: tuple[PlanChange, ...]
+    changes: tuple[PlanChange, ...] = ()
+    untried: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -88,17 +91,34 @@ class Explanation:
             **fields_of(self, "peak_bytes", "peak_bytes_per_device", "source"),
             "found": None if why is None else why.found or None,
             "stages": stages,
-            **fields_of(self, "changes", "best_change"),
+            **fields_of(self, "changes", "untried", "best_change"),
         }
 
 
-def explain(plan: Plan, measurements: Measurements) -> Explanation:
-    """Peaks with their parts, and every single change with what it saves.
+def explain(
+    plan: Plan,
+    measurements: Measurements,
+    *,
+    seconds: float | None = None,
+    told: Callable[[Explanation], None] = lambda explanation: None,
+    trying: Callable[[str, int], None] = lambda change, num_missing: None,
+) -> Explanation:
+    """Take the peaks of a plan apart, and try every single change of it.
+
+    Changes whose stages the store has come first, then those that need few compiles.
+
+    Args:
+        plan: What is explained.
+        measurements: Of its workload, open for its target.
+        seconds: No further change is compiled after so long; those of the store are always said.
+            None for no limit.
+        told: Is given the explanation without changes, as soon as it is known.
+        trying: Is told every change before it is compiled, with the number of stages that are new.
 
     Raises:
         PlanError, ProfileError: as ``verify``.
     """
-    verified = verify(plan, measurements)
+    start, verified = time.monotonic(), verify(plan, measurements)
     peaks = verified.peak_bytes_per_device
     buffers = measurements.buffers(
         [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages],
@@ -107,15 +127,31 @@ def explain(plan: Plan, measurements: Measurements) -> Explanation:
     graph = measurements.backend.traced(plan.microbatch_size).graph
     ranges = [(stage.first, stage.stop) for stage in plan.stages]
     stages = attribute(verified.program, verified.stages, ranges, graph, buffers)
-    found = []
-    for name, changed in _changes(plan):
+    explained = Explanation(plan, peaks, measurements.backend.provenance, tuple(stages))
+    told(explained)
+    found, untried = list[PlanChange](), list[str]()
+    wanted = [
+        (_num_missing(changed, measurements), name, changed) for name, changed in _changes(plan)
+    ]
+    for num_missing, name, changed in sorted(wanted, key=lambda item: item[0]):
+        if num_missing and seconds is not None and time.monotonic() - start >= seconds:
+            untried.append(name)
+            continue
+        if num_missing:
+            trying(name, num_missing)
         try:
             other = max(verify(changed, measurements).peak_bytes_per_device)
         except ProfileError:  # a stage of the changed plan does not compile
             continue
         found.append(PlanChange(name, changed, other, max(peaks) - other))
     found.sort(key=lambda change: -change.saves_bytes)
-    return Explanation(plan, peaks, measurements.backend.provenance, tuple(stages), tuple(found))
+    return replace(explained, changes=tuple(found), untried=tuple(untried))
+
+
+def _num_missing(plan: Plan, measurements: Measurements) -> int:
+    """Count the stages of a plan that were never compiled."""
+    configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+    return len(measurements.missing(configs, plan.schedule_table.splits_backward))
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -61,6 +61,14 @@ class Measurements:
             self._keys[config] = self.backend.key(config)
         return self._keys[config]
 
+    def missing(self, configs: Sequence[StageConfig], splits_backward: bool = False) -> set[str]:
+        """Return the keys of stages, and of their split backward passes where they are asked for,
+        that the store does not have."""
+        keys = {self.key(config) for config in configs}
+        if splits_backward:
+            keys |= {self.backend.split_key(config) for config in configs}
+        return keys - set(self.backend.store.get(keys))
+
     def jobs(
         self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
     ) -> list[Job]:

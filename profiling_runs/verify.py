@@ -96,10 +96,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     of_stages(plan)
     check_model(plan, measurements)
     configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
-    keys = {measurements.key(config) for config in configs}
-    if plan.schedule_table.splits_backward:
-        keys |= {measurements.backend.split_key(config) for config in configs}
-    missing = keys - set(measurements.backend.store.get(keys))
+    missing = measurements.missing(configs, plan.schedule_table.splits_backward)
     measurements.require({"stages of the plan": configs}, plan.schedule_table.splits_backward)
     failed = [
         f"stage {s}: {measurements.failures[config]}"
@@ -254,8 +251,7 @@ class PlanCompiler:
     def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
         """As ``attempt``, of some stages; how many of them the store did not have."""
         measurements = self.open()
-        keys = {measurements.key(config) for config in configs}
-        missing = keys - set(measurements.backend.store.get(keys))
+        missing = measurements.missing(configs)
         measurements.require({"stages of the plan": configs})
         compiled = [config for config in configs if config in measurements.costs]
         failures = measurements.failures

@@ -9,12 +9,12 @@ from typing import Any
 
 from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
-from capture.cli.output import emit, table
+from capture.cli.output import emit, say, table
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 
 #: Groups of buffers and layers of a stage in the text.
 NUM_SHOWN = 8
@@ -25,6 +25,13 @@ HELP = "say who needs the memory, and what one change saves most"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
+    parser.add_argument(
+        "--seconds",
+        type=shared.at_least(0),
+        default=60,
+        metavar="S",
+        help="compile no further change after so long (default: %(default)s); plans of stages",
+    )
     shared.add(parser, *shared.STORE)
 
 
@@ -37,15 +44,24 @@ def main(options: argparse.Namespace) -> int:
     if isinstance(plan, ArrayPlan):
         return array.explain(options, plan)
     measurements = asked.plan_measurements(options, plan)
-    from profiling_runs.explain import explain
+    from profiling_runs.explain import Explanation, explain
 
-    document = explain(plan, measurements).to_json()
-    emit(options, document, as_text(document))
+    def told(explanation: Explanation) -> None:
+        if not options.json:
+            print(stages_text(explanation.to_json()), flush=True)
+        say(options, f"trying single changes of the plan for {options.seconds} s (--seconds)")
+
+    def trying(change: str, num_missing: int) -> None:
+        say(options, f"{change}: compiling {counted(num_missing, 'stage')}")
+
+    found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
+    document = found.to_json()
+    emit(options, document, changes_text(document))
     return 0
 
 
-def as_text(document: dict[str, Any]) -> str:
-    """Stages with their parts, the heaviest layers, and the changes."""
+def stages_text(document: dict[str, Any]) -> str:
+    """Return the stages with their parts, and the heaviest layers."""
     categories = sorted({c for stage in document["stages"] for c in stage["parts_bytes"]})
     header = ["stage", "layers", "peak per device", "at", *categories]
     rows = [
@@ -64,7 +80,12 @@ def as_text(document: dict[str, Any]) -> str:
         f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is "
         "known to be of a layer):"
     )
-    lines += [_heaviest_layers(worst), _largest_buffers(worst)]
+    return "\n".join([*lines, _heaviest_layers(worst), _largest_buffers(worst)])
+
+
+def changes_text(document: dict[str, Any]) -> str:
+    """Return what single changes save, what was not tried, and how the plan was found."""
+    lines = []
     saving = [change for change in document["changes"] if change["saves_bytes"] > 0]
     if saving:
         lines.append(
@@ -76,6 +97,9 @@ def as_text(document: dict[str, Any]) -> str:
     tried = [change["change"] for change in document["changes"] if change not in saving]
     if tried:
         lines.append(f"no saving: {', '.join(tried)}")
+    if document["untried"]:
+        untried = ", ".join(document["untried"])
+        lines.append(f"not tried, for want of time (a larger --seconds): {untried}")
     if document["found"]:
         lines.append(f"how the plan was found: {document['found']}")
     return "\n".join(lines)

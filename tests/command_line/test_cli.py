@@ -108,7 +108,18 @@ def test_run_measures_what_was_predicted_and_trains_like_one_device(planned):
 
 
 def test_explain_itemises_and_ranks_the_changes(planned):
+    cut_short = capture(
+        planned.directory, "explain", "plan.json", *STORE, "--seconds", "0"
+    ).document
     document = capture(planned.directory, "explain", "plan.json", *STORE).document
+    assert cut_short["stages"] == document["stages"] and document["untried"] == []
+    from_store = {change["change"] for change in cut_short["changes"]}
+    assert cut_short["untried"] and not from_store & set(cut_short["untried"])
+    assert {change["change"] for change in document["changes"]} <= from_store | set(
+        cut_short["untried"]
+    )
+    again = capture(planned.directory, "explain", "plan.json", *STORE, "--seconds", "0").document
+    assert again["changes"] == document["changes"], "all of them are in the store by now"
     assert document["peak_bytes"] == max(document["peak_bytes_per_device"])
     assert all(
         sum(stage["parts_bytes"].values()) == stage["peak_bytes"] for stage in document["stages"]
