@@ -256,7 +256,7 @@ def violations(plan: Plan) -> list[Violation]:
         found.append(
             Violation(
                 f"the stages have remat {', '.join(modes)}; Alpa recomputes all layers or none. "
-                "Plan with --remat none or full.",
+                "Plan with --remat none or full, or let capture export --nearest take full.",
                 "alpa-remat",
             )
         )
@@ -265,7 +265,7 @@ def violations(plan: Plan) -> list[Violation]:
         found.append(
             Violation(
                 f"stages {split} split their parameters over replicas, which Alpa's solver "
-                "decides itself; plan without --shard-params.",
+                "decides itself; plan without --shard-params, or export with --nearest.",
                 "alpa-shard-params",
             )
         )
@@ -274,7 +274,7 @@ def violations(plan: Plan) -> list[Violation]:
         found.append(
             Violation(
                 f"stages {split} split their activations along the sequence, which Alpa's solver "
-                "decides itself; plan without --sequence-parallel.",
+                "decides itself; plan without --sequence-parallel, or export with --nearest.",
                 "alpa-sequence-parallel",
             )
         )

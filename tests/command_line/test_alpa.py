@@ -22,6 +22,7 @@ from capture.errors import ExecutionError, PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
+from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
@@ -132,6 +133,78 @@ def test_remat_is_one_for_all_layers(modes):
     planted = Planted(2)
     profile = planted.profile([stage.choice for stage in stages], sizes=(2,))
     assert codes_of(lambda: alpa_memory(plan, profile)) == ("alpa-remat",)
+
+
+@pytest.mark.parametrize(
+    ("choices", "schedule", "changed"),
+    [
+        ((StageChoice(2, 1, "cheap"), StageChoice(2, 1)), "1f1b", {"remat"}),
+        ((StageChoice(2, 1, "dots"), StageChoice(1, 2, "full")), "zb-h1", {"remat", "schedule"}),
+        (
+            (
+                StageChoice(2, 1, shard_optimizer=True, shard_params=True),
+                StageChoice(1, 2, sequence_parallel=True),
+            ),
+            "gpipe",
+            {"shard_params", "sequence_parallel"},
+        ),
+    ],
+)
+def test_the_nearest_plan_of_alpas_is_exported_with_what_changed(
+    choices, schedule, changed, tmp_path, capsys
+):
+    stages = tuple(
+        Stage(2 * s, 2 * s + 2, [2 * s, 2 * s + 1], choice) for s, choice in enumerate(choices)
+    )
+    plan = Plan(Cluster((4,)), 4, stages, 16, 4, schedule)
+    planted = Planted(4)
+    plain = [
+        replace(c, shard_params=False, sequence_parallel=False, remat=remat)
+        for c in choices
+        for remat in ("none", "full")
+    ]
+    profile = planted.profile(sorted(set(plain)), sizes=(4,))
+    plan = plan.with_(prediction=planted_prediction(plan, 3_000_000))
+    plan.save(tmp_path / "plan.json")
+    profile.save(tmp_path / "profile.json")
+    command = ["export", str(tmp_path / "plan.json"), "--to", "alpa"]
+    assert main(command) == 2
+    assert "--nearest" in capsys.readouterr().err or schedule == "zb-h1"
+    written = tmp_path / "method.py"
+    command += ["--nearest", "-o", str(written), "--json"]
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out)["nearest"]
+    names = {each["name"].rpartition(".")[2] for each in document["changes"]}
+    assert names >= changed and document["peak_bytes"] is None
+    found = Plan.load(tmp_path / "method.json")
+    assert to_alpa(found).source() and written.exists()
+    assert {stage.choice.remat for stage in found.stages} <= {"none", "full"}
+    planned, exported = document["state_bytes"]
+    assert planned == 3_000_000 and exported == (
+        5_000_000 if "shard_params" in changed else planned
+    )
+    assert main([*command, "--profile", str(tmp_path / "profile.json")]) == 0
+    document = json.loads(capsys.readouterr().out)["nearest"]
+    assert document["peak_bytes"][0] == plan.known_peak_bytes
+    assert document["peak_bytes"][1] == AdditivePredictor(profile).predict(found).peak_bytes
+
+
+def planted_prediction(plan: Plan, state: int) -> Prediction:
+    """Parameters, gradients and optimizer state of a third each, and as many activations."""
+    parts = dict.fromkeys(("parameters", "gradients", "optimizer"), state // 3)
+    parts["activations"] = state
+    stage = StagePrediction(2 * state, (2 * state, 2 * state), "backward", parts, (parts, {}))
+    per_device = (2 * state,) * plan.cluster.num_devices
+    ends = ((2 * state, 2 * state),) * plan.cluster.num_devices
+    return Prediction((stage,) * plan.num_stages, per_device, ends, {}, None)
+
+
+def test_stages_that_share_devices_have_no_nearest_plan(tmp_path, capsys):
+    groups = SCHEDULES["interleaved"].placement(2)
+    stages = tuple(Stage(s, s + 1, [d], StageChoice()) for s, d in enumerate(groups))
+    Plan(Cluster((2,)), len(stages), stages, 8, 8, "interleaved").save(tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "alpa", "--nearest"]) == 2
+    assert "[alpa-schedule]" in capsys.readouterr().err
 
 
 def test_the_file_is_python_that_imports_alpa_alone():
