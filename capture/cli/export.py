@@ -129,9 +129,7 @@ def _nearest_lines(plan: Plan, found: NearestPlan, output: Path | None) -> list[
     lines = [table(["Alpa's nearest plan", "planned", "exported"], rows)]
     if found.peak_bytes is None:
         name = "its plan" if output is None else output.with_suffix(".json")
-        lines.append(
-            f"its peak is not known: capture verify {name} compiles it, --profile predicts"
-        )
+        lines.append(f"its peak is not known: capture verify {name} compiles it")
     return lines
 
 
