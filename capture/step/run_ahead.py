@@ -140,8 +140,8 @@ class _Window:
             case Run(donated=donated, outputs=outputs):
                 read = {slot for group in instruction.inputs for slot in group}
                 program = self._step.programs[instruction.program]
-                memories = self._step.memories[program.place.name]
-                takes = dict.fromkeys(memories, program.transient_bytes)
+                memories = Counter(self._step.memories[program.place.name])
+                takes = {memory: n * program.transient_bytes for memory, n in memories.items()}
                 return self._enter(index, read, donated, outputs, takes)
             case Wait(slot=slot):
                 if slot in self._maker:

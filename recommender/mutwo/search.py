@@ -177,6 +177,12 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
     for _, least, _, space in bounded:
         if least < enough or not candidates:
             add(space, chosen_by(space, least * (1 + TOLERANCE)), least)
+    if not any(one.fits for one in candidates) and algorithm not in OF_THE_PAPER:
+        # No bound ranks what does not fit, so the first was the only one: what all others need.
+        seen = {one.way for one in candidates}
+        for floor, _, space in left:
+            if space.way not in seen:
+                add(space, (space.swapped, space.weigh(space.swapped)), floor)
     return ArrayResult(
         tuple(candidates),
         algorithm,

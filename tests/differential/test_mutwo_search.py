@@ -152,6 +152,37 @@ def test_what_is_weighed_is_what_is_written():
     assert written.fits(space.problem.limit_bytes, None)
 
 
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_host_holds_no_more_than_it_may(seed):
+    """From what is swapped with a host without end down to a host that takes nothing: where the
+    answer fits, its instructions hold as little, and a host that is larger is never slower."""
+    space = space_of(seed, MULTIPLEXED, 30e9, 0.4)
+    free = space.problem
+    most = search(free).best.evaluation.host_peak_bytes
+    before = 0.0
+    for host in (most, most - 1, most // 2, 0):
+        asked = replace(free, host_bytes=host)
+        best = search(asked).best
+        assert best.fits and best.evaluation.fits(free.limit_bytes, host)
+        assert best.evaluation.host_peak_bytes <= host
+        assert best.weighed.seconds >= before * (1 - 1e-9)
+        before = best.weighed.seconds
+    assert not best.space.evaluate(best.space.swapped, free.limit_bytes).fits(10**12, host)
+
+
+def test_where_nothing_fits_the_least_is_said():
+    """Of all ways, also of those that no bound asks for: the least limit with which one fits."""
+    for layers, models in ((3, 3), (4, 4)):
+        free = ArrayProblem(Kit(layers, shared_bytes=500), models, host_link(8e9), 10**12)
+        result = search(replace(free, limit_bytes=100))
+        peaks = {one.way: one.weighed.peak_bytes for one in result.candidates}
+        best, least = result.best, min(peaks.values())
+        assert set(peaks) == set(free.ways) and not best.fits
+        assert best.weighed.peak_bytes == least < max(peaks.values())
+        assert search(replace(free, limit_bytes=least)).best.fits
+        assert not search(replace(free, limit_bytes=least - 1)).best.fits
+
+
 def test_partitions_are_those_of_their_rules():
     """Of eight models the paper lists four; equal pairs are five, an even count twelve."""
     assert listed_pairs(8) == [(4, 4), (3, 3, 1, 1), (2, 2, 2, 2), (1,) * 8]

@@ -121,6 +121,8 @@ def test_models_that_go_leave_the_others_as_they_are():
     left, _ = run(train, left, batches(1, (0, 1), 2))
     more = train.add(left, [{"seed": 7, "learning_rate": 0.2}])
     assert more.plan.partition == ((0, 2), (1,)) and more.num_steps == 3
+    # The smallest takes the next one, and the first of equally small ones.
+    assert train.add(train.init(), [MEMBERS[0]]).plan.partition == ((0, 2), (1, 3))
     begun = train.params(more, 2)
     assert same(begun["own"], tiny_lora().init(jax.random.key(7))["own"])
     assert same(begun["base"], train.params(more, 0)["base"])

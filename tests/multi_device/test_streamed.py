@@ -164,6 +164,25 @@ def test_packs_of_weights_stream_from_host_memory(executables, bound_run_ahead):
         np.testing.assert_allclose(new, packs[i] - RATE * expected[1][i], rtol=1e-5, atol=1e-6)
 
 
+def test_a_wait_waits_for_every_array_of_its_slot():
+    class Late:
+        def __init__(self):
+            self.waited = 0
+
+        def block_until_ready(self):
+            self.waited += 1
+
+    step = Step((HOST,))
+    came = step.keep("came", HOST, "weights", 8)
+    step.keep("others", HOST, "weights", 8)
+    step.instructions.append(Wait(came))
+    state = {name: [Late(), Late()] for name in step.persistent}
+    run = BoundStep(step, {}, layout)
+    assert run(state, []) == (state, [])
+    assert [late.waited for late in state["came"]] == [1, 1]
+    assert [late.waited for late in state["others"]] == [0, 0]
+
+
 def test_an_array_left_on_the_host_is_noticed(executables):
     step = streamed(executables)
     _, state, batch = start(step)

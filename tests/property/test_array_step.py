@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.mutwo_graphs import host_link, random_graph
 from capture.plan.array import Decision
-from capture.step.issue import Clock
+from capture.step.issue import Clock, Silent
 from capture.step.multiplexed import build_array, issue, lifetimes, peak_of
 from capture.step.multiplexed import orders as order_of
 from capture.step.program import Copy, Feed, Free
@@ -152,6 +152,44 @@ def test_what_is_fetched_ahead_is_issued_before_what_runs_in_between():
             if isinstance(each, Copy) and step.slots[each.source].place.host
         )
         assert sum("backward" in label for label in labels[fetch:]) == before + 1
+
+
+class Leaving(Silent):
+    """Knows which copies to the host have not been waited for, and how many there were at most when
+    one was.
+
+    Attributes:
+        out: In the order in which they were issued.
+    """
+
+    def __init__(self):
+        self.out, self.most = [], 0
+
+    def swap_out(self, a, number):
+        self.out.append((a, number))
+
+    def stays(self, a, number):
+        self.out.remove((a, number))
+
+    def left(self, a, number):
+        assert self.out[0] == (a, number), "the oldest has ended first"
+        self.most = max(self.most, len(self.out))
+        self.out.pop(0)
+
+
+@pytest.mark.parametrize("turns", ["in turn", "multiplexed"])
+def test_room_is_made_by_the_oldest_copy(turns):
+    """A later one has not ended when that has, and the device would stand still for it."""
+    chain = Kit(4).sub_array(1)
+    array = lifetimes(chain, [Decision(chain.bundles[n].name, "swap") for n in movable(chain)])
+    free, least = (
+        peak_of(build_array([array] * 2, turns, Kit(4), n).replay(), 0)[0] for n in (None, 1)
+    )
+    heard = [Leaving() for _ in range(least, free, 100)]
+    for n, each in enumerate(heard):
+        issue(order_of([array] * 2, turns)[0], Kit(4), each, least + 100 * n)
+        assert not each.out
+    assert max(each.most for each in heard) > 1
 
 
 @settings(max_examples=40, deadline=None)

@@ -25,6 +25,7 @@ from capture.step.program import (
     Wait,
     replay,
 )
+from capture.step.run_ahead import waits
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
 
 HOST = Host("host")
@@ -132,6 +133,21 @@ def test_over_time_no_memory_holds_more_than_the_ledger_books(step, speed, secon
         assert timeline.memory_of(memory).peak.peak_bytes <= booked
         held = timeline.program_order.live_bytes[memory]
         assert timeline.memory_of(memory).final_bytes == held
+
+
+def test_a_program_on_the_host_runs_for_each_device_of_its_place():
+    """The host, which is the memory of both devices, has room for what runs on each; and whoever
+    runs ahead of it knows."""
+    both = HOSTS[1]
+    step = Step((both,), {"work": Program("work", both, 50)})
+    made = [step.slot(f"made {i}", both, "any", 10) for i in range(2)]
+    step.instructions += [Run("work", (), (slot,), (), f"work {slot}") for slot in made]
+    timeline = simulated(step, 1, {"work": 1})
+    booked = timeline.program_order.peak_of("host")
+    assert booked == Peak(120, "work 1", {"any": 20, "temporaries": 100})
+    assert timeline.memory_of("host").peak == booked
+    assert waits(step, {"host": 120}) == [(), (made[0],)]
+    assert waits(step, {"host": 200}) == [(), ()]
 
 
 def swapping(num_layers: int = 6, capacity_bytes: int | None = None) -> Step:

@@ -90,6 +90,16 @@ def test_gathers_of_fewer_bits_are_smaller_and_faster_and_replicated_operands_ma
     )
 
 
+def test_what_a_remat_region_computes_again_is_there_when_it_goes_backwards():
+    """Beside all else; where operators are rematerialised, their own inputs say it."""
+    again = replace(PRODUCT, again_bytes=700)
+    for model in (StepCost(MODEL, EIGHT), StepCost(MODEL, EIGHT, remat=True)):
+        for mode in (DP, ZDP):
+            phases = (model.transients(one, mode, 2) for one in (PRODUCT, again))
+            more = [after - before for before, after in zip(*phases, strict=True)]
+            assert more == ([0, 0, 0] if model.remat else [0, 1400, 1400])
+
+
 def test_memory_on_the_chip_holds_what_is_in_use_and_fits():
     def transient(on_chip, mode, batch_size):
         target = replace(EIGHT.target, on_chip_bytes=Sourced(on_chip, "test"))

@@ -33,6 +33,7 @@ from recommender.harmony.packing import (
 )
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.search import search
+from recommender.harmony.wide import wide_choices
 from recommender.harmony.within import plan_of
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
@@ -143,6 +144,13 @@ def test_wide_is_never_slower_and_keeps_whole_tasks_below_the_limit(devices, pre
     if (devices, prefetch) != (2, False):  # where the paper's own choice is above the limit
         assert paper.best.task_bytes > asked.limit_bytes
     assert wide.seconds < paper.best.seconds
+
+
+def test_every_task_of_what_wide_weighs_is_below_the_limit_with_what_it_keeps():
+    asked = problem("toy6", limit=700_000_000)
+    choices = wide_choices(asked, float("inf"))
+    peaks = [asked.estimate(choice.configuration).peak_bytes for choice in choices]
+    assert 0.98 * asked.limit_bytes < max(peaks) <= asked.limit_bytes
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
