@@ -61,14 +61,14 @@ class EvaluationQuestion:
         others = [name for name in self.schedules if name not in PLAIN_SCHEDULES]
         if others and (len(self.schedules) > 1 or self.paper):
             raise PlanError.of(
-                f"schedules={self.schedules!r}: {others[0]} has plans of its own, which the "
-                "paper's mode does not know; give it alone, with paper=False (--default-only).",
+                f"--schedule {', '.join(self.schedules)}: {others[0]} has plans of its own, which "
+                "the paper's mode does not know; give it alone, with --default-only.",
                 "evaluate-schedule",
             )
         if self.paper and self.asked_size is not None:
             raise PlanError.of(
-                f"asked_size={self.asked_size}: the paper's mode knows the profiled size alone; "
-                "ask with paper=False (--default-only).",
+                f"--ask-size {self.asked_size}: the paper's mode knows the profiled size alone; "
+                "add --default-only.",
                 "evaluate-size",
             )
 

@@ -172,6 +172,8 @@ def run_verb(options: argparse.Namespace) -> int:
     """The exit code of a verb; a broken rule of the user's input, or a file that cannot be used, is
     printed with its code alone."""
     try:
+        if options.main is not profile.main:  # which has the files of its jobs
+            shared.check_outputs(options)
         return options.main(options)
     except CaptureError as error:
         _report(options.json, error.violations)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from capture.errors import OptionError
 from capture.machine.target import target_names
 from capture.plan.choices import REMAT_POLICIES, REMAT_TEXT, is_remat
 from capture.plan.schedule import SCHEDULES
@@ -326,6 +329,55 @@ def output(default: str | None, help: str = "default: %(default)s") -> Option:
         metavar="FILE",
         short="-o",
     )
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before a verb does anything for them.
+
+    Raises:
+        OptionError: ``option-output``, as ``check_output``.
+    """
+    for name, flag in (("output", "-o"), ("trace", "--trace")):
+        if (path := getattr(options, name, None)) is not None:
+            check_output(path, flag)
+    # Ray's hosts may have folders that this one has not.
+    if getattr(options, "save", None) is not None and options.ray is None:
+        check_output(options.save, "--save", makes_folders=True, is_folder=True)
+
+
+def check_output(
+    path: Path, flag: str = "-o", *, makes_folders: bool = False, is_folder: bool = False
+) -> None:
+    """Refuse a path at which nothing can be written.
+
+    Args:
+        path: Of a file, or of a folder that will hold files.
+        flag: With which it was given.
+        makes_folders: Whether folders that are missing are made.
+        is_folder: Whether it is a folder's.
+
+    Raises:
+        OptionError: ``option-output``.
+    """
+    folder, why = path if is_folder else path.parent, ""
+    while makes_folders and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if path.exists() and path.is_dir() != is_folder:
+        why = "it is a file" if is_folder else "it is a folder"
+    elif path.exists() and not os.access(path, os.W_OK):
+        why = "it may not be written"
+    elif not folder.is_dir():
+        why = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+    elif not path.exists():
+        try:
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            why = f"no file can be made in {folder} ({error.strerror})"
+    if why:
+        raise OptionError.of(
+            f"{flag} {path} cannot be written: {why}. Name another one.", "option-output"
+        )
 
 
 def add_workload(parser: argparse.ArgumentParser, required: bool = True) -> None:

@@ -64,6 +64,8 @@ def main(options: argparse.Namespace) -> int:
     asked.prepare_for(profile.question for profile in profiles)
     if options.dry_run:
         return _dry_run(options, profiles)
+    for job in profiles:
+        shared.check_output(job.output, makes_folders=True)
     # Of a scheduler that needs the machine: workers are ended, and the store is left in order.
     before = signal.signal(signal.SIGTERM, _terminate)
     events = Events(options.events)

@@ -83,7 +83,7 @@ def check_rows(optimizer: Any, whole: Any, parts: Any, counts: Mapping[int, int]
             f"the optimizer updates {name} in another way than the rows of which every device has "
             "all and those that are sharded, which the plan keeps apart: it asks for a whole leaf "
             "(a norm, a matrix). Use one that updates each element by itself, or plan without "
-            "partly=True (--partly).",
+            "--partly.",
             "optimizer-rows",
         )
 

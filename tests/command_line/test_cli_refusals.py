@@ -12,7 +12,7 @@ from planned_model import BATCH, STORE
 from processes import user_model
 
 from capture.cli import asked
-from capture.cli.main import _show_warning, main
+from capture.cli.main import _show_warning, build_parser, main
 
 # ---- bad input -----------------------------------------------------------------------------------
 
@@ -38,7 +38,6 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("profile-choice", [*PLAN, *BATCH, "--shard-params"]),
         ("profile-choice", [*PLAN, *BATCH, "--sequence-parallel"]),
         ("profile-file", ["plan", "tiny.py:model", *BATCH, "--profile", "missing.json"]),
-        ("file", [*PLAN, *BATCH, "-o", "missing/plan.json"]),
         ("store-corrupt", ["profile", "tiny.py:model", *BATCH, "--store", "tiny.py"]),
         ("option-number", ["profile", "tiny.py:model", *BATCH, "--neighbours", "0"]),
         ("option-number", ["run", "plan.json", "--steps", "0"]),
@@ -178,6 +177,59 @@ def test_the_command_alone_prints_its_help(capsys):
     with pytest.raises(SystemExit):  # the same page
         main(["--help"])
     assert "  plan " in capsys.readouterr().out
+
+
+#: What each verb that writes needs beside the file that it writes; nothing of it is there.
+WRITERS = {
+    "plan": ["none.py:model"],
+    "osdp": ["none.py:model"],
+    "profile": ["none.py:model"],
+    "evaluate": ["none.py:model"],
+    "predict": ["none.json", "--profile", "none.json"],
+    "verify": ["none.json"],
+    "report": ["none.json"],
+    "export": ["none.json", "--to", "alpa"],
+    "run": ["none.json"],
+}
+
+
+@pytest.mark.parametrize("verb", WRITERS)
+def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_read(
+    tmp_path, monkeypatch, capsys, verb
+):
+    """Folders that are missing, files in the place of folders and the reverse, and where the system
+    lets nobody write; ``profile`` makes folders. Nothing is left there."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    flags = {"report": ["-o", "--trace"], "run": ["--trace", "--save"]}.get(verb, ["-o"])
+    wrong = {
+        "missing/x": "there is no folder missing",
+        ".": "it is a folder",
+        "file/x": "file is a file",
+        "/proc/x": "no file can be made in /proc",
+    }
+    for flag in flags:
+        for path, said in wrong.items():
+            if flag == "--save":
+                said = {".": "", "missing/x": ""}.get(path, said)
+            elif verb == "profile" and path == "missing/x":
+                said = ""
+            assert main([verb, *WRITERS[verb], flag, path]) == 2
+            error = capsys.readouterr().err
+            assert ("[option-output]" in error) == bool(said) and said in error
+        assert main([verb, *WRITERS[verb], flag, "x"]) == 2
+        assert "[option-output]" not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_verb_that_writes_is_among_them():
+    (verbs,) = (action.choices for action in build_parser()._actions if action.choices)
+    writers = {
+        name
+        for name, parser in verbs.items()
+        if {"output", "trace", "save"} & {action.dest for action in parser._actions}
+    }
+    assert writers == set(WRITERS)
 
 
 def test_an_unknown_verb_and_the_version(capsys):
