@@ -15,7 +15,7 @@ from capture.profiler.paper import most_run_devices
 from profiling_runs.collect import wanted_configs
 from profiling_runs.executions import paper_runs_of, profiling_jobs
 from profiling_runs.jobs import Job
-from profiling_runs.measurements import open_measurements
+from profiling_runs.measurements import Measurements, open_measurements
 from profiling_runs.question import ProfileQuestion
 
 #: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of
@@ -99,8 +99,11 @@ def listing(
     return Listing(kinds, tuple(guessed))
 
 
-def list_jobs(question: ProfileQuestion, store: Store) -> Listing:
-    """The jobs of ``profile`` with the same question; the model is traced for it.
+def list_jobs(
+    question: ProfileQuestion, store: Store, measurements: Measurements | None = None
+) -> Listing:
+    """List the jobs of ``profile`` with the same question; the model is traced for it, unless the
+    measurements have done so.
 
     Runs are listed as of the devices of the cluster's target, which may not be what the workers
     turn out to have.
@@ -111,7 +114,7 @@ def list_jobs(question: ProfileQuestion, store: Store) -> Listing:
     """
     cluster = question.cluster
     if question.backend == "compile":
-        measurements = open_measurements(question, store=store)
+        measurements = measurements or open_measurements(question, store=store)
         jobs = measurements.jobs(wanted_configs(question, measurements), question.splits_backward)
         name = f"compile:{cluster.target}"
     else:

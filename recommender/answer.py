@@ -84,7 +84,7 @@ class Answer(Generic[P, S]):
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **fields_of(self, "status", "extrapolated", "plan", "prediction"),
+            **fields_of(self, "status", "extrapolated", "compiled", "plan", "prediction"),
             "search": self.proof.to_json(),
             **fields_of(self, "why", "headroom"),
         }

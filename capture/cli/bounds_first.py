@@ -15,19 +15,17 @@ from capture.cli.options import Option
 from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
 from capture.cli.progress import progress
 from capture.documents import write
-from capture.errors import PlanError, Violation
-from capture.machine.target import Target
+from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.choices import remat_time_fraction
 from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Bracket
 from capture.predictor.step_time import describe_time, time_summary
-from capture.profiler.windows import DEFAULT_NEIGHBOURS
 from profiling_runs.bounds import Bounds, bounds
 from profiling_runs.collect import split_warnings
 from profiling_runs.failures import causes
 from profiling_runs.measurements import Measurements
-from profiling_runs.question import DEFAULT_CALIBRATION_PLANS, ProfileQuestion
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
 from recommender.capture.bounds_first import BoundedKnowledge, bounds_first
@@ -76,11 +74,15 @@ class _Rounds:
         self._said = shown
 
 
+#: How near an answer is proven, unless the user says.
+DEFAULT_WITHIN = 0.05
+
 #: Of this algorithm alone.
 OPTIONS = (
     Option(
         "within",
-        f"{BOUNDS_FIRST}: end once no plan is better than what is compiled by more, such as 5%%",
+        f"{BOUNDS_FIRST}: end once no plan is better than the best compiled one by more (default: "
+        f"{DEFAULT_WITHIN * 100:g}%%; 0%%: prove the best of all)",
         read=_percent,
         metavar="PART",
     ),
@@ -98,65 +100,69 @@ OPTIONS = (
     ),
     Option(
         "quick",
-        f"{BOUNDS_FIRST}: what bounds alone say, as with --compiles 0; no compiler is asked",
+        f"{BOUNDS_FIRST}: the plan that bounds alone name, as with --compiles 0; no compiler is "
+        "asked, and the plan says so",
         False,
     ),
 )
-#: Options of ``capture plan`` that need a profile, or ask for something else than the least peak at
-#: one micro-batch size.
-_OF_PROFILES = (
-    "profile",
-    "verify",
-    "no_compile",
-    "merge_layers",
-    "try_schedules",
-)
+#: Options of ``capture plan`` that ask for a profile, and those of its windows.
+_OF_PROFILES = ("profile", "verify", "no_compile", "merge_layers", "try_schedules")
 
 
-def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
-    """Whether the options ask for this algorithm; it is the default for an accelerator's least peak
-    where nothing needs a profile.
+def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tuple[str, ...]:
+    """Return the options, as the user types them, that only a profile can answer; empty where the
+    search on bounds answers the question, as it does unless something needs a profile.
 
     Raises:
-        PlanError: ``plan-algorithm`` for its options with another algorithm, and for those of
-            others with it; all at once.
+        PlanError: ``plan-algorithm`` for options of the search on bounds beside those of a profile,
+            and the other way round; all at once.
     """
-    other = [name for name in _OF_PROFILES if getattr(options, name) not in (None, False, 0)]
-    other += ["backend"] * (of_profile.backend != "compile")
-    other += ["calibration_plans"] * (options.calibration_plans != DEFAULT_CALIBRATION_PLANS)
+    given = {name: getattr(options, name) for name in _OF_PROFILES if getattr(options, name)}
+    given |= {"backend": options.backend} if options.backend != "compile" else {}
+    for option in shared.PROFILING:
+        if (value := getattr(options, option.name)) != option.default:
+            given[option.name] = value
     is_named = options.algorithm == BOUNDS_FIRST
-    if is_named and options.objective in ("throughput", "pareto"):
-        of_peaks = ("smallest_cluster", "largest_batch", "try_microbatches")
-        other += [name for name in of_peaks if getattr(options, name)]
-    is_bounded = is_named or (not other and _is_default(options, of_profile))
-    given = [each.name for each in OPTIONS if getattr(options, each.name) not in (None, False)]
-    if is_bounded and options.quick and options.compiles:
+    if options.algorithm is not None and not is_named:
+        given["algorithm"] = options.algorithm
+    if options.mode != "default":
+        given["mode"] = options.mode
+    if not SCHEDULES[options.schedule].is_plain:
+        given["schedule"] = options.schedule
+    if any(map(remat_time_fraction, of_profile.remat)):  # has no bounds
+        given["remat"] = options.remat
+    asked = tuple(_typed(name, value) for name, value in given.items())
+    own = [each.name for each in OPTIONS if getattr(options, each.name) not in (None, False)]
+    if not given and options.quick and options.compiles:
         raise PlanError.of(
             f"--quick compiles nothing, and --compiles {options.compiles} does; leave one out.",
             "plan-algorithm",
         )
-    PlanError.check(
-        Violation(
-            f"--{name.replace('_', '-')}={getattr(options, name)} does not go with "
-            f"algorithm={options.algorithm!r}; leave it out"
-            f"{'' if is_named else f', or give --algorithm {BOUNDS_FIRST}'}.",
+    if given and (own or is_named):
+        ours = [_typed("algorithm", BOUNDS_FIRST)] * is_named
+        ours += [_typed(name, getattr(options, name)) for name in own]
+        raise PlanError.of(
+            f"{', '.join(asked)} need{'s' * (len(asked) == 1)} a profile, and "
+            f"{', '.join(ours)} {'is' if len(ours) == 1 else 'are'} of the search on bounds, "
+            "which makes none; leave out one or the other.",
             "plan-algorithm",
         )
-        for name in (other if is_named else [] if is_bounded else given)
-    )
-    return is_bounded
+    return asked
 
 
-def _is_default(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
-    return (
-        options.algorithm is None
-        and not any(map(remat_time_fraction, of_profile.remat))  # has no bounds
-        and options.neighbours == DEFAULT_NEIGHBOURS
-        and options.objective in (None, "memory")
-        and options.mode == "default"
-        and SCHEDULES[options.schedule].is_plain
-        and Target.load(of_profile.cluster.target).platform != "cpu"
-    )
+def _typed(name: str, value: Any) -> str:
+    """Return an option as the user types it.
+
+    Example:
+        >>> _typed("merge_layers", 4), _typed("quick", True)
+        ('--merge-layers 4', '--quick')
+    """
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    if name == "within":
+        return f"{flag} {value * 100:g}%"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 class _Asking:
@@ -197,7 +203,7 @@ class _Asking:
             question,
             self.compiler(between.least),
             Effort(
-                options.within or 0.0,
+                DEFAULT_WITHIN if options.within is None else options.within,
                 0 if options.quick else options.compiles,
                 options.seconds,
                 self._below,
@@ -229,7 +235,7 @@ class _Asking:
     def if_better(self, question: PlanQuestion) -> StageAnswer:
         """The plan of least peak, where it may be below those of the questions before."""
         found = self.one_of_several(question)
-        if found.status == "ok" and found.compiled:
+        if found.status == "ok" and found.compiled and question.search[0] == "memory":
             self._below = min(found.peak_bytes, self._below or found.peak_bytes)
         return found
 
@@ -243,12 +249,13 @@ class _Asking:
             best, attempts = largest_batch(
                 self.expected,
                 self.expected if options.quick else self.that_fits,
-                question,
+                replace(question, objective=None),  # whether anything fits is a matter of bytes
                 min(self._of_profile.microbatch_sizes),
                 is_settled=lambda result: options.quick or result.why.proven is not None,
             )
             if best is not None:
-                return self.answer(best.question), attempts
+                chosen = replace(best.question, objective=question.objective)
+                return self.answer(chosen), attempts
         elif options.try_microbatches:
             best, attempts = best_of(
                 self.if_better,
@@ -286,8 +293,8 @@ def plan(
     of_profile: ProfileQuestion,
     measurements: Measurements,
 ) -> int:
-    """Search, compile, tell. The exit code is 1 where no plan fits, and where none was compiled, so
-    that it is not known; and 130 after an interrupt, with the best plan so far."""
+    """Search, compile, tell. The exit code is 1 where no plan fits, and where none was compiled
+    though one was to be; and 130 after an interrupt, with the best plan so far."""
     with measurements.keeping_workers():
         return _told(options, question, of_profile, measurements)
 
@@ -323,7 +330,8 @@ def _told(
     emit(options, document, "\n".join(lines))
     if _ended(result) == "interrupted":
         return 130
-    return 0 if result.status == "ok" and result.compiled else 1
+    asks_no_compiler = options.quick or options.compiles == 0
+    return 0 if result.status == "ok" and (result.compiled or asks_no_compiler) else 1
 
 
 def _ended(result: StageAnswer) -> str:
@@ -336,7 +344,8 @@ def _lines(
     measurements: Measurements,
     document: dict[str, Any],
 ) -> Sequence[str]:
-    """The answer for people; a compiled plan is saved, and its step simulated into the document."""
+    """Return the answer for people; the plan is saved, and the step of a compiled one simulated
+    into the document."""
     lines = [f"{result.status}: {result.why.summary}"]
     if result.plan is None or result.prediction is None:
         return lines
@@ -345,19 +354,19 @@ def _lines(
         peak_line(result.plan, result.prediction),
     ]
     lines += [str(result.headroom)] if result.headroom else []
-    if not result.compiled:
-        return lines
-    known = verify(result.plan, measurements)  # compiled already
-    timeline, time = known.timeline(), None
-    if timeline is not None:
-        time = time_summary(timeline, result.plan, known.graph)
-        document["time"] = write(time)
-        lines.append(describe_time(time))
-    lines += front_table(result.why.front)
+    time = None
+    if result.compiled:
+        known = verify(result.plan, measurements)  # compiled already
+        timeline = known.timeline()
+        if timeline is not None:
+            time = time_summary(timeline, result.plan, known.graph)
+            document["time"] = write(time)
+            lines.append(describe_time(time))
+        lines += front_table(result.why.front)
     if result.status == "ok":
         result.plan.with_(time=time).save(options.output)
         lines.append(
-            f"plan -> {options.output} (search: {result.proof.algorithm}, "
-            f"{result.proof.seconds:.1f} s)"
+            f"plan -> {options.output} ({'' if result.compiled else 'predicted, not compiled; '}"
+            f"search: {result.proof.algorithm}, {result.proof.seconds:.1f} s)"
         )
     return lines

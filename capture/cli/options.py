@@ -313,8 +313,7 @@ QUESTION = (
 )
 NO_COMPILE = Option(
     "no_compile",
-    "where an answer is of a micro-batch size that was not profiled: extrapolate, and say so, "
-    "instead of compiling its stages",
+    "answer with predictions, and say so, instead of compiling the stages of what is recommended",
     False,
 )
 

@@ -113,7 +113,7 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
         ]
         for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
     ]
-    peaks = ["predicted", "compiled"] if compiled else ["peak per device"]
+    peaks = ["predicted", "compiled"] if compiled else ["predicted, not compiled"]
     lines = [
         table(["stage", "layers", "devices", "dp", "tp", *peaks, "interval", "most of it"], rows)
     ]
@@ -127,7 +127,7 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
 
 
 def peak_line(plan: Any, prediction: Any) -> str:
-    """The peak per device, and whether it is the compiler's or extrapolated."""
+    """Return a line with the peak per device, and whether it is the compiler's or predicted."""
     if plan.verification is not None:
         return f"peak {format_bytes(plan.verification.peak_bytes)} per device, compiled"
     high = max(high for _, high in prediction.interval_bytes_per_device)
@@ -136,7 +136,7 @@ def peak_line(plan: Any, prediction: Any) -> str:
         if prediction.extrapolated
         else ""
     )
-    return f"peak {format_bytes(prediction.peak_bytes)} per device{doubt}"
+    return f"peak {format_bytes(prediction.peak_bytes)} per device, predicted, not compiled{doubt}"
 
 
 def attempts_table(attempts: Sequence[Any]) -> str:
@@ -177,7 +177,9 @@ def front_table(front: Any) -> list[str]:
     ]
     said = "compiled plans" if front.compiled else "a sample with both ends"
     said = "every plan that none beats in both" if front.complete else said
-    said += ", extrapolated" * front.extrapolated
+    said += (
+        ", predicted, not compiled" * (not front.compiled) + ", extrapolated" * front.extrapolated
+    )
     proven = ["least but for"] * front.compiled
     return [
         f"front of memory and time ({said}):",

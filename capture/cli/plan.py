@@ -21,13 +21,16 @@ from capture.cli.progress import progress
 from capture.documents import write
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from profiling_runs.collect import profile as make_profile
+from profiling_runs.listing import list_jobs
 from profiling_runs.measurements import Measurements
+from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
 from recommender.answer import StageAnswer
@@ -54,6 +57,9 @@ from recommender.question import (
 
 #: Of every system.
 _OF_ALL = {"system", "json", "quiet", "main", "parser"}
+
+#: What takes longer is said before it is begun.
+LONG_SECONDS = 300.0
 
 #: Of the options of a profile, those that other systems or no pipelines have, too.
 _OF_SEVERAL = {
@@ -113,7 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         Option(
             "verify",
-            "compile the stages of the best plans, up to K, and rank again",
+            "compile at most K plans, ranked again after each, for the answer (default: "
+            f"{MOST_PLANS})",
             0,
             shared.at_least(0),
             metavar="K",
@@ -176,8 +183,9 @@ def main(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
     of_profile = asked.profile_question(vars(options))
-    is_bounded = bounds_first.is_asked(options, of_profile)
+    of_a_profile = bounds_first.of_a_profile(options, of_profile)
     question = _question(options, of_profile)
+    _check_times(question)
     measurements = None
     if options.profile is not None:
         asked.check_profiles_nothing(vars(options))
@@ -190,8 +198,10 @@ def main(options: argparse.Namespace) -> int:
             refused = _refused(options, question, of_profile, measurements)
             if refused is not None:
                 return refused
-            if is_bounded:
+            if not of_a_profile:
                 return bounds_first.plan(options, question, of_profile, measurements)
+        if measurements is not None and of_a_profile:
+            _say_profile(options, of_a_profile, of_profile, measurements)
         asked.prepare_for([of_profile])
         profile = make_profile(
             of_profile,
@@ -233,8 +243,9 @@ def main(options: argparse.Namespace) -> int:
         if result.status == "ok":
             result.plan.with_(time=time).save(options.output)
             lines.append(
-                f"plan -> {options.output} (search: {result.proof.algorithm}, "
-                f"{result.proof.seconds * 1e3:.1f} ms)"
+                f"plan -> {options.output} ("
+                f"{'' if result.compiled else 'predicted, not compiled; '}search: "
+                f"{result.proof.algorithm}, {result.proof.seconds * 1e3:.1f} ms)"
             )
     lines += [f"warning: {warning}" for warning in profile.warnings] + [
         f"failed: {failure}" for failure in profile.failures
@@ -253,6 +264,41 @@ def main(options: argparse.Namespace) -> int:
         lines = [name_change(document, change, "fits")]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
+
+
+def _check_times(question: PlanQuestion) -> None:
+    """Refuse to search for speed on a target whose speed is not known, before any work.
+
+    Raises:
+        ProfileError: ``profile-no-times``.
+    """
+    objective, target = question.search[0], question.cluster.target
+    if objective != "memory" and Target.load(target).rates is None:
+        raise ProfileError.of(
+            f"--objective {objective} searches for speed, and the target {target!r} has no rates; "
+            "name an accelerator, such as --target h100, or leave out the objective.",
+            "profile-no-times",
+        )
+
+
+def _say_profile(
+    options: argparse.Namespace,
+    asked_by: Sequence[str],
+    of_profile: ProfileQuestion,
+    measurements: Measurements,
+) -> None:
+    """Say why a profile is made; and how long that takes, with the quicker way, if it is more than
+    a few minutes."""
+    listed = list_jobs(of_profile, measurements.backend.store, measurements)
+    seconds = listed.seconds / (options.workers or DEFAULT_LOCAL_WORKERS)
+    missing = counted(listed.num_jobs - listed.num_done, "program")
+    text = f"{' '.join(asked_by)}: a profile is made first, {missing} to compile"
+    if seconds > LONG_SECONDS:
+        text += (
+            f", about {seconds / 60:.0f} min; without {' '.join(asked_by)} the plan is found by "
+            "bounds and a few compiles"
+        )
+    say(options, f"{text}.")
 
 
 def _refuse_options(options: argparse.Namespace) -> None:
@@ -362,7 +408,7 @@ def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) 
         lambda: asked.profile_measurements(options, profile, cluster),
         lambda text: say(options, text),
     )
-    return Knowledge(profile, compiler, options.verify or MOST_PLANS, always=bool(options.verify))
+    return Knowledge(profile, compiler, options.verify or MOST_PLANS)
 
 
 def _chosen(
@@ -386,7 +432,9 @@ def _chosen(
     elif options.largest_batch:
         check_limited(question)
         step = min(knowledge.profile.microbatch_sizes)
-        best, attempts = largest_batch(ask, settled, question, step)
+        best, attempts = largest_batch(
+            ask, settled, question, step, is_settled=knowledge.is_settled
+        )
     elif options.try_microbatches or options.try_schedules:
         counts = options.try_microbatches or (question.num_microbatches,)
         # Of a profile that was made without split backward passes, the schedules that have none.
@@ -398,7 +446,7 @@ def _chosen(
         if question.mode != "default" or question.algorithm is not None or question.merge_layers:
             known = list(PLAIN_SCHEDULES)
         schedules = tuple(known) if options.try_schedules else (question.schedule,)
-        best, attempts = best_of(ask, settled, question, counts, schedules)
+        best, attempts = best_of(ask, settled, question, counts, schedules, knowledge.is_settled)
     else:
         return question, (), None
     return (question, attempts, None) if best is None else (best.question, attempts, best.result)

@@ -230,6 +230,7 @@ def _in_words(within: float) -> str:
 
 def _uncompiled(bracket: Bracket) -> str:
     return (
-        f"nothing was compiled: the least peak is at least {format_bytes(bracket.least_bytes)}, "
-        f"and expected to be at most {format_bytes(bracket.most_bytes)}."
+        f"the plan is predicted, not compiled: no plan needs less than "
+        f"{format_bytes(bracket.least_bytes)}, and this one about "
+        f"{format_bytes(bracket.most_bytes)}."
     )

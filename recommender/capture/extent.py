@@ -39,9 +39,9 @@ class Attempt:
         return (
             "compiled"
             if self.result.compiled
-            else "extrapolated"
+            else "extrapolated, not compiled"
             if self.result.extrapolated
-            else "predicted"
+            else "predicted, not compiled"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -61,14 +61,16 @@ def best_of(
     question: PlanQuestion,
     microbatches: Sequence[int],
     schedules: Sequence[str],
+    is_settled: Callable[[StageAnswer], bool] = lambda result: not result.extrapolated,
 ) -> tuple[Attempt, tuple[Attempt, ...]]:
     """The best answer over numbers of micro-batches and schedules, and all attempts.
 
     Args:
         ask: Answers with predictions.
-        settled: The same without extrapolation; asked until the best answer is one of its own.
+        settled: The same, so that the answer stands; asked until the best answer is one of its own.
         question: For one objective: the step time decides where it is searched for, else the peak.
         microbatches, schedules: What is tried of it; earlier ones win ties.
+        is_settled: Whether an answer of ``ask`` stands, too.
 
     Raises:
         PlanError: ``plan-batch`` if a number of micro-batches does not divide the batch.
@@ -84,10 +86,10 @@ def best_of(
         for m in microbatches
     ]
     attempts = [Attempt(one, ask(one)) for one in asked]
-    is_settled = [not attempt.result.extrapolated for attempt in attempts]
-    while not is_settled[best := min(range(len(attempts)), key=lambda i: _rank(attempts[i]))]:
+    stands = [is_settled(attempt.result) for attempt in attempts]
+    while not stands[best := min(range(len(attempts)), key=lambda i: _rank(attempts[i]))]:
         attempts[best] = replace(attempts[best], result=settled(asked[best]))
-        is_settled[best] = True
+        stands[best] = True
     return attempts[best], tuple(attempts)
 
 

@@ -295,18 +295,20 @@ def _why(
     count = counted(len(result.stages), "stage")
     if result.step_seconds is None:
         proof = (
-            "no plan of this space needs less" if result.optimal else "the search is not a proof"
+            "no plan of this space is predicted to need less"
+            if result.optimal
+            else "the search is not a proof"
         )
         proof += f" (tie-break: {result.tie_break})"
     else:
         better = "no plan that fits" if limit_bytes is not None else "no plan of this space"
-        proof = f"{better} is faster by the closed form, which leaves transfers out"
+        proof = f"{better} is predicted to be faster by the closed form, which leaves transfers out"
         proof += "" if result.optimal else f", or at most {result.bound_fraction:.1%} faster"
         if not result.optimal and not result.bound_fraction:
             proof = "the search is not a proof"
     return Why(
-        f"{count}; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers "
-        f"{stage.first} to {stage.stop - 1}), most of it {largest}; {proof}.",
+        f"{count}; the peak is {predicted.peak_bytes:,} bytes (predicted, not compiled) on stage "
+        f"{stage_id} (layers {stage.first} to {stage.stop - 1}), most of it {largest}; {proof}.",
         bottleneck_stage=stage_id,
         bottleneck_category=largest,
         num_choices=num_choices,

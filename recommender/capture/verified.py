@@ -28,8 +28,8 @@ from recommender.question import PlanQuestion
 #: that knows it.
 Compile = Callable[[Plan, Profile], tuple[Verified, Profile]]
 
-#: Most plans that are compiled for one answer at a size that was not profiled.
-MOST_PLANS = 4
+#: Most plans that are compiled for one answer.
+MOST_PLANS = 8
 
 
 def recommend_verified(
@@ -88,26 +88,26 @@ def recommend_verified(
         else "another plan, not compiled yet, is predicted to be better"
     )
     summary = f"{counted(len(checked), 'plan')} compiled; {note}."
-    why = replace(best.why, verified=CompiledPlans(len(checked), settled, summary))
+    verified = CompiledPlans(len(checked), settled, summary)
+    said = f"{best.why.summary} {summary}" if best.status == "ok" else best.why.summary
+    why = replace(best.why, summary=said, verified=verified)
     return replace(best, why=why, plan=best.plan.with_(why=why))
 
 
 @dataclass
 class Knowledge:
-    """What is known of a model while questions are asked about it, so that no answer rests on an
-    extrapolation.
+    """What is known of a model while questions are asked about it, so that no answer rests on
+    predictions: the plan that is predicted to be best of many is the one whose error is luckiest.
 
     Attributes:
         profile: Measurements of the model, with every stage that was compiled so far.
-        compiled: Compiles plans; None leaves extrapolated answers as they are, and they say so.
+        compiled: Compiles plans; None leaves answers predicted, and they say so.
         max_plans: Most plans to compile for an answer.
-        always: Compile every answer, not only extrapolated ones.
     """
 
     profile: Profile
     compiled: Compile | None = None
     max_plans: int = MOST_PLANS
-    always: bool = False
 
     def answer(
         self,
@@ -116,16 +116,14 @@ class Knowledge:
         known: StageAnswer | None = None,
         any_that_fits: bool = False,
     ) -> StageAnswer:
-        """The recommendation, compiled where the prediction would be an extrapolation; the rest as
-        for ``recommend_verified``.
+        """Return the recommendation, compiled; the rest is as for ``recommend_verified``.
 
         A plan is believed not to fit, without compiling, if the low end of its interval is above
         the limit.
         """
         result = recommend(self.profile, question)
-        if self.compiled is None or not (
-            self.always or self._is_open(result) or (known is not None and known.compiled)
-        ):
+        is_compiled = known is not None and known.compiled
+        if self.compiled is None or (self.is_settled(result) and not is_compiled):
             return result
         return recommend_verified(
             self.profile,
@@ -136,15 +134,14 @@ class Knowledge:
             any_that_fits=any_that_fits,
         )
 
-    def _is_open(self, result: StageAnswer) -> bool:
-        """Whether an answer is of another size than those that were profiled, or of degrees, and
-        could be one that fits."""
-        plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
-        if plan is None or prediction is None:
-            return False
-        if not prediction.extrapolated and plan.microbatch_size in self.profile.microbatch_sizes:
-            return False
-        return limit is None or max(low for low, _ in prediction.interval_bytes_per_device) <= limit
+    def is_settled(self, result: StageAnswer) -> bool:
+        """Say whether an answer stands as it is: it is compiled, nothing may be compiled, or no
+        plan fits, even at the low ends of intervals."""
+        prediction, limit = result.prediction, result.memory_limit_bytes
+        if self.compiled is None or result.compiled or prediction is None:
+            return True
+        lowest = max(low for low, _ in prediction.interval_bytes_per_device)
+        return limit is not None and lowest > limit
 
     def _learn(self, plan: Plan, profile: Profile) -> tuple[Verified, Profile]:
         assert self.compiled is not None, "asked before"
@@ -182,12 +179,27 @@ def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)
     elif result.status != "ok":
         why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
+    else:
+        why = replace(why, summary=_compiled(result.plan, peaks))
     plan = same_model(result.plan, profile).with_(verification=verification, why=why)
     return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=search)
 
 
+def _compiled(plan: Plan, peaks: Sequence[int]) -> str:
+    stage_id = _largest(plan, peaks)
+    stage = plan.stages[stage_id]
+    return (
+        f"{counted(plan.num_stages, 'stage')}; compiled, the peak is {max(peaks):,} bytes on stage "
+        f"{stage_id} (layers {stage.first} to {stage.stop - 1})."
+    )
+
+
+def _largest(plan: Plan, peaks: Sequence[int]) -> int:
+    return max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
+
+
 def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
-    stage_id = max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
+    stage_id = _largest(plan, peaks)
     stage, limit = plan.stages[stage_id], headroom.limit_bytes
     return Why(
         f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "

@@ -20,7 +20,16 @@ def profile_and_plan(directory: Path) -> None:
     out = ["--mode", "paper", "-o", "profile.json"]
     said = [
         capture(directory, "profile", *question, *STORE, *PROFILING, *out),
-        capture(directory, "plan", *question, "--profile", "profile.json", "-o", "plan.json"),
+        capture(
+            directory,
+            "plan",
+            *question,
+            "--profile",
+            "profile.json",
+            "--no-compile",
+            "-o",
+            "plan.json",
+        ),
     ]
     (directory / "said.json").write_text(json.dumps([vars(one) for one in said]))
 

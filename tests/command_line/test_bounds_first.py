@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from capture.cli.asked import profile_question
-from capture.cli.bounds_first import _Rounds, is_asked
+from capture.cli.bounds_first import _Rounds, of_a_profile
 from capture.cli.main import main, parse
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -115,7 +115,7 @@ def test_without_compiling_the_bracket_is_the_answer():
     found = model.search(Effort(compiles=0))
     [bracket] = found.why.proven.trail
     assert not found.compiled
-    assert "nothing was compiled" in found.why.summary
+    assert "the plan is predicted, not compiled" in found.why.summary
     assert bracket.least_bytes < bracket.most_bytes == found.peak_bytes
 
 
@@ -152,31 +152,32 @@ def options_of(text):
 
 def asks_for_bounds(text):
     options = options_of(text)
-    return is_asked(options, profile_question(vars(options)))
+    return not of_a_profile(options, profile_question(vars(options)))
 
 
 @pytest.mark.parametrize(
     ("text", "asked"),
     [
-        ("", False),
+        ("", True),
+        ("--memory 1GB --remat auto --smallest-cluster", True),
         ("--algorithm bounds-first", True),
         ("--target h100", True),
         ("--target v5e --objective memory --remat full --shard-params", True),
         ("--target h100 --smallest-cluster --memory 1GB", True),
         ("--target h100 --try-microbatches 2,4", True),
         ("--target h100 --largest-batch", True),
-        ("--target h100 --objective throughput --algorithm bounds-first", True),
-        ("--target h100 --objective pareto --algorithm bounds-first", True),
+        ("--target h100 --objective throughput", True),
+        ("--target h100 --objective throughput --largest-batch", True),
+        ("--target h100 --objective pareto --try-microbatches 2,4", True),
         ("--target h100 --remat auto", True),
         ("--target h100 --remat full:2", True),
         *(
-            (f"--target h100 {option}", False)
+            (option, False)
             for option in (
                 "--profile p.json",
                 "--remat 2%",
-                "--objective throughput",
-                "--objective pareto",
                 "--algorithm minmax",
+                "--target h100 --algorithm autostage",
                 "--mode paper",
                 "--schedule interleaved",
                 "--verify 2",
@@ -189,33 +190,24 @@ def asks_for_bounds(text):
         ),
     ],
 )
-def test_accelerators_are_planned_for_on_bounds_where_nothing_needs_a_profile(text, asked):
+def test_plans_are_found_on_bounds_where_nothing_needs_a_profile(text, asked):
     assert asks_for_bounds(text) is asked
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--within 5%", "--within=0.05 does not go with algorithm=None; leave it out, or give"),
-        ("--quick", "--quick=True does not go with algorithm=None"),
-        ("--target h100 --quick --objective throughput", "--quick=True does not go with"),
-        ("--target h100 --quick --compiles 3", "--quick compiles nothing, and --compiles 3 does"),
         (
-            "--algorithm bounds-first --try-schedules",
-            "--try-schedules=True does not go with algorithm='bounds-first'; leave it out.",
+            "--verify 2 --within 2.5%",
+            "--verify 2 needs a profile, and --within 2.5% is of the search on bounds, which makes "
+            "none; leave out one or the other.",
         ),
         (
-            "--target h100 --objective throughput --algorithm bounds-first --largest-batch",
-            "--largest-batch=True does not go with",
+            "--mode paper --merge-layers 4 --algorithm bounds-first --quick",
+            "--merge-layers 4, --mode paper need a profile, and --algorithm bounds-first, --quick "
+            "are of the search on bounds",
         ),
-        (
-            "--target h100 --objective throughput --algorithm bounds-first --smallest-cluster",
-            "--smallest-cluster=True does not go with",
-        ),
-        (
-            "--target h100 --objective pareto --algorithm bounds-first --try-microbatches 2,4",
-            "--try-microbatches=(2, 4) does not go with",
-        ),
+        ("--quick --compiles 3", "--quick compiles nothing, and --compiles 3 does"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(text, said):
@@ -323,10 +315,11 @@ def test_on_the_command_line(tmp_path):
     assert found.document["why"]["proven"]["within_fraction"] == 0
     assert "the least peak is between" in found.err
     assert (tmp_path / "plan.json").exists()
-    quick = capture(tmp_path, *verb, "--target", "h100", "--quick", "-o", "none.json", code=1)
+    quick = capture(tmp_path, *verb, "--target", "h100", "--quick", "-o", "quick.json")
     assert quick.document["search"]["algorithm"] == BOUNDS_FIRST
     assert quick.document["why"]["proven"]["ended"] == "compiles"
-    assert quick.document["prediction"] and not (tmp_path / "none.json").exists()
+    written = json.loads((tmp_path / "quick.json").read_text())
+    assert "predicted, not compiled" in written["why"]["uncompiled"] and not written["verification"]
 
 
 @pytest.mark.slow

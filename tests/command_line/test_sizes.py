@@ -252,7 +252,7 @@ def test_the_largest_batch_of_the_command_line_is_compiled(made, inside, capsys)
     )
     guessed = run(capsys, *PLAN, "--largest-batch", "--memory", limit, "--no-compile")
     assert (
-        guessed.count(" extrapolated ") > 2
+        guessed.count(" extrapolated, not compiled ") > 2
         and "ok, extrapolated: " in guessed
         and "(extrapolated, interval" in guessed
     )
