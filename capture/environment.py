@@ -86,6 +86,13 @@ def patience(seconds: float) -> float:
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def num_cores() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Violation]:
     """Add the flags that the installed JAX needs to ``XLA_FLAGS``; call it before JAX is imported.
 

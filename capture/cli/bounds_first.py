@@ -25,6 +25,7 @@ from profiling_runs.bounds import Bounds, bounds
 from profiling_runs.collect import split_warnings
 from profiling_runs.failures import causes
 from profiling_runs.measurements import Measurements
+from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
@@ -207,6 +208,7 @@ class _Asking:
                 0 if options.quick else options.compiles,
                 options.seconds,
                 self._below,
+                at_once=options.workers or DEFAULT_LOCAL_WORKERS,
             ),
             told=_Rounds(lambda text: say(options, text)),
         )

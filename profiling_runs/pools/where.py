@@ -11,7 +11,8 @@ from profiling_runs.jobs import Setting
 from profiling_runs.pools.pool import Here, Runner
 from profiling_runs.pools.worker import versions_of
 
-DEFAULT_LOCAL_WORKERS = 2
+#: One for each processor; what the free memory has no room for is left out.
+DEFAULT_LOCAL_WORKERS = max(2, environment.num_cores())
 DEFAULT_TIMEOUT_SECONDS = 3600.0
 
 
@@ -20,8 +21,8 @@ class Where:
     """Where jobs run.
 
     Attributes:
-        num_workers: At most; 0 measures in this process. None: 2 here, and on a Ray cluster as many
-            as it has room for.
+        num_workers: At most; 0 measures in this process. None: one per processor
+            here, at least 2, and on a Ray cluster as many as it has room for.
         ray: ``"auto"``, ``"local"`` or the address of a Ray cluster; None for processes of this
             machine.
         accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual

@@ -25,9 +25,6 @@ from recommender.capture.search import search
 from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
-#: Stages of a plan that are compiled side by side before the others are.
-_AT_ONCE = 2
-
 
 def bounds_first(
     least: Profile,
@@ -111,8 +108,28 @@ class _Search(Rounds[StageAnswer]):
         return ""
 
     def _deciding(self, found: StageAnswer) -> list[StageConfig]:
-        """The largest stages of a plan that are not compiled: if they need more than is known, the
-        others need not be. None of the first plan, which is compiled to have one."""
+        """Return the stages to compile next: the largest of the plan that was found, and those that
+        would decide next if it were too large; if they are, the others need not be compiled. None
+        of the first plan, which is compiled to have one."""
+        if self._best is None:
+            return []
+        enough = self._best.peak_bytes / (1 + self._effort.within_fraction)
+        others, num, known = self._uncompiled(found), self._effort.at_once, self._known
+        decide = others[:1]
+        while 0 < len(decide) < num:
+            known = known.without_stages({decide[-1]: ""})
+            found = recommend(known, self._question)
+            if found.plan is None or found.peak_bytes >= enough:
+                break
+            unknown = [config for config in self._uncompiled(found) if config not in decide]
+            if not unknown:
+                break
+            decide.append(unknown[0])
+        rest = [config for config in others if config not in decide]
+        return [*decide, *rest[: num - len(decide)]]
+
+    def _uncompiled(self, found: StageAnswer) -> list[StageConfig]:
+        """Return the stages of a plan that are not compiled, the largest first."""
         assert found.plan is not None and found.prediction is not None, "a plan was found"
         size, stages = found.plan.microbatch_size, found.prediction.stages
         peaks = {
@@ -120,9 +137,7 @@ class _Search(Rounds[StageAnswer]):
             for stage, predicted in zip(found.plan.stages, stages, strict=True)
         }
         unknown = [config for config in peaks if config not in self._known.verified]
-        if self._best is None or len(unknown) <= _AT_ONCE:
-            return []
-        return sorted(unknown, key=lambda config: -peaks[config])[:_AT_ONCE]
+        return sorted(unknown, key=lambda config: -peaks[config])
 
     def _bracket(self, found: StageAnswer) -> Bracket:
         """What is known now of the least peak.

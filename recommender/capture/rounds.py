@@ -43,6 +43,7 @@ class Effort:
         seconds: Once so many have passed, and no compile is under way. None for no limit.
         below_bytes: Once no plan needs less than so much.
         any_that_fits: Once a compiled plan fits.
+        at_once: Stages that are compiled side by side: as many as there are workers.
     """
 
     within_fraction: float = 0.0
@@ -50,6 +51,7 @@ class Effort:
     seconds: float | None = None
     below_bytes: int | None = None
     any_that_fits: bool = False
+    at_once: int = 2
 
 
 class Rounds(ABC, Generic[Best]):

@@ -86,16 +86,15 @@ def test_no_plan_needs_less_where_every_stage_is_compiled(seed):
     assert found.why.proven.trail[-1].num_compiled == num_asked(planted)
 
 
-def test_stages_that_decide_are_compiled_first(monkeypatch):
+def test_stages_that_decide_are_compiled_first():
     counts = []
-    for at_once in (2, 99):
-        monkeypatch.setattr("recommender.capture.bounds_first._AT_ONCE", at_once)
+    for at_once in (1, 2, 99):
         planted = Planted4(1, num_layers=10)
-        peak = planted.search(cluster=FIVE).peak_bytes
+        peak = planted.search(Effort(at_once=at_once), cluster=FIVE).peak_bytes
+        assert all(len(each) <= at_once for each in planted.probed)
         counts.append((num_asked(planted), peak, len(planted.probed)))
-    (few, peak, probed), (all_of_them, same, none) = counts
-    assert few < all_of_them and peak == same
-    assert probed > 0 == none
+    (one, peak, _), (two, same, probed), (all_of_them, other, _) = counts
+    assert one <= two < all_of_them and peak == same == other and probed > 1
 
 
 def test_a_stage_that_is_refused_is_left_out_by_name():
