@@ -274,7 +274,8 @@ STORE = (
     ),
     Option(
         "workers",
-        "worker processes that measure, at most; 0: this one (default: one per processor, on Ray all)",
+        "worker processes that measure, at most; 0: this one (default: one per processor, on Ray "
+        "all)",
         read=at_least(0),
         metavar="N",
     ),

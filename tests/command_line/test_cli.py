@@ -421,6 +421,7 @@ def test_a_profile_without_replicas_serves_a_plan_that_may_shard_parameters(insi
         "4",
         "--shard-params",
         "--json",
+        *("-o", "sharded.json"),
     ]
     code, out, err = run_here(capsys, "plan", "tiny.py:model", *asked, "--profile", "alone.json")
     assert code == 0 and not json.loads(out)["plan"]["stages"][0]["shard_params"], err

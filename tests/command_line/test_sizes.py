@@ -256,7 +256,7 @@ def test_the_largest_batch_of_the_command_line_is_compiled(made, inside, capsys)
         and "ok, extrapolated: " in guessed
         and "(extrapolated, interval" in guessed
     )
-    assert "per device, extrapolated: up to" in guessed
+    assert "per device, predicted, not compiled, extrapolated: up to" in guessed
 
 
 def test_a_plan_at_another_size_than_the_profiles_is_compiled(made, inside, capsys):
