@@ -12,6 +12,8 @@ EXTRA_OF = {
     "ray": "ray",
     "plotly": "report",
     "matplotlib": "benchmarks",
+    "equinox": "examples",
+    "transformers": "examples",
     "jax_cuda12_plugin": "cuda-targets",
     "jax_cuda13_plugin": "cuda-targets",
     "libtpu": "tpu-targets",

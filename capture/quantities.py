@@ -82,6 +82,19 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def format_flops(flops: float) -> str:
+    """Write a number of floating-point operations with three significant digits.
+
+    Example:
+        >>> format_flops(1.26e15), format_flops(2_500_000), format_flops(12)
+        ('1.26 PFLOP', '2.5 MFLOP', '12 FLOP')
+    """
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if abs(flops) >= 0.9995 * scale:
+            return f"{flops / scale:.3g} {unit}FLOP"
+    return f"{flops:.0f} FLOP"
+
+
 def format_seconds(seconds: float) -> str:
     """Three significant digits.
 

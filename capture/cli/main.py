@@ -18,6 +18,7 @@ from capture import __version__, environment
 from capture.cli import (
     demo,
     diff,
+    estimate,
     evaluate,
     explain,
     export,
@@ -47,6 +48,7 @@ from capture.quantities import nearest
 
 VERBS = (
     demo,
+    estimate,
     profile,
     jobs,
     store,

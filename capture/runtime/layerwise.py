@@ -17,13 +17,15 @@ from capture.plan.array import Member, Shared
 from capture.quantities import nearest
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
+from capture.runtime.optimizer_source import injecting_line
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import sub_jaxprs
 
-#: Of ``optax.inject_hyperparams``, in the path of a leaf of its state.
-_INJECTED = "hyperparams"
+#: Of ``optax.inject_hyperparams``, in the path of a leaf of its state: values, and what the
+#: schedules keep that some of them come from.
+_INJECTED, _SCHEDULED = "hyperparams", "hyperparams_states"
 #: The dtype of keys with which every model of an array draws what it would alone.
 KEYS = ("key<fry>",)
 #: Operations that make zeros of zeros, and of a value the same value.
@@ -43,6 +45,8 @@ class LayerwiseOptimizer:
         stages: Its parts, by layer.
         hyperparameters: Leaf of the optimizer's state, by the name of the hyperparameter that it
             is.
+        scheduled: Names of those that every update computes from a schedule.
+        workload: As given.
 
     Raises:
         WorkloadError: ``array-shared-updated`` for an optimizer that would update a shared
@@ -69,13 +73,11 @@ class LayerwiseOptimizer:
         # The shared ones are a part of their own, which never runs.
         self.sliced = SlicedOptimizer(update, [*owned, sorted(shared)] if shared else owned)
         self.stages: tuple[StageUpdate, ...] = self.sliced.stages[: graph.num_layers]
-        self.shared = shared
+        self.shared, self.workload = shared, workload
+        paths = jax.tree_util.tree_leaves_with_path(self.sliced.state_struct)
+        self.scheduled = frozenset(name for path, _ in paths if (name := _scheduled_name(path)))
         self.hyperparameters = {
-            name: leaf
-            for leaf, (path, _) in enumerate(
-                jax.tree_util.tree_leaves_with_path(self.sliced.state_struct)
-            )
-            if (name := _injected_name(path))
+            name: leaf for leaf, (path, _) in enumerate(paths) if (name := _injected_name(path))
         }
 
     def with_hyperparameters(self, state: Any, values: Mapping[str, float]) -> Any:
@@ -211,6 +213,15 @@ def _injected_name(path: Sequence[Any]) -> str:
     return key.key if injected and isinstance(key, jax.tree_util.DictKey) else ""
 
 
+def _scheduled_name(path: Sequence[Any]) -> str:
+    """Return the hyperparameter whose schedule keeps a leaf of an optimizer's state; empty if none
+    does."""
+    names = [getattr(key, "name", None) for key in path]
+    at = names.index(_SCHEDULED) + 1 if _SCHEDULED in names else len(path)
+    key = path[at] if at < len(path) else None
+    return key.key if isinstance(key, jax.tree_util.DictKey) else ""
+
+
 def key_violations(jaxpr: Any) -> Iterator[Violation]:
     """Random numbers that are others under ``jax.vmap``: its rule for XLA's own generator draws
     with the first key of a batch for all of them."""
@@ -245,9 +256,16 @@ def hyperparameter_violations(
     wanted = dict.fromkeys(name for member in models for name in member.hyperparameters)
     for name in wanted:
         if name not in known:
+            meant = nearest(name, (*known, "seed"))
+            change = "" if meant else f"; {injecting_line(optimizer.workload, name)}"
             yield Violation(
                 f"the models set {name!r}, and the optimizer injects "
-                f"{', '.join(sorted(known)) or 'nothing'}; make it with "
-                f"optax.inject_hyperparams(...)({name}=...).{nearest(name, (*known, 'seed'))}",
+                f"{', '.join(sorted(known)) or 'nothing'}{change}.{meant}",
+                "array-hyperparameter",
+            )
+        elif name in optimizer.scheduled:
+            yield Violation(
+                f"the models set {name!r}, which the optimizer computes from a schedule at every "
+                "update, so all would train alike; give the optimizer a number for it.",
                 "array-hyperparameter",
             )

@@ -87,6 +87,33 @@ def _state_bytes(
     )
 
 
+def fewest_stages(
+    graph: LayerGraph,
+    param_bytes: Sequence[int],
+    optimizer_bytes: Sequence[int],
+    memory_limit_bytes: int,
+) -> int | None:
+    """Count the fewest pipeline stages, of consecutive layers on one device each, whose parameters,
+    gradients and optimizer state fit; None if those of one layer alone do not.
+
+    Pack greedily: a stage takes layers in order while they fit. No other cut has fewer stages,
+    because a stage with fewer layers never holds more.
+
+    Args:
+        graph: The layers.
+        param_bytes, optimizer_bytes: Of every parameter, unsharded.
+        memory_limit_bytes: Per device.
+    """
+    held = _state_bytes(graph, {(1, 1): param_bytes}, optimizer_bytes, StageChoice())
+    first = count = 0
+    while first < graph.num_layers:
+        stop = int(np.searchsorted(held[first, first + 1 :], memory_limit_bytes, "right")) + first
+        if stop == first:
+            return None
+        first, count = stop, count + 1
+    return count
+
+
 def beyond_memory(result: SearchResult) -> StageAnswer:
     """The recommendation where not even the state fits."""
     assert result.why is not None, "it is infeasible"

@@ -1,0 +1,203 @@
+"""Estimate what training a model needs, in seconds: parameters, gradients, optimizer state,
+activations with and without recomputation, FLOPs, and on how few devices of each target that can be
+held. Nothing is compiled and no device is needed.
+
+Numbers of devices are lower bounds: no plan of that kind has fewer. Whether a plan fits, and which,
+says ``capture plan``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from capture import environment
+from capture.cli import options as shared
+from capture.cli.options import Option, at_least
+from capture.cli.output import emit, table
+from capture.machine.target import Target, target_names
+from capture.model.workload import WorkloadSpec
+from capture.quantities import counted, format_bytes, format_flops
+from profiling_runs.estimate import TRAINING_PASSES, TrainingNeed, training_need
+from recommender.capture.least_state import fewest_stages
+
+NAME = "estimate"
+HELP = "what a model needs, and the fewest devices that can hold it, without compiling"
+
+#: What is kept of a forward pass, in words.
+_KEPT = {
+    "none": "all kept",
+    "cheap": "selective recomputation",
+    "full": "full recomputation",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_workload(parser)
+    shared.add(
+        parser,
+        Option(
+            "target",
+            "device kind, or a target file (.json) (default: all that have a memory)",
+            metavar="NAME",
+        ),
+        Option(
+            "microbatch_size",
+            "examples that the loss is traced with (default: %(default)s)",
+            shared.DEFAULT_MICROBATCH_SIZE,
+            at_least(1),
+            metavar="B",
+        ),
+        shared.NUM_LAYERS,
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    targets = [
+        target
+        for target in map(Target.load, [options.target] if options.target else target_names())
+        if target.memory is not None or options.target
+    ]
+    environment.prepare(num_devices=1)
+    need = training_need(
+        WorkloadSpec.parse(options.workload), options.microbatch_size, options.num_layers
+    )
+    fewest = [FewestDevices.of(need, target) for target in targets if target.memory is not None]
+    document = {
+        "workload": options.workload,
+        **_document(need),
+        "targets": [vars(each) for each in fewest],
+    }
+    emit(options, document, "\n".join(_lines(need, fewest)))
+    return 0
+
+
+@dataclass(frozen=True)
+class FewestDevices:
+    """The fewest devices of a target; None where no number of them is enough.
+
+    Attributes:
+        target: Its name.
+        usable_bytes: Memory that programs may need at their peak, per device.
+        any_plan: Lower bound, with all state spread evenly.
+        pipeline_stages: Lower bound, with whole layers on each device and nothing sharded.
+        zero3: Lower bound, a power of two, with all state sharded over replicas.
+        zero3_with_activations: Estimate of the same, where each also has the activations of one
+            example with full recomputation, and the parameters of a layer while it runs.
+    """
+
+    target: str
+    usable_bytes: int
+    any_plan: int
+    pipeline_stages: int | None
+    zero3: int | None
+    zero3_with_activations: int | None
+
+    @classmethod
+    def of(cls, need: TrainingNeed, target: Target) -> FewestDevices:
+        """Count them for a target that says how much memory it has."""
+        assert target.memory is not None, "others are left out"
+        usable = target.memory.usable_bytes
+        params = [tensor.nbytes for tensor in need.graph.params]
+        beside = (need.activation_bytes["full"] + need.largest_layer_bytes) // (
+            need.graph.microbatch_size
+        )
+        return cls(
+            target.name,
+            usable,
+            -(-need.state_bytes // usable),
+            fewest_stages(need.graph, params, need.optimizer_bytes, usable),
+            next((n for n in _degrees(need, usable, 0)), None),
+            next((n for n in _degrees(need, usable, beside)), None),
+        )
+
+
+def _degrees(need: TrainingNeed, usable_bytes: int, beside_bytes: int) -> Iterator[int]:
+    """Yield the numbers of devices whose shards fit beside so many other bytes."""
+    for n in need.zero3_param_bytes:
+        gathered = need.largest_layer_param_bytes if beside_bytes and n > 1 else 0
+        if need.zero3_state_bytes(n) + gathered + beside_bytes <= usable_bytes:
+            yield n
+
+
+def _document(need: TrainingNeed) -> dict[str, Any]:
+    size = need.graph.microbatch_size
+    return {
+        "num_layers": need.graph.num_layers,
+        "num_parameters": need.graph.num_parameters,
+        "parameter_bytes": need.param_bytes,
+        "gradient_bytes": need.param_bytes,
+        "optimizer_bytes": sum(need.optimizer_bytes),
+        "microbatch_size": size,
+        "activation_bytes_per_example": {
+            remat: nbytes // size for remat, nbytes in need.activation_bytes.items()
+        },
+        "forward_flops_per_example": need.forward_flops // size,
+        "step_flops_per_example": TRAINING_PASSES * need.forward_flops // size,
+    }
+
+
+def _lines(need: TrainingNeed, fewest: list[FewestDevices]) -> Iterator[str]:
+    facts = _document(need)
+    yield (
+        f"{counted(need.graph.num_layers, 'layer')}, {need.graph.num_parameters:,} parameters; "
+        f"traced with {counted(need.graph.microbatch_size, 'example')}, nothing compiled"
+    )
+    rows = [
+        [name, format_bytes(facts[f"{key}_bytes"]), "exact"]
+        for name, key in (
+            ("parameters", "parameter"),
+            ("gradients", "gradient"),
+            ("optimizer state", "optimizer"),
+        )
+    ]
+    rows += [
+        [f"activations, {_KEPT[remat]} (--remat {remat})", _each(format_bytes(nbytes)), "estimate"]
+        for remat, nbytes in facts["activation_bytes_per_example"].items()
+    ]
+    rows += [
+        [name, _each(format_flops(facts[f"{key}_flops_per_example"])), how]
+        for name, key, how in (
+            ("forward pass", "forward", "from shapes"),
+            ("forward and backward pass", "step", f"{TRAINING_PASSES} x forward"),
+        )
+    ]
+    yield table(["unsharded", "needs", "is"], rows)
+    if not fewest:
+        yield "the target does not say how much memory it has, so no devices are counted"
+        return
+    yield ""
+    yield table(
+        ["devices", "usable", "any plan", "pipeline", "FSDP/ZeRO-3", "with activations"],
+        [
+            [
+                each.target,
+                format_bytes(each.usable_bytes),
+                f">= {each.any_plan}",
+                _bound(each.pipeline_stages),
+                _bound(each.zero3),
+                "-" if each.zero3_with_activations is None else f"~ {each.zero3_with_activations}",
+            ]
+            for each in fewest
+        ],
+    )
+    yield (
+        ">= is a lower bound, of parameters, gradients and optimizer state alone: a pipeline\n"
+        "stage has whole layers, FSDP a power of two devices"
+    )
+    yield (
+        "~ is an estimate: FSDP, and one example on each device with full recomputation;\n"
+        "capture plan says what fits"
+    )
+    if any(None in vars(each).values() for each in fewest):
+        yield "- is no number of devices: what one of them must hold at once is too large"
+
+
+def _each(quantity: str) -> str:
+    return f"{quantity}/example"
+
+
+def _bound(count: int | None) -> str:
+    return "-" if count is None else f">= {count}"
