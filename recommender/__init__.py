@@ -1,4 +1,4 @@
-"""Plans of least peak memory: from a profile to an answer, and the searches behind it. Never loads
+"""Plans of lowest peak memory: from a profile to an answer, and the searches behind it. Never loads
 JAX."""
 
 from recommender.answer import Answer

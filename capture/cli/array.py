@@ -127,7 +127,7 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
     ]
     if models is None and not varied:
         raise PlanError.of(
-            "an array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
+            "a model array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
         )
     if models is not None and models.isdigit() and int(models) and not varied:
         return [Member(seed) for seed in range(int(models))]

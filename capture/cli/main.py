@@ -86,8 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="capture",
         description=(
-            "Plans of least peak memory for training JAX models on many devices: predicted, "
-            "proven and run."
+            "Plans of lowest peak memory, or the fastest that fit, for training JAX models on "
+            "many devices: predicted, proven and run."
         ),
         epilog="A WORKLOAD is path/to/file.py:function?key=value or "
         "package.module:function?key=value. What compiled libraries say while a "

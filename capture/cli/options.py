@@ -181,7 +181,7 @@ GLOBAL_BATCH = Option(
 )
 MICROBATCHES = Option(
     "microbatches",
-    "micro-batches in a step (default: %(default)s)",
+    "micro-batches in a step, whose gradients are accumulated (default: %(default)s)",
     DEFAULT_MICROBATCHES,
     int,
     metavar="M",
@@ -195,9 +195,10 @@ SCHEDULE = Option(
 )
 REMAT = Option(
     "remat",
-    f"what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; full:K, full for the first K "
-    "layers of a stage and cheap for the others; or X%%, to keep the fewest bytes for so much more "
-    "time (default: cheap; none in the paper's mode)",
+    f"activation checkpointing, what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; "
+    "full:K, full for the first K layers of a stage and cheap (selective recomputation) for the "
+    "others; or X%%, to keep the fewest bytes for so much more time (default: cheap; none in the "
+    "paper's mode)",
     read=remat_or(),
     metavar="MODE",
 )
@@ -207,12 +208,12 @@ REMAT_OF_A_SEARCH = replace(
     read=remat_or(AUTO),
 )
 SHARD_OPTIMIZER = Option(
-    "shard_optimizer", "split optimizer state over data-parallel replicas", False
+    "shard_optimizer", "split optimizer state over data-parallel replicas (ZeRO-1)", False
 )
 SHARD_PARAMS = Option(
     "shard_params",
     "let stages also split parameters, gradients and optimizer state over replicas where that is "
-    "better (ZeRO stage 3)",
+    "better (FSDP, ZeRO-3)",
     False,
 )
 SEQUENCE_PARALLEL = Option(

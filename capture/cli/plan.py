@@ -1,5 +1,5 @@
-"""Recommend a plan: of pipeline stages the one of least peak memory (--system capture), of packs of
-layers that are streamed (harmony), or of an array of models on one device (mutwo).
+"""Recommend a plan: of pipeline stages the one of lowest peak memory (--system capture), of packs
+of layers that are streamed (harmony), or of a model array on one device (mutwo).
 
 What is not known is measured first, unless --profile, or for packs --layers, gives it.
 """
@@ -68,7 +68,7 @@ _OF_SEVERAL = {
 }
 
 NAME = "plan"
-HELP = "recommend a plan: pipeline stages, packs of layers, or an array of models"
+HELP = "recommend a plan: pipeline stages, packs of layers (offload), or a model array"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,8 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *(option for option in shared.QUESTION if option.name not in _OF_SEVERAL),
         Option(
             "objective",
-            "least peak; least step time that fits; that and the front of both. Times need an "
-            "accelerator target (default: memory, or that of --algorithm)",
+            "memory: lowest peak memory; throughput: shortest step that fits; pareto: that and the "
+            "front of both. Times need an accelerator target (default: memory, or that of "
+            "--algorithm)",
             choices=OBJECTIVES,
         ),
         Option(
@@ -166,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     of_packs = parser.add_argument_group("Packs (--system harmony)")
     shared.add(of_packs, *packs.OPTIONS, *layers.OPTIONS)
-    of_arrays = parser.add_argument_group("Arrays (--system mutwo)")
+    of_arrays = parser.add_argument_group("Model arrays (--system mutwo)")
     shared.add(of_arrays, *array.OPTIONS)
     array.add_arguments(of_arrays)
     measuring = parser.add_argument_group("Measuring (pipelines, and packs of a workload)")

@@ -18,7 +18,7 @@ REPLAN = "replan"
 
 
 def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[int]], Plan]:
-    """From a plan and its nodes that are gone, the plan of least peak memory for the others: the
+    """From a plan and its nodes that are gone, the plan of lowest peak memory for the others: the
     same batch, micro-batches and schedule, stages within nodes or on whole ones.
 
     Nothing is measured: the training waits.

@@ -216,6 +216,6 @@ def _totals(facts: ReportFacts) -> dict[str, str]:
         "verdict": "-" if room is None else room.verdict,
         "step time (simulated)": "-" if step is None else format_seconds(step),
         "examples/s": "-" if step is None else format_rate(facts.plan.global_batch_size / step),
-        "stages wait": f"{facts.mean_waits:.0%}"
+        "pipeline bubble": f"{facts.mean_waits:.0%}"
         + ("" if facts.schedule.in_seconds else " (unit times)"),
     }

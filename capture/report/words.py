@@ -126,8 +126,8 @@ def _time(facts: ReportFacts) -> list[str]:
     waits, step = facts.schedule.waits_fraction, facts.schedule.step_seconds
     if step is None:
         idle = (
-            f"Were all passes equally long, stages would wait {facts.mean_waits:.0%} of a step on "
-            "average."
+            "Were all passes equally long, the pipeline bubble would be "
+            f"{facts.mean_waits:.0%} of a step on average."
         )
         return [f"{idle} How long a step takes is not known."]
     return [
@@ -135,7 +135,7 @@ def _time(facts: ReportFacts) -> list[str]:
         f"{format_rate(facts.plan.global_batch_size / step)} examples/s.",
         f"The bottleneck of time is stage {facts.busiest}, which computes for "
         f"{1 - waits[facts.busiest]:.0%} of the step; "
-        f"the stages wait {facts.mean_waits:.0%} of it on average.",
+        f"the pipeline bubble is {facts.mean_waits:.0%} of it on average.",
     ]
 
 
@@ -153,7 +153,7 @@ HEADER = (
     "predicted",
     "verified",
     "headroom",
-    "waits",
+    "bubble",
 )
 
 
@@ -180,7 +180,7 @@ def last_lines(facts: ReportFacts) -> list[str]:
     """Below the table: the headroom, and the time of a step."""
     step = facts.schedule.step_seconds
     time = (
-        "step time not known (waits: unit times)"
+        "step time not known (bubble: unit times)"
         if step is None
         else f"step {format_seconds(step)} (simulated)"
     )

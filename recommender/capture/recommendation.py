@@ -29,7 +29,7 @@ from recommender.question import AUTOSTAGE, BOUNDS_FIRST, PlanQuestion
 
 
 def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> StageAnswer:
-    """The plan of least peak memory on a cluster, or the fastest one that fits.
+    """The plan of lowest peak memory on a cluster, or the fastest one that fits.
 
     Args:
         profile: Measurements of the model; several are put together (``merge_profiles``).

@@ -193,7 +193,7 @@ headroom at worst                11.6 GB            5.05 GB
 verdict                             fits               fits
 step time (simulated)                  -                  -
 examples/s                             -                  -
-stages wait             25% (unit times)    0% (unit times)
+pipeline bubble         25% (unit times)    0% (unit times)
 
 Step times need measurements of an accelerator: --profile FILE.
 """

@@ -186,12 +186,12 @@ def run(arguments, capsys):
 
 TABLE = """\
 models/gpt.py:gpt?size=2.6B on 1x3 a100-40g, 1f1b, 3 micro-batches of 8
-stage  layers  devices  dp x tp  remat  predicted  verified  headroom  waits
-0         0-1      0-1    2 x 1   none      24 GB         -   12.1 GB    25%
-1           2        2    1 x 1   full      12 GB         -   24.1 GB    25%
+stage  layers  devices  dp x tp  remat  predicted  verified  headroom  bubble
+0         0-1      0-1    2 x 1   none      24 GB         -   12.1 GB     25%
+1           2        2    1 x 1   full      12 GB         -   24.1 GB     25%
 peak 24 GB per device
 fits: 12.1 GB of 36.1 GB left, 11.6 GB at worst (interval 98%)
-step time not known (waits: unit times)
+step time not known (bubble: unit times)
 """
 
 
@@ -210,7 +210,7 @@ def test_the_paragraph_of_a_plan_that_fits_and_is_verified():
         "off by at most 1.01%. The bottleneck of "
         "memory is stage 0 (layers 0-1): 10 GB of the predicted peak are activations during the "
         "backward pass, of 2 micro-batches in "
-        "flight. Were all passes equally long, stages would wait 25% of a step on average. How "
+        "flight. Were all passes equally long, the pipeline bubble would be 25% of a step on average. How "
         "long a step takes is not known."
     )
 
