@@ -34,7 +34,7 @@ def test_the_reference_is_what_the_code_makes(name):
 def test_the_reference_has_the_groups_of_options_and_nothing_hidden():
     page = generate.PAGES["commands.md"]()
     assert "SUPPRESS" not in page
-    for title in ("Pipelines (--system capture):", "Packs (--system harmony):", "Arrays (--"):
+    for title in ("Pipelines (--system capture):", "Packs (--system harmony):", "Model arrays (--"):
         assert f"\n{title}" in page
 
 
