@@ -150,6 +150,7 @@ def main(options: argparse.Namespace) -> int:
     facts |= {
         "estimated_peak_bytes": found.peak_bytes,
         "compiled_peak_bytes": found.compiled_peak_bytes,
+        "interval_bytes": found.interval_bytes and list(found.interval_bytes),
         "unverified_why": result.why.uncompiled,
         "plan": found.to_json(),
     }

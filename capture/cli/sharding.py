@@ -23,7 +23,7 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
     from capture.profiler.sharded_run import compile_plan
 
     found = compile_plan(plan, spec.load())
-    plan = replace(plan, compiled_peak_bytes=found.peak_bytes)
+    plan = replace(plan, compiled_peak_bytes=found.peak_bytes, interval_bytes=None)
     room = plan.headroom(asked.read_limit(vars(options)))
     if options.output is not None:
         plan.save(options.output)

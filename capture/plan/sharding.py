@@ -11,6 +11,8 @@ A plan is JSON:
     step_seconds, peak_bytes, examples_per_second
     compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
                               that was not compiled
+    interval_bytes            low and high: what the step may compile to, by what others did; left
+                              out of a plan that was compiled, and of earlier versions
     remat                     whether the backward pass computes every operator again from its
                               inputs
     smallest_bytes            of a parameter that is sharded
@@ -34,6 +36,7 @@ from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.headroom import Headroom
+from capture.quantities import format_bytes
 
 SHARDING_PLAN = documents.Format(
     "sharding plan",
@@ -154,6 +157,8 @@ class ShardingPlan:
             runs. Where it is repeated, it may not.
         compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
             if it was not asked.
+        interval_bytes: (low, high) that ``peak_bytes`` may compile to, by what steps of other
+            models did; None where nobody said.
         workload: The workload by name; None for a plan made from Python objects.
         model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
@@ -171,6 +176,7 @@ class ShardingPlan:
     smallest_bytes: int = 0
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
+    interval_bytes: tuple[int, int] | None = None
     workload: WorkloadSpec | None = None
     model_hash: str = ""
     cluster: Cluster | None = None
@@ -185,6 +191,16 @@ class ShardingPlan:
     def known_peak_bytes(self) -> int:
         """Peak of every device, by the best that is known."""
         return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
+
+    @property
+    def how_known(self) -> str:
+        """Where ``known_peak_bytes`` is from: the compiler, or an estimate with its interval."""
+        if self.compiled:
+            return "compiled"
+        if self.interval_bytes is None:
+            return "estimated, not compiled"
+        low, high = map(format_bytes, self.interval_bytes)
+        return f"estimated, not compiled: {low} to {high}"
 
     @property
     def known_cluster(self) -> Cluster:
@@ -202,13 +218,13 @@ class ShardingPlan:
         return self.cluster
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """What the compiled peak leaves, else the estimate, which nothing calibrates: it never just
-        fits."""
+        """What the compiled peak leaves, else the estimate and its interval, which has no
+        probability: it never just fits."""
         peak = self.known_peak_bytes
         memory = None if self.cluster is None else Target.load(self.cluster.target).memory
         return Headroom.of(
             [peak],
-            [(peak, peak)],
+            [(peak, peak) if self.compiled else self.interval_bytes or (peak, peak)],
             1.0 if self.compiled else None,
             memory_limit_bytes,
             memory,
@@ -260,8 +276,9 @@ class ShardingPlan:
             **{name: getattr(self, name) for name in _SAME},
         )
         written = documents.fields_of(document)
-        if self.compiled_peak_bytes is None:
-            del written["compiled_peak_bytes"]
+        for name in ("compiled_peak_bytes", "interval_bytes"):
+            if getattr(self, name) is None:
+                del written[name]
         return SHARDING_PLAN.write(written)
 
     @classmethod
@@ -332,6 +349,7 @@ class _Document:
     peak_bytes: int
     examples_per_second: float
     compiled_peak_bytes: int | None = None
+    interval_bytes: tuple[int, int] | None = None
     remat: bool
     smallest_bytes: int
     look_ahead: bool

@@ -43,7 +43,7 @@ def title(plan: ShardingPlan) -> str:
 
 def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
     """What a device needs and how that is known, the modes, and the speed."""
-    how = "by the compiler of the target" if plan.compiled_peak_bytes is not None else "estimated"
+    how = "by the compiler of the target" if plan.compiled else plan.how_known
     modes = [f"{n} {mode}" for mode, n in plan.summary()["operators_by_mode"].items()]
     said = [
         f"A device needs {format_bytes(plan.known_peak_bytes)} at its peak ({how}).",
@@ -124,6 +124,7 @@ def document(plan: ShardingPlan, room: Headroom | None) -> dict[str, Any]:
         "kind": "sharding",
         **plan.summary(),
         "compiled_peak_bytes": plan.compiled_peak_bytes,
+        "interval_bytes": plan.interval_bytes and list(plan.interval_bytes),
         "headroom": write(room),
         "operators": operators,
     }
@@ -246,9 +247,8 @@ def totals(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> list
 
 
 def _totals(plan: ShardingPlan, room: Headroom | None) -> dict[str, str]:
-    how = "estimated" if plan.compiled_peak_bytes is None else "compiled"
     return {
-        "peak per device": f"{format_bytes(plan.known_peak_bytes)} ({how})",
+        "peak per device": f"{format_bytes(plan.known_peak_bytes)} ({plan.how_known})",
         "verdict": "-" if room is None else room.verdict,
         "step time (estimated)": format_seconds(plan.step_seconds),
         "examples/s": format_rate(plan.examples_per_second),

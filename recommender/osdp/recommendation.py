@@ -17,7 +17,12 @@ from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import build_step
 from recommender.answer import Answer
-from recommender.osdp.over_step import fastest_over_step, least_over_step, reserved_fraction
+from recommender.osdp.over_step import (
+    fastest_over_step,
+    interval_of,
+    least_over_step,
+    reserved_fraction,
+)
 from recommender.osdp.question import ShardingQuestion
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
@@ -78,8 +83,8 @@ def osdp(
         question: What is asked.
         verify: Whether the workload's whole train step is compiled for the target, up to six times,
             seconds to a minute each, until a plan is found that compiles within the limit. Where
-            the target's compiler is not installed, or refuses the step, the plan is an estimate,
-            and ``why.uncompiled`` says so.
+            the target's compiler is not installed, or refuses the step, the plan is an estimate
+            with an interval (``over_step.interval_of``), and ``why.uncompiled`` says so.
         watch: Is told what is being done, in words.
         left_out: How it was asked not to verify, as whoever asked wrote it.
 
@@ -142,6 +147,9 @@ def osdp(
     plan = None if found.plan is None else replace(found.plan, **described_by)
     plan = plan and replace(
         plan,
+        interval_bytes=None
+        if plan.compiled
+        else interval_of(plan.peak_bytes, described.platform, operators.dtype, checkpointed),
         model_hash=operators.traced.graph.model_hash,
         cluster=question.cluster,
         costs=tuple(_costs(cost, plan)),
@@ -158,7 +166,7 @@ def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:
         f"{count} {name}" for name, count in plan.summary()["operators_by_mode"].items()
     )
     estimated = format_bytes(plan.peak_bytes)
-    memory = f"{estimated} per device (estimated, not compiled: {uncompiled})"
+    memory = f"{estimated} per device ({plan.how_known}, by what other steps needed; {uncompiled})"
     if plan.compiled_peak_bytes is not None:
         compiled = format_bytes(plan.compiled_peak_bytes)
         memory = f"{compiled} per device as compiled for {target} (estimated: {estimated})"

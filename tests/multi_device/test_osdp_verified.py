@@ -19,8 +19,10 @@ from capture.machine.target import TARGETS_FOLDER, Target
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.sharding import DP, ZDP, ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
+from capture.quantities import format_bytes
 from capture.runtime.sharded import shard
 from recommender.osdp import ShardingQuestion, osdp
+from recommender.osdp.over_step import interval_of
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
 
@@ -43,11 +45,18 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     limit = 1.07 * everything.plan.peak_bytes
     estimated = osdp(ShardingQuestion(workload, cluster, limit, **options), verify=False)
     assert estimated.plan.modes == everything.plan.modes
-    assert not estimated.compiled and "(estimated, not compiled: verify=False)" in str(estimated)
+    low, high = estimated.plan.interval_bytes
+    assert not estimated.compiled and low < estimated.plan.peak_bytes < high
+    said = f"(estimated, not compiled: {format_bytes(low)} to {format_bytes(high)}, by what other"
+    assert said in str(estimated) and str(estimated).endswith("verify=False)")
+    assert estimated.headroom.high_bytes == high and estimated.headroom.coverage is None
 
     said: list[str] = []
     found = osdp(ShardingQuestion(workload, cluster, limit, **options), watch=said.append)
-    assert found.compiled and found.peak_bytes <= limit
+    assert found.compiled and found.peak_bytes <= limit and found.plan.interval_bytes is None
+    # What is compiled lies where the estimate of the plan would have said.
+    low, high = interval_of(found.plan.peak_bytes, "cpu", "float32")
+    assert low <= found.peak_bytes <= high
     assert found.plan.sharded_fraction > 0 and found.plan.peak_bytes > 0
     assert f"as compiled for {cluster.target} (estimated: " in str(found)
     assert (
@@ -170,7 +179,7 @@ def test_a_target_whose_compiler_is_missing_gives_an_estimate_and_says_so(monkey
     assert found.status == "ok" and not found.compiled
     assert install_command(
         "cuda-targets"
-    ) in found.why.uncompiled and "estimated, not compiled: target='h100'" in str(found)
+    ) in found.why.uncompiled and "estimated, not compiled: " in str(found)
 
 
 def test_the_command_compiles_unless_told_not_to(tmp_path, capsys):
