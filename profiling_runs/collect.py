@@ -160,11 +160,13 @@ def missing_statistics(
     return tuple(f"{ways(alike)}: {text}. Layers count from 0." for text, alike in found.items())
 
 
-def split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:
-    from capture.tracing.batch.split import check_split, split_warning
+def split_warnings(
+    task: WorkloadProtocol, microbatch_size: int, parts: str = "micro-batches"
+) -> tuple[str, ...]:
+    """Return what a user should know of a loss before training with it (``loss_warnings``)."""
+    from capture.tracing.batch.split import check_split, loss_warnings
 
-    warning = split_warning(check_split(task, microbatch_size))
-    return () if warning is None else (warning,)
+    return loss_warnings(check_split(task, microbatch_size), parts)
 
 
 def paper_profile(question: ProfileQuestion, measurements: Measurements) -> PaperStatistics:

@@ -16,7 +16,7 @@ from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
-from capture.cli.output import Totals, compared, emit, say, table
+from capture.cli.output import Totals, compared, emit, say, table, warning_lines
 from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
@@ -284,6 +284,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
         for model, of in enumerate(losses)
     ]
     lines.append(table(["model", "with", "losses"], rows))
+    lines += warning_lines(document)
     if "reference_losses" in document:
         worst = document["worst_param"]
         lines.append(

@@ -17,8 +17,9 @@ from typing import Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
-from capture.cli.output import emit, table
+from capture.cli.output import emit, table, warning_lines
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
+from profiling_runs.collect import split_warnings
 from profiling_runs.evaluate import EvaluationQuestion, evaluate
 
 NAME = "evaluate"
@@ -76,11 +77,13 @@ def main(options: argparse.Namespace) -> int:
         not options.default_only,
         options.ask_size,
     )
-    found = evaluate(question, asked.open_measurements(options, of_profile))
-    document = {**found.to_json(), "workload": options.workload}
+    measurements = asked.open_measurements(options, of_profile)
+    found = evaluate(question, measurements)
+    warnings = split_warnings(measurements.backend.workload, question.microbatch_size)
+    document = {**found.to_json(), "workload": options.workload, "warnings": warnings}
     if options.output is not None:
         options.output.write_text(json.dumps({**document, "predictions": found.predictions}))
-    emit(options, document, as_text(document))
+    emit(options, document, "\n".join([as_text(document), *warning_lines(document)]))
     return 0
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
-from capture.cli.output import emit, say, table
+from capture.cli.output import emit, say, table, warning_lines
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import counted, format_bytes
+from profiling_runs.collect import split_warnings
 
 #: Groups of buffers and layers of a stage in the text.
 NUM_SHOWN = 8
@@ -55,8 +56,9 @@ def main(options: argparse.Namespace) -> int:
         say(options, f"{change}: compiling {counted(num_missing, 'stage')}")
 
     found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
-    document = found.to_json()
-    emit(options, document, changes_text(document))
+    warnings = split_warnings(measurements.backend.workload, plan.microbatch_size)
+    document = {**found.to_json(), "warnings": warnings}
+    emit(options, document, "\n".join([changes_text(document), *warning_lines(document)]))
     return 0
 
 

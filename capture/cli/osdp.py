@@ -10,7 +10,7 @@ from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import emit, say, table
+from capture.cli.output import emit, say, table, warning_lines
 from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
@@ -21,6 +21,7 @@ from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
 from capture.report.sharding import HEADER, rows
+from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
 from recommender.osdp.question import SMALLEST_BYTES
 
@@ -141,9 +142,14 @@ def main(options: argparse.Namespace) -> int:
         watch=lambda text: say(options, text),
         left_out="--no-verify",
     )
-    facts = {**result.to_json(), "verified": result.compiled}
+    size = result.plan.batch_size if result.plan else question.batch_size or 1
+    facts = {
+        **result.to_json(),
+        "verified": result.compiled,
+        "warnings": split_warnings(question.workload, size, "examples of a device"),
+    }
     if result.plan is None:
-        emit(options, facts, str(result))
+        emit(options, facts, "\n".join([str(result), *warning_lines(facts)]))
         return 1
     found = replace(result.plan, workload=spec)
     found.save(options.output)
@@ -154,7 +160,8 @@ def main(options: argparse.Namespace) -> int:
         "unverified_why": result.why.uncompiled,
         "plan": found.to_json(),
     }
-    emit(options, facts, f"{table(HEADER, rows(found))}\n{result}\nplan -> {options.output}")
+    lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
+    emit(options, facts, "\n".join([*lines, *warning_lines(facts)]))
     return 0
 
 

@@ -92,6 +92,11 @@ def say(options: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def warning_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return the warnings of a document, a line each."""
+    return [f"warning: {warning}" for warning in document.get("warnings", ())]
+
+
 def stage_table(plan: Any, stages: Sequence[Any]) -> str:
     """One line per stage of a plan with its prediction, and with what the compiler says where the
     plan was compiled."""

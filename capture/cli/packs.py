@@ -9,7 +9,7 @@ from pathlib import Path
 
 from capture.cli import asked, layers
 from capture.cli.options import STORE, Option
-from capture.cli.output import Totals, compared, emit, table
+from capture.cli.output import Totals, compared, emit, table, warning_lines
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.progress import progress
 from capture.errors import PlanError
@@ -20,6 +20,7 @@ from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, STREAMED, Swaps
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import with_model_hash
 from profiling_runs.packs import PackCompiler
@@ -168,8 +169,10 @@ def plan(options: argparse.Namespace) -> int:
             f"{counted(len(answer.proof.points), 'simulation')}, "
             f"{format_seconds(answer.proof.seconds)})"
         )
-    document = {**answer.to_json(), "assumed": server.assumed}
+    document = {**answer.to_json(), "assumed": server.assumed, "warnings": ()}
     if measured is not None:
+        document["warnings"] = split_warnings(measured.task, _largest(answer.plan))
+        lines += warning_lines(document)
         document["layers"] = layers.document_of(question.profile)
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
@@ -198,6 +201,14 @@ def _answer(
     if answer.plan is not None:
         answer = replace(answer, plan=with_model_hash(answer.plan, measured))
     return answer
+
+
+def _largest(plan: PacksPlan | None) -> int:
+    """Return the examples of the largest micro-batches of a plan, or one."""
+    if plan is None:
+        return 1
+    packs = plan.configuration.forward, plan.configuration.backward
+    return max(each.microbatch_size for each in packs)
 
 
 def _compiler(
@@ -290,6 +301,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
         ],
         "host_peak_bytes": host.peak_bytes,
         "headroom": room.to_json(),
+        "warnings": split_warnings(spec.load(), _largest(plan)),
     }
     rows = [
         [
@@ -305,6 +317,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
         table(["device", "predicted", "compiled", "prediction off by", "at"], rows),
         str(room),
         f"the host holds {format_bytes(host.peak_bytes)}",
+        *warning_lines(document),
     ]
     emit(options, document, "\n".join(lines))
     return 0 if fits else 1

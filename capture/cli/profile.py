@@ -21,13 +21,13 @@ from capture.cli import asked, job_file, jobs, layers
 from capture.cli import options as shared
 from capture.cli.job_file import ProfileJob
 from capture.cli.options import Option
-from capture.cli.output import emit
+from capture.cli.output import emit, warning_lines
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.measured.layer_profile import LayerProfile
 from capture.measured.profile import Profile
 from capture.quantities import counted
-from profiling_runs.collect import profile
+from profiling_runs.collect import profile, split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.listing import list_jobs
 from profiling_runs.measurements import open_measurements
@@ -197,7 +197,8 @@ def _one(
     }
     if isinstance(question, LayersQuestion):
         assert isinstance(result, LayerProfile), "of layers"
-        lines = [*layers.as_text(result), f"layers -> {named['output']}"]
+        document["warnings"] = split_warnings(question.task, max(result.bwd.u))
+        lines = [*layers.as_text(result), f"layers -> {named['output']}", *warning_lines(document)]
         return {**document, **layers.document_of(result)}, "\n".join(lines)
     assert isinstance(result, Profile), "of windows"
     document |= _of_windows(question, result)
@@ -241,5 +242,5 @@ def _as_text(document: dict[str, Any]) -> str:
             f"{document['num_failed_runs']} failed"
         )
     lines += document["notes"]
-    lines += [f"warning: {warning}" for warning in document["warnings"]]
+    lines += warning_lines(document)
     return "\n".join(lines + [f"failed: {failure}" for failure in document["failures"]])

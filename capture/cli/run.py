@@ -16,7 +16,7 @@ from capture import environment
 from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.library_log import output_is_ours
-from capture.cli.output import emit, say, table
+from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
 from capture.plan.array import ArrayPlan
@@ -351,6 +351,7 @@ def as_text(document: dict[str, Any]) -> str:
             worst = document["worst_gradient"]
             errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
         lines.append(f"largest relative error: {', '.join(errors)}")
+    lines += warning_lines(document)
     if "saved" in document:
         lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)

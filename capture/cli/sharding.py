@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from capture import environment
 from capture.cli import asked
-from capture.cli.output import emit, say, table
+from capture.cli.output import emit, say, table, warning_lines
 from capture.documents import write
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
+from profiling_runs.collect import split_warnings
 
 
 def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
@@ -32,12 +33,14 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
         "status": "ok" if fits else "infeasible",
         **found.to_json(),
         "headroom": write(room),
+        "warnings": split_warnings(found.sharded.workload, plan.batch_size, "examples of a device"),
     }
     lines = [
         f"peak {format_bytes(found.peak_bytes)} per device, target {found.target.name} (estimated: "
         f"{format_bytes(plan.peak_bytes)}, off by {plan.peak_bytes / found.peak_bytes - 1:+.2%})",
         f"the train step's own part of it: {format_bytes(found.program.transient_bytes)}",
         *([] if room is None else [str(room)]),
+        *warning_lines(document),
     ]
     emit(options, document, "\n".join(lines))
     return 0 if fits else 1

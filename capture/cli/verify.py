@@ -9,7 +9,7 @@ from typing import Any
 
 from capture.cli import asked, packs, sharding
 from capture.cli import options as shared
-from capture.cli.output import emit, table
+from capture.cli.output import emit, table, warning_lines
 from capture.documents import write
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
@@ -20,6 +20,7 @@ from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes
+from profiling_runs.collect import split_warnings
 
 NAME = "verify"
 HELP = "compile a plan's stages for its target: the exact peak per device"
@@ -66,6 +67,7 @@ def main(options: argparse.Namespace) -> int:
             for s, stage in enumerate(plan.stages)
         ],
         "headroom": write(headroom),
+        "warnings": split_warnings(measurements.backend.workload, plan.microbatch_size),
     }
     if time is not None:
         document["time"] = write(time)
@@ -115,4 +117,5 @@ def as_text(
     ]
     lines += [str(headroom)] if headroom else []
     lines += [describe_time(time)] if time else []
+    lines += warning_lines(document)
     return "\n".join(lines)

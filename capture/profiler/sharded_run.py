@@ -20,6 +20,7 @@ from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
+from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AllocatorMeter, buffers
 from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.reference import ReferenceStep, max_relative_error
@@ -169,6 +170,7 @@ def _train(
     del params
     allocator, resident = AllocatorMeter(devices), ResidentSetMeter()
     losses, seconds, peaks, meter = [], [], (0,) * len(devices), ""
+    warnings = LossWarnings(report)
     for i, given in enumerate(inputs):
         leaves = _placed(sharded, given)
         jax.block_until_ready((state, leaves))
@@ -186,6 +188,7 @@ def _train(
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - start)
         report(f"step {i + 1}: loss {losses[-1]:.6f}")
+        warnings.step(i + 1, losses[-1:])
         if i == 0 and (allocated := allocator.peak_bytes_per_device) is not None:
             peaks, meter = allocated, allocator.meter
     return {
@@ -198,5 +201,6 @@ def _train(
         "resident_set_peak_bytes": resident.peak_bytes,
         "resident_set_before_bytes": resident.before_bytes,
         "loss": losses,
+        "warnings": warnings.said,
         "step_seconds": seconds,
     }

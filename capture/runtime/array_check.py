@@ -17,6 +17,7 @@ from capture.model.workload import takes_key
 from capture.runtime import checkpoint
 from capture.runtime.array_batches import step_key
 from capture.runtime.array_state import ArrayState, Losses
+from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
@@ -124,7 +125,7 @@ def run_array(
     meter = ArrayMeter(training, check)
     state = training.init() if restore is None else checkpoint.restore(training, restore)
     batches = [_batches(training, state.num_steps + t) for t in range(num_steps)]
-    losses, num_after_first = [], 0
+    losses, num_after_first, warnings = [], 0, LossWarnings(report)
     for t in range(num_steps + 1):
         if t < num_steps:
             state, found = meter.advance(state, batches[t])
@@ -135,6 +136,7 @@ def run_array(
         if found is not None:
             losses.append(found)
             report(f"step {len(losses)}: losses {' '.join(f'{loss:.6f}' for loss in found)}")
+            warnings.step(len(losses), found)
         num_after_first = len(training.programs.executables) - compiled
     saved = None if save is None else str(checkpoint.save(training, state, save))
     body = training.steps.body.step
@@ -161,6 +163,7 @@ def run_array(
         },
         "moved_bytes": moved,
         "losses": losses,
+        "warnings": warnings.said,
         "num_compiled": compiled,
         "num_compiled_after_first_step": num_after_first,
         "num_devices": 1,

@@ -26,6 +26,7 @@ from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.hosts.saved import complete_steps, set_aside
 from capture.runtime.hosts.saving import Saver
+from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
@@ -142,6 +143,9 @@ def train(
         for i in range(num_steps)
     ]
     document: dict[str, Any] = {}
+    warnings = LossWarnings(report)
+    if hosts is None or hosts.process == 0:
+        warnings.check(workload, step.microbatch_sizes)
     if training.check:
         report("comparing with one device")
         gradients = step.first_gradients(params, batches[0], step_keys[0])
@@ -175,6 +179,7 @@ def train(
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
         report(f"step {done + i + 1}: loss {loss:.6f}")
+        warnings.step(done + i + 1, [loss])
         stepped(done + i + 1, loss, seconds[-1])
         if saves is not None:
             saves.stepped(state, is_last=i + 1 == num_steps)
@@ -204,6 +209,7 @@ def train(
         if measured is None
         else measured.resident_set_before_bytes,
         "loss": [float(np.float64(loss)) for loss in losses],
+        "warnings": warnings.said,
         "step_seconds": seconds,
         # Of steps without a meter.
         "dispatch_seconds": median(dispatch) if dispatch else None,

@@ -9,8 +9,8 @@ do not split: the step then depends on the number of micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -46,11 +46,14 @@ class SplitCheck:
         splits: None if it was not decided.
         method: ``"numeric"`` compared losses, ``"abstract"`` read the traced program.
         reason: A sentence with the operation that breaks the split, and its name scope.
+        loss: What it is with the parameters that ``init`` makes, where it was run and is no number,
+            or infinite; else None.
     """
 
     splits: bool | None
     method: Literal["numeric", "abstract"]
     reason: str
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,13 @@ def check_split(
     return found
 
 
-def split_warning(check: SplitCheck) -> str | None:
-    """What to tell the user; None if the loss splits."""
+def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None:
+    """What to tell the user; None if the loss splits.
+
+    Args:
+        check: Of the loss.
+        parts: What a plan chooses the number of.
+    """
     if check.splits:
         return None
     if check.splits is None:
@@ -130,9 +138,20 @@ def split_warning(check: SplitCheck) -> str | None:
         )
     return (
         "The loss of a batch is not the mean of the losses of its micro-batches, so a step "
-        "depends on the number of micro-batches: "
-        f"{check.reason} [workload-split]"
+        f"depends on the number of {parts}: {check.reason} [workload-split]"
     )
+
+
+def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str, ...]:
+    """Return all that a user should know of a loss before training with it; arguments as of
+    ``split_warning``."""
+    warnings = [split_warning(check, parts)]
+    if check.loss is not None:
+        warnings.append(
+            f"The loss is {check.loss} with the parameters of init and the examples of batch, so "
+            "nothing can be learned. [workload-loss]"
+        )
+    return tuple(warning for warning in warnings if warning is not None)
 
 
 def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any) -> _Traced:
@@ -181,9 +200,17 @@ def _can_run(traced: _Traced) -> bool:
 def _compare(workload: WorkloadProtocol, traced: _Traced, found: SplitCheck) -> SplitCheck:
     """Run the loss on a batch and on its halves; what the program shows (``found``) names the
     operation, and decides if rounding may."""
+    leaves = jax.tree.leaves(traced.params)
     try:
         with jax.default_device(jax.devices("cpu")[0]):
-            whole, first, second = _losses(workload, traced)
+            random = np.random.default_rng(0)
+            whole, first, second = _losses(
+                workload, traced, [_random_leaf(leaf, random) for leaf in leaves]
+            )
+            if not math.isfinite(whole):  # as random parameters may make it
+                begun = jax.tree.leaves(_quickly(workload.init, jax.random.key(0)))
+                loss = _losses(workload, traced, begun)[0]
+                return found if math.isfinite(loss) else replace(found, loss=loss)
     # no CPU backend in this process, a kernel for another device, ...: what was traced is what is
     # known
     except Exception:
@@ -214,10 +241,11 @@ def _compare(workload: WorkloadProtocol, traced: _Traced, found: SplitCheck) -> 
     )
 
 
-def _losses(workload: WorkloadProtocol, traced: _Traced) -> tuple[float, float, float]:
-    """Losses of 2 n random examples and of their halves, at random parameters."""
-    random, n = np.random.default_rng(0), traced.num_examples
-    params = [_random_leaf(leaf, random) for leaf in jax.tree.leaves(traced.params)]
+def _losses(
+    workload: WorkloadProtocol, traced: _Traced, params: Sequence[Any]
+) -> tuple[float, float, float]:
+    """Losses of 2 n random examples and of their halves, with the leaves of some parameters."""
+    n = traced.num_examples
     batch = jax.tree.leaves(_quickly(lambda key: workload.batch(key, 2 * n), jax.random.key(0)))
     halves = [
         [
