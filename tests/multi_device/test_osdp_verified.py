@@ -4,6 +4,7 @@ limit where the estimate's is not."""
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from capture.profiler.sharded_step import StepCompiler
 from capture.quantities import format_bytes
 from capture.runtime.sharded import shard
 from recommender.osdp import ShardingQuestion, osdp
-from recommender.osdp.over_step import interval_of
+from recommender.osdp.over_step import fastest_over_step, interval_of, least_over_step
+from recommender.osdp.recommendation import costs_of
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
 
@@ -87,6 +89,19 @@ def test_an_estimate_leaves_what_the_compiler_was_seen_to_need(how, left):
     less = answer(0.999 * most / (1 - left)).plan
     assert less is None or less.peak_bytes < most
     assert ("steps with jax.checkpoint were seen" in str(answer(1e9))) == ("remat" in how)
+
+
+def test_where_no_estimate_fits_the_least_is_said_and_compiled():
+    """Of operators replicated, sharded, and in slices: the least limit that can be planned with."""
+    workload, cluster = WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100")
+    options = {"batch_size": 4, "smallest_bytes": 1024}
+    nothing = osdp(ShardingQuestion(workload, cluster, 1000, **options), verify=False)
+    least = int(re.search(r"per device: ([\d,]+) bytes", nothing.why.summary)[1].replace(",", ""))
+    operators, cost = costs_of(ShardingQuestion(workload, cluster, 1000, **options))
+    assert least_over_step(cost, operators, 1024, 4).peak_bytes == least
+    for limit, status in ((least, "ok"), (least - 1, "infeasible")):
+        found = fastest_over_step(cost, operators, 1024, limit, 4)
+        assert found.status == status
 
 
 @pytest.mark.slow
