@@ -189,6 +189,12 @@ def host_of_run() -> tuple[str, int, int] | None:
     return coordinator, int(numbers[0]), int(numbers[1])
 
 
+def secret_of_run() -> str | None:
+    """Return the secret by which the hosts of a run know each other, ``CAPTURE_SECRET``; None if it
+    is not set."""
+    return os.environ.get("CAPTURE_SECRET") or None
+
+
 def _has_compilers_only() -> bool:
     """Whether a plugin of accelerators is installed, to compile for them, and none is there: JAX
     would complain at length."""

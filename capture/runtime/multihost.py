@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -28,9 +29,10 @@ from capture.plan.stages import Plan
 from capture.runtime.dispatch import Layout, to_host
 from capture.runtime.hosts import device_puts
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
-from capture.runtime.hosts.addresses import check_coordinator, check_reached, parted
+from capture.runtime.hosts.addresses import check_coordinator, parted
 from capture.runtime.hosts.device_puts import DevicePuts
-from capture.runtime.hosts.driver import check_nodes
+from capture.runtime.hosts.driver import check_nodes, free_port
+from capture.runtime.hosts.gate import COORDINATOR, Gate, check_secret, is_of_this_machine
 from capture.runtime.hosts.part import Part, SharedStep
 from capture.runtime.hosts.sockets import Sockets
 from capture.runtime.hosts.transport import Silence, Transport
@@ -52,6 +54,7 @@ def initialize(
     *,
     plan: Plan | None = None,
     transport: str | None = None,
+    secret: str | None = None,
     window: int = WINDOW,
     patience_seconds: float = PATIENCE,
     on_silence: Callable[[str], None] | None = None,
@@ -66,35 +69,51 @@ def initialize(
             go through the memory of their process, 15 times faster than between processes.
         transport: How arrays get from process to process, a name of ``TRANSPORTS``; None: "sockets"
             between CPU devices, else "device_put".
+        secret: The same text on all hosts, known to nobody else; None: ``CAPTURE_SECRET`` of the
+            environment. Where the coordinator's address is not of this machine alone, there must be
+            one: the hosts then meet through gates (``capture.runtime.hosts.gate``).
         window: See ``capture.step.offers``.
         patience_seconds: After which a process gives up another one.
         on_silence: What then happens, given the sentence; by default it is printed and the process
             ends with code 3.
 
     Raises:
-        ExecutionError: ``run-hosts-start`` if the others cannot be reached, ``run-hosts-differ`` if
-            they have other versions, flags or transports, ``run-transport`` for another name.
+        ExecutionError: ``run-hosts-start`` if the others cannot be reached, ``run-hosts-secret`` if
+            there is no secret or not one, ``run-hosts-differ`` if they have other versions, flags
+            or transports, ``run-transport`` for another name.
     """
     if transport is not None and transport not in TRANSPORTS:
         raise ExecutionError.of(
             f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}.",
             "run-transport",
         )
-    if coordinator is not None and host is not None:
-        check_coordinator(coordinator, host)
+    where, num_hosts, host, local_ids = _parties(coordinator, num_hosts, host)
+    secret = secret or environment.secret_of_run()
+    if transport != "device_put":
+        check_secret(where, secret)
+    gate = None
+    if secret is None:
+        check_coordinator(where, host)
+        address, service = _own_address(where), where
+    else:
+        address = "127.0.0.1" if is_of_this_machine(where) else _own_address(where)
+        gate = Gate(secret, f"{address}:0" if host else where, host)
+        service = _service(gate, where, host)
     try:
         jax.distributed.initialize(
-            coordinator,
+            service,
             num_hosts,
             host,
-            coordinator_bind_address=coordinator if host == 0 else None,
+            local_ids,
+            coordinator_bind_address=service if host == 0 else None,
             initialization_timeout=int(environment.patience(HEARTBEAT_SECONDS)),
             heartbeat_timeout_seconds=int(environment.patience(HEARTBEAT_SECONDS)),
             shutdown_timeout_seconds=5,
         )
     except Exception as error:  # of gRPC, as a RuntimeError or a class of its own
-        where = coordinator or "the address that the scheduler gives"
         said = (str(error).splitlines() or [""])[0]
+        if gate is not None and (count := gate.num_refused):
+            said += f" ({count} connections did not know the secret of the run)"
         raise ExecutionError.of(
             f"the processes of the run did not find each other at {where}: {said}; give an address "
             "and a free port of host 0 that every host reaches.",
@@ -102,8 +121,6 @@ def initialize(
         ) from error
     from jax._src import distributed  # what it knows has no public name
 
-    known = distributed.global_state
-    address = _own_address(coordinator or str(known.coordinator_address))
     joined = plan is None or _spans_hosts(plan)
     if not joined:
         # Gloo, the default of several processes, uses sockets within a process, too.
@@ -112,11 +129,12 @@ def initialize(
         device_puts.prepare(address, environment.patience(patience_seconds))
     elif transport is None:
         transport = "sockets" if jax.local_devices()[0].platform == "cpu" else "device_put"
+    _warn_of_strangers(where, transport, joined)
     hosts = Hosts(
         jax.process_index(),
         jax.process_count(),
-        known.client,
-        address,
+        distributed.global_state.client,
+        gate,
         transport=transport,
         window=window,
         patience_seconds=patience_seconds,
@@ -140,7 +158,7 @@ class Hosts:
     Args:
         process, count: This one, of how many.
         store: Keys and values that all see: the client of ``jax.distributed``.
-        address: Of this host, for the others.
+        gate: Of this host; None if all are on this machine.
         transport: A name of ``TRANSPORTS``.
         window, patience_seconds, on_silence: As for ``initialize``.
 
@@ -153,7 +171,7 @@ class Hosts:
         process: int,
         count: int,
         store: Any,
-        address: str,
+        gate: Gate | None = None,
         *,
         transport: str = "sockets",
         window: int = WINDOW,
@@ -162,7 +180,7 @@ class Hosts:
     ):
         self.process, self.count = process, count
         self.transport_name, self.window = transport, window
-        self._store, self._address = store, address
+        self._store, self._gate = store, gate
         self._patience_seconds, self._on_silence = patience_seconds, on_silence
         self._exchanges = self._numbers = 0
         self.are_joined = True
@@ -182,17 +200,7 @@ class Hosts:
         return Silence(self._patience_seconds, self._on_silence)
 
     def sockets(self) -> Sockets:
-        return Sockets(
-            self._address,
-            self.process,
-            self._exchange_addresses,
-            self.silence,
-        )
-
-    def _exchange_addresses(self, own: str) -> list[str]:
-        addresses = self.exchange("addresses", own)
-        check_reached(addresses, self.process, lambda mine: self.exchange("reached", mine))
-        return addresses
+        return Sockets(self.process, self.exchange, self.silence, self._gate)
 
     @property
     def limit_seconds(self) -> float:
@@ -408,6 +416,57 @@ class Hosts:
 def _spans_hosts(plan: Plan) -> bool:
     node_of = plan.cluster.node_of_device
     return any(len({node_of[device] for device in stage.devices}) > 1 for stage in plan.stages)
+
+
+def _parties(
+    coordinator: str | None, num_hosts: int | None, host: int | None
+) -> tuple[str, int, int, Any]:
+    """Where host 0 listens, how many hosts there are, which this is, and its devices, as given and
+    else as the scheduler says.
+
+    Raises:
+        ExecutionError: ``run-hosts-start`` if that is not known.
+    """
+    local_ids = None
+    if coordinator is None or num_hosts is None or host is None:
+        from jax._src.clusters import ClusterEnv  # what it knows has no public name
+
+        coordinator, num_hosts, host, local_ids = ClusterEnv.auto_detect_unset_distributed_params(
+            coordinator, num_hosts, host, None, None, int(environment.patience(HEARTBEAT_SECONDS))
+        )
+    if coordinator is None or num_hosts is None or host is None:
+        raise ExecutionError.of(
+            "no scheduler says which host this is, where host 0 listens and how many there are; "
+            "start the command with srun or mpirun, or set CAPTURE_COORDINATOR, CAPTURE_NUM_HOSTS "
+            "and CAPTURE_HOST.",
+            "run-hosts-start",
+        )
+    return coordinator, num_hosts, host, local_ids
+
+
+def _service(gate: Gate, coordinator: str, host: int) -> str:
+    """Return where this process reaches the service of ``jax.distributed``, behind the gate of host
+    0, which is there then."""
+    if host == 0:
+        port = free_port()
+        gate.allow({COORDINATOR: port})
+        return f"127.0.0.1:{port}"
+    gate.meet(coordinator, environment.patience(HEARTBEAT_SECONDS))
+    return gate.dial(coordinator, COORDINATOR)
+
+
+def _warn_of_strangers(coordinator: str, transport: str, joined: bool) -> None:
+    """Warn of what the library cannot protect between machines."""
+    if is_of_this_machine(coordinator):
+        return
+    exposed = ["--transport device_put"] if transport == "device_put" else []
+    exposed += ["collectives of stages that span hosts"] if joined else []
+    if exposed:
+        warnings.warn(
+            f"{' and '.join(exposed)}: the library that moves these arrays listens for everybody "
+            "and asks nobody who they are. Use a network without strangers (docs/security.md).",
+            stacklevel=3,
+        )
 
 
 def _own_address(coordinator: str) -> str:

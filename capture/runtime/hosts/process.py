@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class HostJob:
         num_hosts, host: How many there are, and which this is.
         flags: ``environment.active_flags()`` of the one that started it.
         virtual: Whether it runs on virtual CPU devices; else on those that it finds.
+        secret: By which the hosts know each other; None if all are on this machine.
     """
 
     plan: Plan
@@ -56,6 +57,7 @@ class HostJob:
     host: int
     flags: tuple[str, ...]
     virtual: bool = True
+    secret: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
         job.host,
         plan=job.plan,
         transport=training.transport,
+        secret=job.secret,
         on_silence=voice.give_up,
     )
     return train(

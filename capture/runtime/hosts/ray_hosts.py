@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,7 @@ class RayStarter:
         try:
             greetings = processes.greetings()
             check_versions(greetings)
+            secret = secrets.token_hex(32)
             # Paths are this machine's; the working directory there is a copy.
             paths = {
                 name: value.resolve() for name, value in training.items() if isinstance(value, Path)
@@ -185,6 +187,7 @@ class RayStarter:
                         host,
                         environment.active_flags(),
                         self._virtual(plan),
+                        secret,
                     )
                     for host in range(len(greetings))
                 ]
