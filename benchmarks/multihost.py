@@ -4,7 +4,8 @@ Four questions, each answered by medians of one run of this script; what is comp
 that it meets the same load of the machine:
 
 * transfers: how long an array takes from a process to another, half of a round trip, by the
-  transports (``capture.runtime.multihost.TRANSPORTS``) and by a plain TCP socket whose bytes
+  transports (``capture.runtime.multihost.TRANSPORTS``; sockets also through gates, as between
+  machines) and by a plain TCP socket whose bytes
   become an array; beside them a copy of as many bytes in one process.
 * dispatch: how long the host thread of a process is busy with a copy that leaves it, with one that
   comes, and with waiting for acknowledgements, in the interpreter of a step.
@@ -56,7 +57,12 @@ GPT = f"{HERE.parent / 'models' / 'gpt.py'}:gpt?size=tiny"
 WORKLOADS = {"smallest gpt": MICRO, "gpt tiny": GPT}
 #: (data, tensor) parallel degrees of the stages, one on each host.
 PLANS = {"1 / 1": ((1, 1), (1, 1)), "DP2 / TP2": ((2, 1), (1, 2))}
-TRANSPORTS = ("sockets", "device_put")
+#: Transport and the secret of the run, by what the row is called.
+TRANSPORTS = {
+    "sockets": ("sockets", None),
+    "gates": ("sockets", "of a benchmark, known to all"),
+    "device_put": ("device_put", None),
+}
 GLOBAL_BATCH_SIZE, NUM_MICROBATCHES = 16, 8
 
 
@@ -81,7 +87,12 @@ def make_plan(workload: str, degrees: tuple[tuple[int, int], ...]) -> Plan:
 
 
 def serve(
-    host: int, coordinator: str, flags: tuple[str, ...], transport: str, connection: Connection
+    host: int,
+    coordinator: str,
+    flags: tuple[str, ...],
+    transport: str,
+    secret: str | None,
+    connection: Connection,
 ) -> None:
     """Does what it is told, together with the other host, until nobody tells it anything."""
     os.dup2(2, 1)  # standard output is the document's
@@ -90,7 +101,9 @@ def serve(
     from capture.runtime import multihost
 
     plan = make_plan(GPT, PLANS["DP2 / TP2"])
-    hosts = multihost.initialize(coordinator, 2, host, plan=plan, transport=transport)
+    hosts = multihost.initialize(
+        coordinator, 2, host, plan=plan, transport=transport, secret=secret
+    )
     trainings: dict[tuple[str, str], Steps] = {}
     while True:
         try:
@@ -207,7 +220,7 @@ class Pair:
         for host in (0, 1):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(host, coordinator, flags, transport, theirs)
+                target=serve, args=(host, coordinator, flags, *TRANSPORTS[transport], theirs)
             )
             process.start()
             theirs.close()

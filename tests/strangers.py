@@ -116,6 +116,11 @@ class Strangers:
                 with contextlib.suppress(OSError):
                     each.send(b"c")
 
+    def come_silent(self, port: int, count: int) -> None:
+        """So many connections that stay and say nothing."""
+        for _ in range(count):
+            self._hold(port)
+
     def go(self) -> None:
         for each in (*self._open, *self._trickling):
             each.close()
@@ -163,7 +168,7 @@ class Strangers:
         with self._connect(port) as made:
             made.settimeout(0.2)
             try:
-                challenge = made.recv(32)
+                challenge = made.recv(64)  # gRPC says more
                 made.send(answer(challenge))
                 proof = made.recv(32) if len(challenge) == 32 else b""
             except TimeoutError:
@@ -172,4 +177,4 @@ class Strangers:
                 proof = b""
             if len(challenge) == 32:
                 assert bool(proof) == believed, "a stranger was believed, or a host was not"
-                self.answered += 1
+                self.answered += not believed

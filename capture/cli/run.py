@@ -102,13 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one process per node of the plan's cluster, each executing its part; local: started "
         "here, on virtual CPU devices; none: this is one of them, and your scheduler starts the "
         "same command on every host (Slurm, Open MPI, or CAPTURE_COORDINATOR=ADDRESS:PORT of host "
-        "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment)",
+        "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment; with CAPTURE_SECRET, the same "
+        "text on all, if they are several machines)",
     )
     parser.add_argument(
         "--transport",
         choices=["sockets", "device_put"],
         help="with --hosts or --ray: how arrays get from host to host; device_put: by JAX, NCCL on "
-        "GPUs (default: sockets on CPU, else device_put)",
+        "GPUs, unprotected from strangers (default: sockets on CPU, else device_put)",
     )
     parser.add_argument(
         "--trace",

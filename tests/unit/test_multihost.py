@@ -43,7 +43,7 @@ class Store:
 def hosts_of(count: int, patience_seconds: float = 60.0) -> list[Hosts]:
     store = Store()
     return [
-        Hosts(n, count, store, "127.0.0.1", patience_seconds=patience_seconds, on_silence=print)
+        Hosts(n, count, store, patience_seconds=patience_seconds, on_silence=print)
         for n in range(count)
     ]
 
@@ -162,7 +162,7 @@ def test_an_address_is_tried_before_jax_would_crash_or_wait(monkeypatch):
             (unknown, 1, f"host 1 does not reach host 0 at {unknown}: "),
         ):
             with pytest.raises(ExecutionError) as refused:
-                initialize(address, 2, host)
+                initialize(address, 2, host, transport="device_put")
             assert refused.value.codes == ("run-hosts-start",)
             assert str(refused.value).startswith(says)
         addresses.check_coordinator(silent, 1)  # host 0 may come later

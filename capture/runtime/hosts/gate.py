@@ -107,6 +107,16 @@ class Gate:
         """The connections that were closed because they did not prove that they know the secret."""
         return self._ask(count=True)["count"]
 
+    @property
+    def process_id(self) -> int:
+        """The id of the gate's process."""
+        return self._process.pid
+
+    def end(self) -> None:
+        """End the gate and what goes through it, before this process does."""
+        self._process.kill()
+        self._process.communicate()
+
     def _ask(self, **asked: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
@@ -169,22 +179,11 @@ def listening() -> dict[int, int]:
     return found
 
 
-class Doors:
-    """Sockets of this process at which a library listens, and that it has no way to close.
-
-    Args:
-        descriptors: Of the sockets.
-    """
-
-    def __init__(self, descriptors: Collection[int]):
-        self._descriptors = descriptors
-        self._silent: list[socket.socket] = []
-
-    def shut(self) -> None:
-        """Listen no more: put sockets that are never ready in their place. Connections that were
-        accepted stay."""
-        for descriptor in self._descriptors:
-            mine, theirs = socket.socketpair()
-            os.dup2(theirs.fileno(), descriptor, inheritable=False)
-            theirs.close()
-            self._silent.append(mine)  # were it closed, the other one would be ready
+def shut(descriptors: Collection[int]) -> None:
+    """Listen no more at sockets of a library that has no way to close them: put sockets that are
+    never ready in their place. Connections that were accepted stay."""
+    for descriptor in descriptors:
+        ours, theirs = socket.socketpair()
+        os.dup2(theirs.fileno(), descriptor, inheritable=False)
+        theirs.close()
+        ours.detach()  # open until this process ends: were it closed, theirs would be ready

@@ -19,7 +19,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from capture.runtime.hosts.addresses import check_reached, parted
-from capture.runtime.hosts.gate import Doors, Gate, listening
+from capture.runtime.hosts.gate import Gate, listening, shut
 from capture.runtime.hosts.transport import Buffer, Bundle, Silence, buffers, touch
 
 #: Sockets to each peer over which pieces of an array travel side by side.
@@ -75,7 +75,7 @@ class Sockets:
         self._num_hosts = len(places)
         self._greet()
         exchange("connected", None)
-        Doors(doors).shut()
+        shut(doors)
 
     def _greet(self) -> None:
         """Pull an array from each host: its server has accepted this one then."""
