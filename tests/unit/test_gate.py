@@ -63,13 +63,13 @@ def _echo(connection: socket.socket) -> None:
 def exchanged(address: str, said: bytes) -> bytes:
     """All that is answered, until the other side ends."""
     got = b""
-    with contextlib.suppress(ConnectionError):
-        with socket.create_connection(parted(address), 10.0) as connection:
-            sender = threading.Thread(target=_say, args=(connection, said))
-            sender.start()
-            while more := connection.recv(2**16):
-                got += more
-            sender.join()
+    connection = socket.create_connection(parted(address), 10.0)
+    sender = threading.Thread(target=_say, args=(connection, said))
+    sender.start()
+    with connection, contextlib.suppress(ConnectionError):
+        while more := connection.recv(2**16):
+            got += more
+    sender.join()
     return got
 
 
@@ -117,6 +117,19 @@ def test_who_does_not_prove_is_cut_off_in_time(monkeypatch):
         slow.sendall(forwarder._MAGIC)
         assert slow.recv(64) == b""
     assert own.num_refused == 1
+
+
+def test_the_oldest_of_too_many_without_a_proof_is_cut_off(monkeypatch):
+    monkeypatch.setattr(forwarder, "MOST_UNPROVEN", 2)
+    place = forwarder.Forwarder(SECRET, ("127.0.0.1", 0)).place
+    first, second, third = [socket.create_connection(place, 1.0) for _ in range(3)]
+    with first, second, third:
+        assert [len(each.recv(64)) for each in (first, second, third)] == [32] * 3
+        assert first.recv(64) == b""
+        for each in (second, third):
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(64)
 
 
 def test_hosts_with_two_secrets_are_told(gates):

@@ -98,9 +98,10 @@ class Forwarder:
                 if not is_of_process(os.getppid(), near.getpeername(), near.getsockname()):
                     near.close()
                     continue
-                _in_thread(self._dialled, near, gate, port, words)
                 if num_digits:
                     server.close()
+                _in_thread(self._dialled, near, gate, port, words)
+                if num_digits:
                     return
 
         _in_thread(serve)
