@@ -294,10 +294,10 @@ class LiveArrayMeter:
             self._begin([array for arrays in state for array in arrays or ()])
         live = self._look(getattr(instruction, "label", "a release"))
         if isinstance(instruction, Run):
-            memories = self._step.programs[instruction.program].place.memories
-            for memory in (memory for memory in memories if memory in live):
-                transient = self._transient_bytes(instruction)
-                self._peak[memory] = max(self._peak[memory], live[memory] + transient)
+            memories = Counter(self._step.programs[instruction.program].place.memories)
+            for memory in memories.keys() & live.keys():
+                running = memories[memory] * self._transient_bytes(instruction)
+                self._peak[memory] = max(self._peak[memory], live[memory] + running)
         book(self._ledger, self._step, instruction)
 
     def _begin(self, state: list[jax.Array]) -> None:

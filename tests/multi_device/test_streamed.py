@@ -183,6 +183,15 @@ def test_a_wait_waits_for_every_array_of_its_slot():
     assert [late.waited for late in state["others"]] == [0, 0]
 
 
+def test_a_program_on_the_host_is_metered_for_each_device_of_its_place():
+    step = Step((HOST,), {"work": Program("work", HOST, 50)})
+    step.instructions.append(Run("work", (), (), (), "work"))
+    meter = LiveArrayMeter(step, jax.devices()[:2], lambda run: 50)
+    meter(step.instructions[0], [])
+    meter.finish()
+    assert meter.peak_bytes_of("host") == replay(step).peak_of("host").peak_bytes == 100
+
+
 def test_an_array_left_on_the_host_is_noticed(executables):
     step = streamed(executables)
     _, state, batch = start(step)

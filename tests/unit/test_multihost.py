@@ -16,6 +16,7 @@ from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.runtime.hosts import addresses, device_puts
+from capture.runtime.hosts.part import Part
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.layout import first_devices
 from capture.runtime.multihost import Hosts, initialize
@@ -214,6 +215,18 @@ def test_hosts_without_collectives_refuse_a_stage_that_spans_them(monkeypatch):
         "a stage of the plan spans hosts, and multihost.initialize(plan=) was given a plan without "
         "such stages; give it the one that is run. [run-hosts]"
     )
+
+
+def test_a_sender_waits_for_what_it_sent_and_a_receiver_for_nothing():
+    """By the number of the copy in all executions; the next execution counts on."""
+    waited: list[int] = []
+    copies = {n: SimpleNamespace(sends=n == 3, wait=waited.append) for n in (3, 4)}
+    part: Any = SimpleNamespace(_copies=copies, _first=100)
+    waits = [Part._bind_wait(part, n) for n in copies]
+    for part._first in (100, 200):
+        for wait in waits:
+            wait(None)
+    assert waited == [103, 203]
 
 
 def test_a_transport_that_nobody_knows_is_refused():
