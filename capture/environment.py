@@ -320,6 +320,12 @@ def default_store_path() -> Path:
     return _cache_folder() / "store.sqlite"
 
 
+def named_workloads_path() -> Path:
+    """Where it is kept which workloads the user has named (``capture.model.trust``): beside the
+    store of the user, whatever store a command uses."""
+    return _cache_folder() / "workloads.jsonl"
+
+
 def log_folder() -> Path:
     """Where commands keep what compiled libraries say (``capture.cli.library_log``)."""
     return _cache_folder() / "logs"

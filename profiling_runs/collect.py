@@ -133,12 +133,6 @@ def wanted_configs(
     return wanted
 
 
-def num_missing(question: ProfileQuestion, measurements: Measurements) -> int:
-    """How many programs a profile compiles that the store does not have."""
-    jobs = measurements.jobs(wanted_configs(question, measurements))
-    return len(jobs) - len(measurements.backend.store.get(job.key for job in jobs))
-
-
 def missing_statistics(
     windows: Sequence[StageConfig], measured: Container[StageConfig]
 ) -> tuple[str, ...]:

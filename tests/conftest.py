@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import Phase, settings
 from processes import QUICK_CODE
 
@@ -73,6 +75,19 @@ _LONG = [
         "bounds",
     ]
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(request, monkeypatch, tmp_path_factory):
+    """What other tests, and whoever runs them, have named on command lines is not trusted: unless a
+    test has a cache folder of its own, it begins with nothing."""
+    theirs, path_of = os.environ.get("XDG_CACHE_HOME"), environment.named_workloads_path
+    own = tmp_path_factory.getbasetemp() / f"workloads-{abs(hash(request.node.nodeid))}.jsonl"
+
+    def path() -> Path:
+        return own if os.environ.get("XDG_CACHE_HOME") == theirs else path_of()
+
+    monkeypatch.setattr(environment, "named_workloads_path", path)
 
 
 def pytest_collection_modifyitems(items):

@@ -123,6 +123,8 @@ class AlpaOptions:
                 f"Alpa cuts the loss into {num_layers} layers itself; its cuts may differ from "
                 "those that were planned for."
             )
+        # It is text of a file, perhaps a stranger's, in a file of Python.
+        about = about.encode("unicode_escape").decode().replace('"', "'")
         return _FILE.format(
             about=f"{about}\n\n" if about else "",
             version=__version__,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import isfinite, prod
@@ -20,6 +21,7 @@ from capture.cli.output import Totals, compared, emit, say, table, warning_lines
 from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
+from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.array_pass import ArrayShape
@@ -56,6 +58,7 @@ OPTIONS = (
         metavar="N|FILE",
     ),
     Option("shared_batches", "mutwo: all models read the same batch", False),
+    replace(shared.TRUST, help="mutwo: load the workloads that the file of --models names"),
 )
 OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 #: And those that it shares; ``--global-batch`` is that of one model.
@@ -161,6 +164,9 @@ def plan(options: argparse.Namespace) -> int:
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
     members = models_of(options.models, options.vary)
     spec = WorkloadSpec.parse(options.workload)
+    named = {one.workload: WorkloadSpec.parse(one.workload) for one in members if one.workload}
+    for one in named.values():
+        one.in_file(options.models).admitted(options.trust or one == spec)
     question = ArrayQuestion(
         spec,
         tuple(members),
@@ -217,6 +223,8 @@ def plan(options: argparse.Namespace) -> int:
         lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
+        for one in named.values():  # planned with, as the one that the command names
+            remember(one.location, one.function)
         proof = answer.proof
         lines.append(
             f"plan -> {options.output} (search: {proof.algorithm}, "
@@ -238,7 +246,7 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "it out.",
             "array-run",
         )
-    spec = asked.workload_of(plan, options.workload)
+    spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
     if plan.prediction is not None:
         environment.prepare_host_memory(plan.prediction.host_peak_bytes)
     environment.prepare(num_devices=1)
@@ -298,8 +306,11 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
 
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
-    """What is fused, what is moved, and who needs the memory."""
-    asked.refuse_unread(options, "array")
+    """What is fused, what is moved, and who needs the memory; a page or a trace of the step, whose
+    programs are in the store or measured again."""
+    writes = options.output is not None or options.trace is not None
+    read = ("output", "interactive", "trace", "workload", *(option.name for option in shared.STORE))
+    asked.refuse_unread(options, "array", *(read if writes else ()))
     rows = [
         [a, decision.bundle, decision.choice, decision.ahead if decision.choice == "swap" else "-"]
         for a, own in enumerate(plan.decisions)
@@ -310,42 +321,63 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
         if rows
         else "all feature maps are retained"
     )
-    emit(options, {"plan": plan.to_json()}, "\n".join([*plan_lines(plan), moved]))
+    document: dict[str, Any] = {"plan": plan.to_json()}
+    lines = [*plan_lines(plan), moved]
+    if writes:
+        _write(options, plan, document, lines)
+    emit(options, document, "\n".join(lines))
     return 0
 
 
+def _write(
+    options: argparse.Namespace, plan: ArrayPlan, document: dict[str, Any], lines: list[str]
+) -> None:
+    """Write the page and the trace, and add to the document and the lines what is in them."""
+    from capture.report.array import HEADER, page
+    from capture.report.array import rows as rows_of
+    from capture.step.trace_events import save_trace
+
+    facts, written = _facts(options, plan), dict[str, str]()
+    document["bundles"] = rows_of(facts)
+    lines.append(table(HEADER, rows_of(facts)))
+    if options.output is not None:
+        limit = plan.memory_limit_bytes
+        room = None if limit is None else plan.headroom(limit)
+        text = page(facts, plan_lines(plan), room, interactive=options.interactive)
+        options.output.write_text(text, encoding="utf-8")
+        written["page"] = str(options.output)
+    if options.trace is not None:
+        save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
+        written["trace"] = str(options.trace)
+    lines += [f"{what} -> {path}" for what, path in written.items()]
+    document["written"] = written
+
+
 def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
-    """What is predicted, and what it leaves; a page or a trace of the step, whose programs are in
-    the store or measured again."""
-    writes = options.output is not None or options.trace is not None
-    read = ("output", "trace", "workload", *(option.name for option in shared.STORE))
-    asked.refuse_unread(options, "array", "memory", *(read if writes else ()))
+    """What is predicted, and what it leaves.
+
+    Raises:
+        PlanError: ``array-page`` for a page or a trace, which need the programs of the models.
+    """
+    if options.output is not None or options.trace is not None:
+        raise PlanError.of(
+            "the page and the trace of an array are of its programs, and a report loads no model; "
+            "capture explain PLAN writes them (-o FILE, --trace FILE).",
+            "array-page",
+        )
+    asked.refuse_unread(options, "array", "memory")
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
-    document: dict[str, Any] = {"plan": plan.to_json(), "headroom": room and room.to_json()}
-    written, lines = dict[str, str](), [*plan_lines(plan), *([str(room)] if room else [])]
-    if writes:
-        from capture.report.array import HEADER, page, rows
-        from capture.step.trace_events import save_trace
-
-        facts = _facts(options, plan)
-        document["bundles"] = rows(facts)
-        lines.append(table(HEADER, rows(facts)))
-        if options.output is not None:
-            text = page(facts, lines, room, interactive=options.interactive)
-            options.output.write_text(text, encoding="utf-8")
-            written["page"] = str(options.output)
-        if options.trace is not None:
-            save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
-            written["trace"] = str(options.trace)
-    lines += [f"{what} -> {path}" for what, path in written.items()]
-    emit(options, {**document, "written": written}, "\n".join(lines))
+    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
+    emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
     return 0
 
 
 def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
     """The plan's step, built again and simulated."""
     from capture.report.array import array_facts
+
+    spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
 
     executes = plan.seconds_from.startswith("executions")
     platform = Target.load(plan.cluster.target).platform
@@ -356,7 +388,7 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
         plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
     )
     with array_profiles(
-        asked.workload_of(plan, options.workload),
+        spec,
         plan.trained,
         plan.cluster,
         shape,

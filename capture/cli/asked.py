@@ -4,8 +4,8 @@ made with."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from capture import environment
 from capture.cli import options as shared
 from capture.cli.output import say
 from capture.cli.progress import progress
-from capture.errors import PlanError, ProfileError
+from capture.errors import PlanError, ProfileError, WorkloadError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, resolved_target
 from capture.measured.profile import Profile
 from capture.measured.store import Store
+from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
 from capture.plan.kinds import AnyPlan
@@ -27,14 +28,11 @@ from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
 from capture.profiler.paper import most_run_devices
 from capture.quantities import counted, parse_bytes
-from profiling_runs.collect import num_missing
-from profiling_runs.collect import profile as make_profile
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
 from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
 from profiling_runs.question import ProfileQuestion
-from profiling_runs.verify import check_model
 from recommender.capture.recommendation import predict_plan
 
 #: Values of options by name; those of a verb are ``vars(options)``.
@@ -186,9 +184,7 @@ def open_measurements(options: argparse.Namespace, question: ProfileQuestion) ->
 
 def plan_measurements(options: argparse.Namespace, plan: Plan) -> Measurements:
     """Those of a plan's workload, for its target."""
-    return open_measurements(
-        options, ProfileQuestion.of_plan(plan, workload_of(plan, options.workload))
-    )
+    return open_measurements(options, ProfileQuestion.of_plan(plan, workload_of(options, plan)))
 
 
 def profile_measurements(
@@ -204,14 +200,16 @@ def profile_measurements(
     return open_measurements(options, ProfileQuestion.of_profile(profile, cluster, spec))
 
 
-def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
-    """The workload that a plan remembers, or the one that is named.
+def workload_of(options: argparse.Namespace, plan: AnyPlan) -> WorkloadSpec:
+    """Return the workload that ``--workload`` names, or the one of the plan if the user has named
+    it before or trusts the file.
 
     Raises:
         PlanError: ``plan-workload`` if there is neither.
+        WorkloadError: ``workload-untrusted``.
     """
-    if named is not None:
-        return WorkloadSpec.parse(named)
+    if options.workload is not None:
+        return WorkloadSpec.parse(options.workload)
     if plan.workload is None:
         made_from = (
             f"the layer profile of {plan.model!r}"
@@ -222,7 +220,7 @@ def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
             f"the plan was made from {made_from} and names no workload; give --workload.",
             "plan-workload",
         )
-    return plan.workload
+    return plan.workload.admitted(options.trust)
 
 
 def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
@@ -232,6 +230,7 @@ def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
         PlanError: ``plan-kind``.
     """
     known = {"plan", "first", "second", "json", "quiet", "main", "parser", *read}
+    known |= {"trust"} if "workload" in read else set()
     given = [
         f"--{name.replace('_', '-')}"
         for name, value in vars(options).items()
@@ -246,48 +245,22 @@ def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
         )
 
 
-def check_workload_is_read(options: argparse.Namespace, is_known: Iterable[bool]) -> None:
-    """Refuse a workload where all plans are known without tracing it.
-
-    Raises:
-        PlanError: ``plan-workload``.
-    """
-    if options.workload is not None and all(is_known):
-        raise PlanError.of(
-            f"--workload {options.workload}: nothing is traced where a plan has a prediction or a "
-            "profile says all of it, so it would not be read; leave it out.",
-            "plan-workload",
-        )
-
-
-def with_prediction(
-    options: argparse.Namespace, plan: Plan, profile: Profile | None, named: str = "the plan"
-) -> tuple[Plan, Profile | None]:
-    """A plan with a prediction, and the profile that is known by then: one by hand is predicted,
-    and profiled for that if need be, with a word about how much there is to compile.
-
-    Raises:
-        PlanError: ``plan-workload`` if there is nothing to profile.
-    """
-    if plan.prediction is not None:
+def with_prediction(plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
+    """Return a plan with what a profile predicts of it, where there is one and it has no
+    prediction; and the profile. Nothing is loaded or measured for that."""
+    if plan.prediction is not None or profile is None:
         return plan, profile
-    if profile is None:
-        spec = workload_of(plan, options.workload)
-        say(
-            options,
-            f"{named} has no prediction and there is no --profile: profiling {spec} for its stages",
-        )
-        measurements = plan_measurements(options, plan)
-        check_model(plan, measurements)
-        question = replace(
-            ProfileQuestion.of_plan(plan, spec),
-            num_neighbours=options.neighbours,
-            calibration_plans=options.calibration_plans,
-        )
-        missing = counted(num_missing(question, measurements), "program")
-        say(options, f"{missing} to compile that the store does not have")
-        profile = make_profile(question, measurements=measurements)
     return plan.with_(prediction=predict_plan(profile, plan)), profile
+
+
+def remember_named(options: argparse.Namespace) -> None:
+    """Remember the workload that a command was given, so that files may name it from now on
+    (``capture.model.trust``)."""
+    for option in ("workload", "asked_of"):
+        if (text := getattr(options, option, None)) is not None:
+            with contextlib.suppress(WorkloadError):  # a plan, or the name of an object
+                spec = WorkloadSpec.parse(text)
+                remember(spec.location, spec.function)
 
 
 def check_profiles_nothing(values: Values) -> None:

@@ -1,7 +1,7 @@
 """What differs between two plans, and peaks per device, headroom and step time side by side.
 
-A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless
---profile is given.
+A plan without a prediction, such as one written by hand, is predicted from --profile. The model is
+never loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.cli import array, asked, packs, sharding
-from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
@@ -49,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="limit per device (default: what each target's devices can use)",
     )
-    shared.add_plan_workload(parser)
-    shared.add(parser, *shared.STORE, *shared.PROFILING)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -75,10 +72,6 @@ def main(options: argparse.Namespace) -> int:
 
     limit, profiles = asked.read_limit(vars(options)), _profiles(options.profile)
     stages = [of_stages(plan) for plan in plans]
-    known = zip(stages, profiles, strict=True)
-    asked.check_workload_is_read(
-        options, (p.prediction is not None or f is not None for p, f in known)
-    )
     first, second = _facts(options, stages, profiles, limit)
     document = compare(first, second)
     emit(options, document, as_text(first, second))
@@ -96,17 +89,10 @@ def _facts(
     from capture.report.data import report_facts
 
     found, violations = [], []
-    if any(
-        plan.prediction is None and profile is None
-        for plan, profile in zip(plans, profiles, strict=True)
-    ):
-        # Once: the first of them would decide for both.
-        asked.prepare(*(plan.cluster for plan in plans))
     paths = (options.first, options.second)
     for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:
-            known = asked.with_prediction(options, plan, profile, str(path))
-            found.append(report_facts(*known, limit))
+            found.append(report_facts(*asked.with_prediction(plan, profile), limit))
         except CaptureError as error:
             violations += [
                 Violation(f"{str(path)!r}: {violation.message}", violation.code)

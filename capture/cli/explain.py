@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
+from capture.cli.options import Option
 from capture.cli.output import emit, say, table, warning_lines
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
@@ -33,7 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="compile no further change after so long (default: %(default)s); plans of stages",
     )
-    shared.add(parser, *shared.STORE)
+    shared.add(
+        parser,
+        shared.output(None, "of an array: also write the page (.html)"),
+        shared.INTERACTIVE,
+        Option(
+            "trace",
+            "of an array: also write the step for ui.perfetto.dev (.json)",
+            read=Path,
+            metavar="FILE",
+        ),
+        *shared.STORE,
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -44,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
         return packs.explain(options, plan)
     if isinstance(plan, ArrayPlan):
         return array.explain(options, plan)
+    asked.refuse_unread(options, "stages", "workload", "seconds", *(option.name for option in shared.STORE))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.explain import Explanation, explain
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,24 +67,42 @@ class ProfileJob:
     output: Path
     values: Values
 
+    def admitted(self, trust: bool) -> ProfileJob:
+        """Return the profile as one whose workload may be loaded.
+
+        Raises:
+            WorkloadError: as ``WorkloadSpec.admitted``.
+        """
+        assert self.question.spec is not None, "options name workloads"
+        workload = self.question.spec.admitted(trust)
+        return replace(self, question=replace(self.question, workload=workload))
+
     @classmethod
-    def of(cls, values: Values) -> ProfileJob:
+    def of(cls, values: Values, named_by: str = "") -> ProfileJob:
         """That which options ask for.
+
+        Args:
+            values: Of the options.
+            named_by: The file that has them; empty for a command line.
 
         Raises:
             CaptureError: as ``profile_question`` and ``layers_question``; ``profile-system`` for
                 options of another system.
         """
+        question: ProfileQuestion | LayersQuestion
         defaults = {option.name: option.default for option in OPTIONS}
         layers.refuse_other_options(values, defaults)
         if values["system"] == layers.SYSTEM:
-            return cls(layers.layers_question(values), values["output"], values)
-        question = profile_question(values, memory_limit_bytes=read_limit(values))
-        return cls(question, values["output"], values)
+            question = layers.layers_question(values)
+        else:
+            question = profile_question(values, memory_limit_bytes=read_limit(values))
+        assert question.spec is not None, "options name workloads"
+        workload = question.spec.in_file(named_by)
+        return cls(replace(question, workload=workload), values["output"], values)
 
 
 def read_job_file(path: Path) -> list[ProfileJob]:
-    """Every profile of a file.
+    """Every profile of a file, which names its workload (``ProfileJob.admitted``).
 
     Raises:
         ProfileError: ``jobs-file`` if it cannot be read, is no TOML or has other tables;
@@ -130,7 +148,7 @@ def read_job_file(path: Path) -> list[ProfileJob]:
             if wrong:
                 continue
             try:
-                found.append(ProfileJob.of(values))
+                found.append(ProfileJob.of(values, str(path)))
             except CaptureError as error:  # found now, and not perhaps hours later
                 violations += [Violation(f"{where}: {v.message}", v.code) for v in error.violations]
     ProfileError.check(dict.fromkeys(violations))

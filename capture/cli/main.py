@@ -16,6 +16,7 @@ from typing import NoReturn, TextIO
 
 from capture import __version__, environment
 from capture.cli import (
+    asked,
     demo,
     diff,
     estimate,
@@ -176,7 +177,9 @@ def run_verb(options: argparse.Namespace) -> int:
     try:
         if options.main is not profile.main:  # which has the files of its jobs
             shared.check_outputs(options)
-        return options.main(options)
+        code = options.main(options)
+        asked.remember_named(options)
+        return code
     except CaptureError as error:
         _report(options.json, error.violations)
         return 3 if shared.ENDED_EARLY & set(error.codes) else 2

@@ -313,6 +313,17 @@ QUESTION = (
     *PROFILING,
     *BACKEND,
 )
+INTERACTIVE = Option(
+    "interactive",
+    "a page whose figures zoom, with plotly.js in it: 5 MB instead of 0.2",
+    False,
+)
+TRUST = Option(
+    "trust",
+    "load the workload that the file names, though you have named it on no command line before: it "
+    "is code, which runs as you",
+    False,
+)
 NO_COMPILE = Option(
     "no_compile",
     "answer with predictions, and say so, instead of compiling the stages of what is recommended",
@@ -406,3 +417,4 @@ def add_plan_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved"
     )
+    add(parser, TRUST)

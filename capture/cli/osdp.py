@@ -117,9 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = _plan(options)
     spec = (
-        WorkloadSpec.parse(options.asked_of)
-        if plan is None
-        else asked.workload_of(plan, options.workload)
+        WorkloadSpec.parse(options.asked_of) if plan is None else asked.workload_of(options, plan)
     )
     cluster = _cluster(options, plan)
     asked.prepare(cluster)

@@ -271,7 +271,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
         raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
     read = ("workload", "memory", *(option.name for option in STORE))
     asked.refuse_unread(options, "packs", *read)
-    spec = asked.workload_of(plan, options.workload)
+    spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
     ledger = _compiler(options, spec).ledger(plan)

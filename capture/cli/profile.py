@@ -14,6 +14,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             read=Path,
             metavar="FILE",
         ),
+        replace(shared.TRUST, help=f"with --jobs: {shared.TRUST.help}"),
         Option("dry_run", "list the jobs and what they cost; measure nothing", False),
         Option(
             "events",
@@ -112,7 +114,7 @@ def _profiles(options: argparse.Namespace) -> list[ProfileJob]:
                 "file.",
                 "jobs-option",
             )
-        return job_file.read_job_file(options.jobs)
+        return [job.admitted(options.trust) for job in job_file.read_job_file(options.jobs)]
     if options.workload is None:
         raise ProfileError.of(
             "WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option"

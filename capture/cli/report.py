@@ -1,8 +1,8 @@
 """Show a plan: a table for an issue, one HTML page with figures that needs no network, and a trace
 of the schedule for Perfetto.
 
-A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless
---profile is given.
+A plan without a prediction, such as one written by hand, is predicted from --profile. The model is
+never loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELP = "show a plan: a table, a page with figures, a trace of the schedule"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_plan(parser)
+    shared.add_plan_alone(parser)
     parser.add_argument(
         "--profile",
         type=Path,
@@ -46,15 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the page (.html); without it, a table is printed",
     )
-    parser.add_argument(
-        "--interactive",
-        action="store_true",
-        help="a page whose figures zoom, with plotly.js in it: 5 MB instead of 0.2",
-    )
+    shared.add(parser, shared.INTERACTIVE)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)"
     )
-    shared.add(parser, *shared.STORE, *shared.PROFILING)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -70,8 +65,7 @@ def main(options: argparse.Namespace) -> int:
 
     limit = asked.read_limit(vars(options))
     profile = None if options.profile is None else Profile.load(options.profile)
-    asked.check_workload_is_read(options, [plan.prediction is not None or profile is not None])
-    facts = report_facts(*asked.with_prediction(options, plan, profile), limit)
+    facts = report_facts(*asked.with_prediction(plan, profile), limit)
     written = {}
     if options.output is not None:
         from capture.report.page import page

@@ -140,7 +140,7 @@ def main(options: argparse.Namespace) -> int:
         return sharding.run(options, plan)
     if isinstance(plan, ArrayPlan):
         return array.run(options, plan)
-    spec = asked.workload_of(plan, options.workload)
+    spec = asked.workload_of(options, plan)
     if isinstance(plan, PacksPlan):
         environment.prepare_host_memory(int(plan.machine.host_memory_bytes.value))
         environment.prepare(num_devices=plan.machine.devices)
@@ -166,7 +166,7 @@ def _finish(options: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     plan = of_stages(plan)
-    spec, training = asked.workload_of(plan, options.workload), _training(options)
+    spec, training = asked.workload_of(options, plan), _training(options)
     restarts, report = _restarts(options, plan), lambda text: say(options, text)
     silent = SILENT_SECONDS if options.heartbeat is None else options.heartbeat
     if options.hosts != "none":

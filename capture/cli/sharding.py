@@ -18,7 +18,7 @@ from profiling_runs.collect import split_warnings
 def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Compile the whole train step for the target."""
     asked.refuse_unread(options, "sharding", "workload", "memory", "output")
-    spec = asked.workload_of(plan, options.workload)
+    spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
     from capture.profiler.sharded_run import compile_plan
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
     from capture.cli.run import as_text
 
     asked.refuse_unread(options, "sharding", "workload", "steps", "seed", "check")
-    spec = asked.workload_of(plan, options.workload)
+    spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
         environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.profiler.sharded_run import execute_plan

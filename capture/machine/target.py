@@ -19,7 +19,7 @@ as it is:
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
                      device; host: the same as to_device and to_host, and duplex (true or false)
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
-                     ascending. Both: ``options`` of XLA
+                     ascending. Both: ``options`` of XLA, numbers, true or false
 
 ``cpu`` has no rates and no capacity: virtual devices measure memory, and nothing else.
 """
@@ -435,6 +435,13 @@ class _Document:
     products: Products | None = None
 
     def target(self, name: str) -> Target:
+        options = self.compiler.get("options", {})
+        for option, value in options.items() if isinstance(options, Mapping) else [("", options)]:
+            # A text could be a path: of what XLA writes, or of programs that it runs.
+            if not isinstance(value, int | float):
+                raise documents.FieldError(
+                    f"compiler.options.{option} is {value!r} and must be a number, true or false"
+                )
         products = self.products or Products()
         return Target(
             name,

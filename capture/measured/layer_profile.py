@@ -61,7 +61,7 @@ from capture.measured.layer_passes import (
     pass_violations,
     row_violations,
 )
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, of_document
 
 LAYERS = documents.Format(
     "layer profile",
@@ -133,7 +133,7 @@ class LayerProfile:
             ProfileError: ``layers-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        profile = LAYERS.load(path, cls.from_json)
+        profile = of_document(LAYERS.load(path, cls.from_json), path)
         if profile.workload is None:
             return profile
         workload = profile.workload.resolved_from(Path(path).parent)
@@ -151,7 +151,7 @@ class LayerProfile:
                 once.
         """
         try:
-            return documents.read(data, cls, strict=LAYERS.strict)
+            return of_document(documents.read(data, cls, strict=LAYERS.strict))
         except documents.FieldError as error:
             raise LAYERS.corrupt(str(error)) from None
 

@@ -24,7 +24,7 @@ from capture.machine.target import relative_target, resolved_target
 from capture.measured.size_errors import UNCALIBRATED_FRACTION, SizeError, extrapolation_width
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import GRAPH, LayerGraph, Tensor
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice, num_full_layers
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan, TensorParallelRule
@@ -292,7 +292,7 @@ class Profile:
         known = PROFILE.check(data)
         if isinstance(known.get("graph"), Mapping):
             GRAPH.check(known["graph"])
-        document = PROFILE.read(data, _Document)
+        document = of_document(PROFILE.read(data, _Document))
         calibration = document.calibration
         return cls(
             **{name: getattr(document, name) for name in _SAME},
@@ -323,7 +323,7 @@ class Profile:
                 JSON, and the codes of ``from_json``.
         """
         path = Path(path)
-        profile = PROFILE.load(path, cls.from_json)
+        profile = of_document(PROFILE.load(path, cls.from_json), path)
         target = resolved_target(profile.target, path.parent)
         return (
             profile

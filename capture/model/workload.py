@@ -15,15 +15,21 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from types import FunctionType, ModuleType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from capture.errors import Violation, WorkloadError
 from capture.extras import missing_extra
+from capture.model.trust import is_remembered
 
 PyTree = Any
+T = TypeVar("T")
+
+#: A function under ``functools.cache`` or ``lru_cache``.
+_Cached = type(lru_cache(len))
 
 
 @runtime_checkable
@@ -79,8 +85,16 @@ def name_of(workload: WorkloadProtocol) -> str:
     return workload.name if isinstance(workload, LoadedWorkload) else "this model"
 
 
-def named_workload(name: str, given: Mapping[str, WorkloadProtocol]) -> WorkloadProtocol:
+def named_workload(
+    name: str, given: Mapping[str, WorkloadProtocol], named_by: str = "", *, trust: bool = False
+) -> WorkloadProtocol:
     """The workload of a name: one that is given, or what ``WorkloadSpec`` loads.
+
+    Args:
+        name: Of a workload.
+        given: Workloads by their names.
+        named_by: The file in which the name stands; empty if a program gives it.
+        trust: As for ``WorkloadSpec.load``.
 
     Raises:
         WorkloadError: ``workload-name`` naming those that are given, and those of
@@ -95,7 +109,7 @@ def named_workload(name: str, given: Mapping[str, WorkloadProtocol]) -> Workload
             "name one of them with workloads={...}, or write path/to/file.py:function?key=value.",
             "workload-name",
         )
-    return WorkloadSpec.parse(name).load()
+    return replace(WorkloadSpec.parse(name), named_by=named_by).load(trust=trust)
 
 
 def takes_key(workload: WorkloadProtocol) -> bool:
@@ -148,6 +162,8 @@ class WorkloadSpec:
         function: Name of the function in it.
         arguments: Keyword arguments, still as given; read as bool, int or float where they look
             like one.
+        named_by: The file that names it, which does not decide that it is loaded
+            (``admitted``); empty where a person or a program names it. It is no part of documents.
 
     Example:
         >>> WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&tied=true").arguments
@@ -158,6 +174,7 @@ class WorkloadSpec:
     function: str
     # A mapping has no hash; equal names still have equal ones.
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    named_by: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> WorkloadSpec:
@@ -190,38 +207,82 @@ class WorkloadSpec:
         )
         return f"{self.location}:{self.function}" + (f"?{query}" if query else "")
 
+    def to_json(self) -> dict[str, Any]:
+        """The three fields that a document has."""
+        arguments = dict(self.arguments)
+        return {"location": self.location, "function": self.function, "arguments": arguments}
+
     @property
     def is_file(self) -> bool:
         return self.location.endswith(".py")
+
+    def in_file(self, named_by: Path | str) -> WorkloadSpec:
+        """The same workload, as a file names it."""
+        return replace(self, named_by=str(named_by))
+
+    def admitted(self, trust: bool = False) -> WorkloadSpec:
+        """Return the workload as one that may be loaded, here or by other processes of this run.
+
+        Where a file names it that needs the user: who has named it on a command line of this
+        machine before, or trusts the file.
+
+        Args:
+            trust: Whether the user trusts the file that names it.
+
+        Raises:
+            WorkloadError: ``workload-untrusted`` naming the file and what it would run,
+                ``workload-arguments`` for arguments of a file that are no texts or numbers.
+        """
+        if not self.named_by:
+            return self
+        plain = all(isinstance(value, str | int | float) for value in self.arguments.values())
+        if not plain:
+            raise WorkloadError.of(
+                _one_line(f"{self.named_by!r} has arguments of {self.function} that are no texts, ")
+                + "numbers, true or false; it gives no others to a function.",
+                "workload-arguments",
+            )
+        if not trust and not is_remembered(self.location, self.function):
+            arguments = ", ".join(f"{k}={repr(v)[:200]}" for k, v in self.arguments.items())
+            raise WorkloadError.of(
+                _one_line(
+                    f"{self.named_by!r} would run {self.function}({arguments}) of "
+                    f"{self.location!r}, which was never named on a command line here"
+                )
+                + "; if you know what that does, add --trust (in Python trust=True) or name the "
+                "workload yourself, as with --workload.",
+                "workload-untrusted",
+            )
+        return replace(self, named_by="")
 
     def relative_to(self, directory: Path) -> WorkloadSpec:
         """The same workload, its path written relative to a directory (that of the plan file)."""
         if not self.is_file:
             return self
-        return WorkloadSpec(
-            os.path.relpath(Path(self.location).resolve(), directory.resolve()),
-            self.function,
-            self.arguments,
+        return replace(
+            self, location=os.path.relpath(Path(self.location).resolve(), directory.resolve())
         )
 
     def resolved_from(self, directory: Path) -> WorkloadSpec:
         """The inverse of ``relative_to``."""
         if not self.is_file or Path(self.location).is_absolute():
             return self
-        return WorkloadSpec(
-            os.path.relpath((directory / self.location).resolve()), self.function, self.arguments
-        )
+        return replace(self, location=os.path.relpath((directory / self.location).resolve()))
 
-    def load(self) -> WorkloadProtocol:
+    def load(self, *, trust: bool = False) -> WorkloadProtocol:
         """Import the file or module and call the function.
+
+        Args:
+            trust: Whether the user trusts the file that names it, if one does (``admitted``).
 
         Raises:
             WorkloadError: ``workload-file``, ``workload-module``, ``workload-function`` or
                 ``workload-arguments`` naming what does not exist, ``workload-extra`` naming the
-                command that installs what the model imports, and the codes of ``check_workload``.
+                command that installs what the model imports, and the codes of ``admitted`` and
+                ``check_workload``.
         """
         try:
-            return self._loaded()
+            return self.admitted(trust)._loaded()
         except ModuleNotFoundError as error:
             if (text := missing_extra(error)) is None:
                 raise
@@ -233,19 +294,7 @@ class WorkloadSpec:
         module = (
             _import_file(Path(self.location)) if self.is_file else _import_module(self.location)
         )
-        function = getattr(module, self.function, None)
-        if not callable(function):
-            own = [
-                name
-                for name, value in vars(module).items()
-                if inspect.isfunction(value) and value.__module__ == module.__name__
-            ]
-            public = ", ".join(name for name in own if not name.startswith("_"))
-            raise WorkloadError.of(
-                f"{self.location} has no function {self.function!r}; it has "
-                f"{public or 'no public function'}.",
-                "workload-function",
-            )
+        function = self._function(module)
         try:
             inspect.signature(function).bind(**self.arguments)
         except TypeError as error:
@@ -258,6 +307,54 @@ class WorkloadSpec:
         parts = made.loss_fn, made.init, made.batch, made.optimizer
         named: Any = LoadedWorkload(*parts, str(self), made)
         return named
+
+    def _function(self, module: ModuleType) -> Callable[..., Any]:
+        """Return the function, if the module itself defines it; decorated ones by what they wrap.
+
+        Raises:
+            WorkloadError: ``workload-function``.
+        """
+        found: Any = vars(module).get(self.function)
+        if _is_own(found, module):
+            return found
+        own = [name for name, value in vars(module).items() if _is_own(value, module)]
+        public = ", ".join(name for name in own if not name.startswith("_"))
+        there = f"it has {public or 'no public function'}."
+        what = f"{self.location} has no function {self.function!r}; {there}"
+        if found is not None:
+            what = (
+                f"{self.location} does not define {self.function!r} "
+                f"({_defined_in(found) or type(found).__name__}), and a workload is a function "
+                f"that its own file defines with def; {there}"
+            )
+        raise WorkloadError.of(what, "workload-function")
+
+
+def _defined_in(value: Any) -> str:
+    """Return the module that defines a function, also one that is cached or decorated with
+    ``functools.wraps``; empty for lambdas and all else that can be called."""
+    if not isinstance(value, FunctionType | _Cached):
+        return ""
+    inner = inspect.unwrap(value)
+    is_function = isinstance(inner, FunctionType) and inner.__name__ != "<lambda>"
+    return str(inner.__module__) if is_function else ""
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    return _defined_in(value) == module.__name__
+
+
+def of_document(read: T, named_by: Path | str = "a document") -> T:
+    """Return what was read of a file with a ``workload``, which the file names and nobody else."""
+    workload: WorkloadSpec | None = read.workload  # type: ignore[attr-defined]
+    if workload is None:
+        return read
+    return replace(read, workload=workload.in_file(named_by))  # type: ignore[type-var]
+
+
+def _one_line(text: str) -> str:
+    """A text of a stranger's, so that a terminal shows it and does nothing else."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _read_value(text: str) -> Any:

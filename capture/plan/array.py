@@ -58,7 +58,7 @@ from typing import Any, Literal
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.headroom import Headroom
 from capture.plan.why import Why
@@ -245,6 +245,10 @@ class Saturation:
 class ArrayPlan:
     """Models that are trained together on one device; see the module for the fields.
 
+    Attributes:
+        named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
+            empty for a plan that a program makes.
+
     Raises:
         PlanError: every rule that is broken, with its code: ``array-models`` for none,
             ``array-partition`` unless every model is in one sub-array, ``array-tasks`` for a
@@ -274,6 +278,7 @@ class ArrayPlan:
     saturation: tuple[Saturation, ...] = field(default=(), compare=False)
     why: Why | None = field(default=None, compare=False)
     candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    named_by: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.decisions:
@@ -305,6 +310,16 @@ class ArrayPlan:
         peak = self.known_peak_bytes
         return Headroom.of([peak], [(peak, peak)], 1, memory_limit_bytes, None)
 
+    def admitted(self, trust: bool = False) -> ArrayPlan:
+        """Return the plan, if what its models name beside its own workload may be loaded.
+
+        Raises:
+            WorkloadError: as ``WorkloadSpec.admitted``.
+        """
+        for name in {task.workload for task in self.trained if ":" in task.workload}:
+            WorkloadSpec.parse(name).in_file(self.named_by).admitted(trust)
+        return replace(self, named_by="")
+
     def to_json(self) -> dict[str, Any]:
         same = {name: getattr(self, name) for name in _SAME}
         document = _Document(cluster=ClusterRow.of(self.cluster), **same)
@@ -319,11 +334,11 @@ class ArrayPlan:
                 of another kind, ``array-plan-corrupt`` for a missing or wrong field,
                 ``plan-mixed-targets``, and the codes of the class.
         """
-        document = ARRAY_PLAN.read(data, _Document)
+        document = of_document(ARRAY_PLAN.read(data, _Document))
         if document.cluster.wrong:
             raise ARRAY_PLAN.corrupt(document.cluster.wrong)
         same = {name: getattr(document, name) for name in _SAME}
-        return cls(cluster=document.cluster.cluster, **same)
+        return cls(cluster=document.cluster.cluster, **same, named_by="a document")
 
     def save(self, path: str | Path) -> None:
         """Write JSON; the paths of workloads and of a target's file are stored relative to the

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
-from capture.model.workload import WorkloadSpec, name_of
+from capture.model.workload import WorkloadSpec, name_of, of_document
 
 #: A plan of some kind: a dataclass with ``cluster``, ``workload`` and ``to_json``.
 AnyPlan = TypeVar("AnyPlan")
@@ -63,9 +63,12 @@ def save(plan: Any, path: Path | str) -> None:
 def resolved(plan: AnyPlan, path: Path | str) -> AnyPlan:
     """The inverse: a plan that was read from a file, as seen from the working directory."""
     folder = Path(path).parent
-    return _moved(
-        plan, lambda spec: spec.resolved_from(folder), lambda name: resolved_target(name, folder)
+    plan = _moved(
+        of_document(plan, path),
+        lambda spec: spec.resolved_from(folder),
+        lambda name: resolved_target(name, folder),
     )
+    return replace(plan, named_by=str(path)) if hasattr(plan, "named_by") else plan  # type: ignore
 
 
 def _moved(

@@ -34,7 +34,7 @@ from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.headroom import Headroom
 from capture.plan.task_graph import (
@@ -242,7 +242,7 @@ class PacksPlan:
                 ``plan-mixed-targets``, and the codes of the class; ClusterError: those of
                 ``Server``.
         """
-        document = PACKS_PLAN.read(data, _Document)
+        document = of_document(PACKS_PLAN.read(data, _Document))
         cluster = document.cluster
         if cluster is not None and cluster.wrong:
             raise PACKS_PLAN.corrupt(cluster.wrong)

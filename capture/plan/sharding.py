@@ -33,7 +33,7 @@ from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.headroom import Headroom
 from capture.quantities import format_bytes
@@ -290,7 +290,7 @@ class ShardingPlan:
                 another kind, ``osdp-plan-corrupt`` for a missing or wrong field,
                 ``plan-mixed-targets``.
         """
-        document = SHARDING_PLAN.read(data, _Document)
+        document = of_document(SHARDING_PLAN.read(data, _Document))
         rows, cluster = document.operators, document.cluster
         if cluster is not None and cluster.wrong:
             raise SHARDING_PLAN.corrupt(cluster.wrong)

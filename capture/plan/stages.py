@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.choices import REMAT_TEXT, is_remat
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.prediction import Prediction, StepTime, Verified
@@ -132,7 +132,7 @@ class Plan:
                 another kind, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets``
                 for nodes of different targets, and the codes of the constructor.
         """
-        document = PLAN.read(data, _Document)
+        document = of_document(PLAN.read(data, _Document))
         if document.cluster.wrong:
             raise PLAN.corrupt(document.cluster.wrong)
         return cls(

@@ -221,7 +221,7 @@ def report_facts(
     if plan.prediction is None:
         raise PlanError.of(
             "the plan has no prediction, which is what is shown; add it with capture predict PLAN "
-            "--profile FILE -o PLAN.",
+            "--profile FILE -o PLAN, from the FILE that capture profile makes of the model.",
             "report-prediction",
         )
     stages, calibrated = _stages(plan, plan.prediction), plan.prediction.coverage

@@ -64,6 +64,7 @@ def train_array(
     *,
     workloads: Mapping[str, WorkloadProtocol] = MappingProxyType({}),
     fast_compile: bool = False,
+    trust: bool = False,
 ) -> ArrayTraining:
     """Compile a plan's programs and return its training.
 
@@ -74,6 +75,8 @@ def train_array(
         workloads: Those that models of the plan name; what is not there is loaded by its name.
         devices: The first is used; by default that of ``jax.devices()``.
         fast_compile: As for ``pipeshard``.
+        trust: Whether to load what the file of the plan names and the user never did
+            (``WorkloadSpec.admitted``).
 
     Raises:
         PlanError: ``plan-other-model``, ``array-hyperparameter`` for one that the optimizer does
@@ -93,8 +96,9 @@ def train_array(
             "the plan swaps; run it on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
+    given = {**workloads, "": workload}
     fusers = {
-        task: _fuser(plan, task, named_workload(task.workload, {**workloads, "": workload}))
+        task: _fuser(plan, task, named_workload(task.workload, given, plan.named_by, trust=trust))
         for task in dict.fromkeys(plan.trained)
     }
     if plan.shared or plan.shared_batches:

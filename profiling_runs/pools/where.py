@@ -89,6 +89,15 @@ class Where:
 
 
 def setting_of(setting: Setting) -> Setting:
-    """A setting with the flags and versions of this process, which the workers' results are to be
-    of."""
-    return replace(setting, flags=environment.active_flags(), versions=versions_of(setting))
+    """Return a setting with the flags and versions of this process, which the workers' results are
+    to be of. Whether its workload may be loaded is decided here, and by no worker.
+
+    Raises:
+        WorkloadError: as ``WorkloadSpec.admitted``.
+    """
+    return replace(
+        setting,
+        workload=setting.workload.admitted(),
+        flags=environment.active_flags(),
+        versions=versions_of(setting),
+    )

@@ -11,6 +11,8 @@ import pytest
 from planned_model import BATCH, PROFILING, STORE, capture
 from processes import made_once, user_model
 
+from capture.model.trust import remember
+
 
 def profile_and_plan(directory: Path) -> None:
     """The model, profiled in the paper's way too, planned for two devices; what was said is kept
@@ -41,6 +43,11 @@ def planned(tmp_path_factory) -> SimpleNamespace:
     made = made_once(tmp_path_factory, "planned", profile_and_plan)
     directory = tmp_path_factory.mktemp("planned") / "here"
     shutil.copytree(made, directory)
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # here it is another file than the one it was made of
+        patch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
+        remember(str(directory / "tiny.py"), "model")
     profile, plan = (
         SimpleNamespace(**one) for one in json.loads((directory / "said.json").read_text())
     )

@@ -138,8 +138,9 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
     assert ran["max_relative_loss_error"] < 1e-6 and ran["max_relative_param_error"] < 1e-5
     code, later = asked(capsys, "run", "plan.json", "--steps", 1, "--restore", "run")
     assert code == 0 and later["num_steps"] == 3
-    for verb in (["explain"], ["report", "--store", "store.sqlite", "--trace", "trace.json"]):
-        code, shown = asked(capsys, verb[0], "plan.json", *verb[1:])
+    for verb in ("report", "explain --store store.sqlite --trace trace.json"):
+        name, *more = verb.split()
+        code, shown = asked(capsys, name, "plan.json", *more)
         assert code == 0 and len(shown["plan"]["tasks"]) == 2
     assert main(["explain", "plan.json"]) == 0
     assert f"with batch_size={BATCH + 1}" in capsys.readouterr().out
@@ -230,7 +231,7 @@ def test_models_that_cannot_be_trained_are_refused(folder, capsys, rows, more, c
     exit_code, document = asked(
         capsys, "plan", f"{MODELS}:tiny_gpt?num_blocks=1", "--system", "mutwo", "--models",
         "sweep.json", "--target", "slow.json", "--store", "store.sqlite", "--global-batch", BATCH,
-        *more,
+        "--trust", *more,
     )  # fmt: skip
     assert exit_code == 2
     assert [error["code"] for error in document["errors"]] == [code]

@@ -268,10 +268,13 @@ def test_three_profiles_for_two_plans_are_refused(files, capsys):
 def test_plans_that_cannot_be_predicted_are_refused_at_once_and_by_name(files, capsys):
     for name in ("bare.json", "other.json"):
         written_plan("cpu").with_(prediction=None, workload=None).save(name)
-    message = "the plan was made from Python objects and names no workload; give --workload."
+    message = (
+        "the plan has no prediction, which is what is shown; add it with capture predict PLAN "
+        "--profile FILE -o PLAN, from the FILE that capture profile makes of the model."
+    )
     assert run(["diff", "bare.json", "other.json"], capsys) == (
         2,
         "",
-        f"error: 'bare.json': {message} [plan-workload]\nerror: 'other.json': {message} "
-        "[plan-workload]\n",
+        f"error: 'bare.json': {message} [report-prediction]\nerror: 'other.json': {message} "
+        "[report-prediction]\n",
     )

@@ -42,7 +42,7 @@ def plan(tmp_path) -> Path:
 def test_a_stage_that_spans_nodes_is_refused(plan, capsys):
     spanning = plan.with_name("spanning.json")
     two_stages(workload=WorkloadSpec.parse(WORKLOAD), cluster=Cluster((1, 3))).save(spanning)
-    code, _, said = run_here(capsys, "run", str(spanning), "--hosts", "local")
+    code, _, said = run_here(capsys, "run", str(spanning), "--hosts", "local", "--trust")
     assert code == 2 and said.endswith("[run-hosts-span]\n")
 
 

@@ -179,6 +179,7 @@ def test_the_profiles_of_a_file_are_made_with_events_and_resume(inside, capsys):
         "profile",
         "--jobs",
         "jobs.toml",
+        "--trust",
         "--store",
         "store.sqlite",
         "--workers",

@@ -38,7 +38,7 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
         'target = "cpu_like.json"\nglobal_batch = 4\nstride = 4\noutput = "layers.json"\n'
     )
     code, document = answer(
-        capsys, "profile", "--jobs", "jobs.toml", *HERE, "--events", "events.jsonl"
+        capsys, "profile", "--jobs", "jobs.toml", "--trust", *HERE, "--events", "events.jsonl"
     )
     (found,) = document["profiles"]
     assert code == 0 and found["trials"] == {"forward": [1, 2, 4], "backward": [1, 2, 4]}

@@ -278,26 +278,17 @@ def test_a_limit_between_the_line_and_the_truth_fits_nothing(made, inside, capsy
     run(capsys, *asked, "--no-compile", "--json")  # the line says that it fits
 
 
-def test_predict_compiles_the_plans_own_stages(made, inside, capsys, tmp_path):
-    run(capsys, *PLAN, "--global-batch", "48", "--no-compile", "-o", str(tmp_path / "plan.json"))
-    asked = ["predict", str(tmp_path / "plan.json"), "--profile", "profile.json"]
-    document = json.loads(run(capsys, *asked, *STORE, "-o", "compiled.json", "--json"))
+def test_predict_extrapolates_and_says_what_compiles(made, inside, capsys, tmp_path):
+    path = str(tmp_path / "plan.json")
+    run(capsys, *PLAN, "--global-batch", "48", "--no-compile", "-o", path)
+    asked = ["predict", path, "--profile", "profile.json"]
+    document = json.loads(run(capsys, *asked, "-o", "compiled.json", "--json"))
+    assert document["extrapolated"]
+    text = run(capsys, *asked)
+    assert "extrapolated: up to" in text and "capture verify PLAN compiles" in text
+    run(capsys, "verify", "compiled.json", *STORE, "-o", "compiled.json", "--json")
     exact = truth(made, Plan.load("compiled.json"))
-    assert (
-        max(document["verification"]["peak_bytes_per_device"]) == exact
-        and not document["extrapolated"]
-    )
     assert max(Plan.load("compiled.json").verification.peak_bytes_per_device) == exact
-    document = json.loads(run(capsys, *asked, "--no-compile", "--json"))
-    assert document["extrapolated"] and document["verification"] is None
-    assert "extrapolated: up to" in run(capsys, *asked, "--no-compile")
-    nameless = json.loads((tmp_path / "plan.json").read_text()) | {"workload": None}
-    (tmp_path / "plan.json").write_text(json.dumps(nameless))
-    text = run(capsys, *asked, *STORE)
-    assert (
-        "extrapolated: up to" in text
-        and "not compiled: the plan was made from Python objects" in text
-    )
 
 
 def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsys):

@@ -103,8 +103,6 @@ def predict(bench: Bench) -> dict[str, Any]:
             f"{profile}.profile.json",
             "-o",
             str(output),
-            *bench.measuring,
-            "--no-compile",
         )
         found[plan] = access.prediction_facts(document["prediction"])
         before, after = (
@@ -310,19 +308,14 @@ def predict_compiled(bench: Bench) -> dict[str, Any]:
     plan = json.loads((FILES / "hand_uneven.plan.json").read_text())
     plan |= {"num_microbatches": 4, "global_batch_size": 24, "workload": None}
     (file := bench.folder / "plan.json").write_text(json.dumps(plan))
-    arguments = (
-        "--profile",
-        "uneven.profile.json",
-        "--workload",
-        workload_name("uneven"),
-        *bench.measuring,
-    )
-    _, document = command("predict", str(file), *arguments)
-    found = access.prediction_facts(document["prediction"])
+    _, document = command("predict", str(file), "--profile", "uneven.profile.json")
+    workload = ("--workload", workload_name("uneven"))
+    command("verify", str(file), *workload, *bench.measuring, "-o", str(file))
+    verification = json.loads(file.read_text())["verification"]
     return {
-        **found,
+        **access.prediction_facts(document["prediction"]),
         "document": document["extrapolated"],
-        "verification": access.verification_facts(document["verification"]),
+        "verification": access.verification_facts(verification),
     }
 
 

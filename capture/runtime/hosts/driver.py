@@ -54,7 +54,7 @@ def run_on_this_machine(
             codes that it has, in front of it the host.
     """
     check_nodes(plan)
-    starter = LocalStarter(workload)
+    starter = LocalStarter(workload.admitted())
     return train_over_hosts(starter, plan, training, restarts, report, silent_seconds)
 
 

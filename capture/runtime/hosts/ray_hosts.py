@@ -71,6 +71,7 @@ def run_on_ray(
         ExecutionError: The codes of ``RayCluster``, ``RayStarter`` and ``train_over_hosts``.
     """
     check_nodes(plan)
+    workload = workload.admitted()
     save = training.get("save")
     left_out = [] if save is None else [os.path.relpath(save)]
     cluster = RayCluster(address, ExecutionError, len(plan.cluster.nodes), left_out)
