@@ -57,7 +57,9 @@ def main(options: argparse.Namespace) -> int:
         return packs.explain(options, plan)
     if isinstance(plan, ArrayPlan):
         return array.explain(options, plan)
-    asked.refuse_unread(options, "stages", "workload", "seconds", *(option.name for option in shared.STORE))
+    asked.refuse_unread(
+        options, "stages", "workload", "seconds", *(option.name for option in shared.STORE)
+    )
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.explain import Explanation, explain
 
