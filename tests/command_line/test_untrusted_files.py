@@ -141,7 +141,8 @@ def strangers(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (own, folder / "models", folder / "package"):
         name.mkdir(parents=True)
-    (own / "net.py").write_text(user_model("tiny"))
+    for name in ("net.py", "mine.py"):
+        (own / name).write_text(user_model("tiny"))
     remember(str(own / "net.py"), "model")
     for name in ("evil.py", "evil.PY", "evil.py ", "net.py", "package/__init__.py"):
         (folder / name).write_text(EVIL + "def model(): touch()\n")
@@ -181,7 +182,7 @@ def write_files(documents: dict[str, dict[str, Any]], variant: str) -> None:
     Path("layers.json").write_text(json.dumps({**layers, "workload": named}))
 
 
-_OWN = "../own/net.py:model"
+_OWN = "../own/mine.py:model"
 #: Of which most of a command's time would go into the making.
 _parser = cache(build_parser)
 #: By verb: command lines that would load what a file names, and others that read such a file.
