@@ -59,7 +59,15 @@ class Run:
     def __init__(self, plan: Path, steps: int, save: Path):
         self.began = time.monotonic()
         command = [sys.executable, "-m", "capture", "run", str(plan), "--hosts", "local", "--json"]
-        command += ["--steps", str(steps), "--save", str(save), "--save-every", str(SAVE_EVERY)]
+        command += [
+            "--trust",
+            "--steps",
+            str(steps),
+            "--save",
+            str(save),
+            "--save-every",
+            str(SAVE_EVERY),
+        ]
         command += ["--max-restarts", "1000", "--heartbeat", str(HEARTBEAT_SECONDS)]
         # What was compiled is kept: restarts are what is tried here.
         kept = {"JAX_COMPILATION_CACHE_DIR": str(plan.with_name("compiled"))}
@@ -217,7 +225,7 @@ def parameters(plan: Path, save: Path) -> dict:
 
     plan_read = Plan.load(plan)
     assert plan_read.workload is not None
-    step = pipeshard(plan_read.workload.load(), plan_read)
+    step = pipeshard(plan_read.workload.load(trust=True), plan_read)
     state = checkpoint.restore(step, save)
     leaves = jax.tree.leaves((step.params(state), step.optimizer_state(state)))
     return {"num_steps": state.num_steps, "leaves": [np.asarray(leaf) for leaf in leaves]}

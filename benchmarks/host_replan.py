@@ -79,7 +79,7 @@ def main() -> int:
     load_before = os.getloadavg()
     document = run_on_this_machine(
         plan,
-        plan.workload,
+        plan.workload.admitted(trust=True),
         {"num_steps": NUM_STEPS, "save": folder / "saved", "save_every": SAVE_EVERY},
         report,
         Restarts(0, replanner([profile], plan)),

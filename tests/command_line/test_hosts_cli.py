@@ -55,7 +55,7 @@ def test_a_transport_of_one_process_is_refused(plan, capsys):
 
 def start(plan: Path, *options: str, **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "capture", "run", plan, *options],
+        [sys.executable, "-m", "capture", "run", plan, "--trust", *options],
         env=environment_apart(xla_flags=QUICK_CODE, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -267,7 +267,7 @@ def plan(directory):
 
 def run(directory: Path, *options: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "capture", "run", "plan.json", *options],
+        [sys.executable, "-m", "capture", "run", "plan.json", "--trust", *options],
         cwd=directory,
         env=environment_apart(xla_flags=QUICK_CODE),
         stdout=subprocess.PIPE,

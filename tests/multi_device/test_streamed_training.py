@@ -450,7 +450,7 @@ def test_a_training_that_was_saved_goes_on_bit_by_bit(tmp_path, capsys):
     replace(plan, workload=spec).save(tmp_path / "plan.json")
 
     def run(*more: str) -> list[float]:
-        arguments = ["run", str(tmp_path / "plan.json"), *more, "--json", "--quiet"]
+        arguments = ["run", str(tmp_path / "plan.json"), "--trust", *more, "--json", "--quiet"]
         assert main(arguments) == 0
         return json.loads(capsys.readouterr().out)["loss"]
 

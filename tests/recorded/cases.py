@@ -274,7 +274,9 @@ def step_of_routed(bench: Bench) -> dict[str, Any]:
 def verify(bench: Bench) -> dict[str, Any]:
     output = bench.folder / "plan.json"
     with access.programs() as emitted:
-        _, document = command("verify", "hand.plan.json", "-o", str(output), *bench.measuring)
+        _, document = command(
+            "verify", "hand.plan.json", "--trust", "-o", str(output), *bench.measuring
+        )
     return {
         "peaks": document["peak_bytes_per_device"],
         "stages": [
@@ -357,7 +359,7 @@ def evaluate(bench: Bench) -> dict[str, Any]:
 
 @case("explain", compiles=True, sample=False)
 def explain(bench: Bench) -> dict[str, Any]:
-    _, document = command("explain", "four.plan.json", *bench.measuring)
+    _, document = command("explain", "four.plan.json", "--trust", *bench.measuring)
     return {
         "peaks": document["peak_bytes_per_device"],
         "stages": [
@@ -374,7 +376,7 @@ def explain(bench: Bench) -> dict[str, Any]:
 
 @case("run", compiles=True, sample=False)
 def run(bench: Bench) -> dict[str, Any]:
-    _, document = command("run", "two.plan.json", "--steps", "1", "--check")
+    _, document = command("run", "two.plan.json", "--trust", "--steps", "1", "--check")
     peaks = "predicted_peak_bytes_per_device replayed_peak_bytes_per_device"
     peaks += " measured_peak_bytes_per_device"
     assert document["max_relative_loss_error"] < 1e-5
