@@ -390,7 +390,8 @@ def test_python_asks_likewise(strangers, documents):
     write_files(documents, "claims")
     read = [load_plan(f"{kind}.json") for kind in KINDS]
     read += [KINDS[kind].from_json(json.loads(Path(f"{kind}.json").read_text())) for kind in KINDS]
-    read += [Profile.load("profile.json"), LayerProfile.load("layers.json")]
+    for kind, file in ((Profile, "profile.json"), (LayerProfile, "layers.json")):
+        read += [kind.load(file), kind.from_json(json.loads(Path(file).read_text()))]
     for one in read:
         for load in (one.workload.load, one.workload.admitted, lambda s=one: refused(s)):
             with pytest.raises(CaptureError, match="workload-untrusted"):
