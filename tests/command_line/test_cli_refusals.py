@@ -187,6 +187,7 @@ WRITERS = {
     "evaluate": ["none.py:model"],
     "predict": ["none.json", "--profile", "none.json"],
     "verify": ["none.json"],
+    "explain": ["none.json"],
     "report": ["none.json"],
     "export": ["none.json", "--to", "alpa"],
     "run": ["none.json"],
@@ -201,7 +202,8 @@ def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_read(
     lets nobody write; ``profile`` makes folders. Nothing is left there."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    flags = {"report": ["-o", "--trace"], "run": ["--trace", "--save"]}.get(verb, ["-o"])
+    both = ["-o", "--trace"]
+    flags = {"report": both, "explain": both, "run": ["--trace", "--save"]}.get(verb, ["-o"])
     wrong = {
         "missing/x": "there is no folder missing",
         ".": "it is a folder",
