@@ -191,6 +191,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "store": ([], ["ls", "import stages.json", "merge stages.json"]),
     "jobs": ([], []),
     "evaluate": ([], []),
+    "estimate": ([], []),
     "profile": (["--jobs jobs.toml", "--jobs jobs.toml --dry-run"], []),
     "plan": (
         [f"{_OWN} --system mutwo --models models.json"],
