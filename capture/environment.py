@@ -215,6 +215,17 @@ def of_child(platform: str) -> dict[str, str]:
     return found if platform == "cpu" else {**found, **_WITHOUT_DEVICES}
 
 
+def shield_children() -> None:
+    """Let processes that this one starts find no modules in the working directory, unless this one
+    does, as with ``python -m``: whose folder it is, a ``socket.py`` in it would be run.
+
+    Source: Python's documentation of ``PYTHONSAFEPATH``; ``multiprocessing`` starts its processes
+    with ``python -c``, which puts the working directory first.
+    """
+    if not {"", os.getcwd()} & set(sys.path[:1]):
+        os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def check() -> list[Violation]:
     """Flags that the installed JAX needs and this process lacks, each with what to do about it."""
     given = _parse(_given_text())

@@ -143,6 +143,7 @@ def console() -> int:
         options = parse()
     except OptionError as error:
         return _refused("--json" in sys.argv, error)
+    environment.shield_children()
     log, code = LibraryLog.begin(), 2
     warnings.showwarning = _show_warning
     try:

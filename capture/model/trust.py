@@ -64,10 +64,13 @@ def _identity(location: str) -> tuple[str, str] | None:
 
     A module counts by its file too: in another working directory another one may have its name.
     """
-    if location.endswith(".py"):
-        return "", str(Path(location).resolve())
-    file = _file_of(location)
-    return None if file is None else (location, os.path.abspath(file))
+    try:
+        if location.endswith(".py"):
+            return "", os.path.realpath(location)
+        file = _file_of(location)
+        return None if file is None else (location, os.path.abspath(file))
+    except ValueError:  # a NUL is in no name of a file
+        return None
 
 
 def _file_of(name: str) -> str | None:

@@ -190,6 +190,7 @@ class WorkloadSpec:
         if (
             not colon
             or not location
+            or not location.isprintable()
             or not function.isidentifier()
             or any(not sep or not key.isidentifier() for key, sep, _ in arguments)
         ):
@@ -243,7 +244,7 @@ class WorkloadSpec:
                 "workload-arguments",
             )
         if not trust and not is_remembered(self.location, self.function):
-            arguments = ", ".join(f"{k}={repr(v)[:200]}" for k, v in self.arguments.items())
+            arguments = ", ".join(f"{k}={_cut(repr(v))}" for k, v in self.arguments.items())
             raise WorkloadError.of(
                 _one_line(
                     f"{self.named_by!r} would run {self.function}({arguments}) of "
@@ -267,7 +268,7 @@ class WorkloadSpec:
         """The inverse of ``relative_to``."""
         if not self.is_file or Path(self.location).is_absolute():
             return self
-        return replace(self, location=os.path.relpath((directory / self.location).resolve()))
+        return replace(self, location=os.path.relpath(os.path.realpath(directory / self.location)))
 
     def load(self, *, trust: bool = False) -> WorkloadProtocol:
         """Import the file or module and call the function.
@@ -345,11 +346,25 @@ def _is_own(value: Any, module: ModuleType) -> bool:
 
 
 def of_document(read: T, named_by: Path | str = "a document") -> T:
-    """Return what was read of a file with a ``workload``, which the file names and nobody else."""
+    """Return what was read of a file with a ``workload``, which the file names and nobody else.
+
+    Raises:
+        WorkloadError: ``workload-name`` for a location that is no name of a file or module.
+    """
     workload: WorkloadSpec | None = read.workload  # type: ignore[attr-defined]
     if workload is None:
         return read
+    if not workload.location.isprintable():
+        raise WorkloadError.of(
+            f"{str(named_by)!r} has workload.location={workload.location!r}; it must be a path "
+            "that ends in .py, or a module.",
+            "workload-name",
+        )
     return replace(read, workload=workload.in_file(named_by))  # type: ignore[type-var]
+
+
+def _cut(text: str, most: int = 300) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _one_line(text: str) -> str:

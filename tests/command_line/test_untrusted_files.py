@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 from array_models import array_plan
 from commands import run_here
 from plan_examples import two_stages
-from processes import user_model
+from processes import environment_apart, user_model
 
 from capture import Plan, ShardingPlan, WorkloadSpec, train_array
 from capture.cli.main import VERBS, build_parser, main
@@ -95,12 +96,14 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "trailing space": ("evil.py ", "touch", {}),
     "spaced module": ("evil ", "touch", {}),
     "newline": ("evil.py\n", "touch", {}),
+    "zero": ("evil\0.py", "touch", {}),
+    "loop": ("loop.py", "touch", {}),
     "arguments": ("evil.py", "touch", {"command": {"nested": ["touch pwned"]}}),
     "same relative path": ("net.py", "model", {}),
     "claims": ("evil.py", "touch", {}),
 }
 #: Of variants whose names are no workload names on a command line.
-UNNAMED = {"dotted", "arguments", "newline"}
+UNNAMED = {"dotted", "arguments", "newline", "zero"}
 
 
 def packs_plan() -> PacksPlan:
@@ -148,6 +151,7 @@ def strangers(tmp_path, monkeypatch) -> Iterator[Path]:
         (folder / name).write_text(EVIL + "def model(): touch()\n")
     (folder / "package" / "evil.py").write_text(EVIL)
     (folder / "link.py").symlink_to("evil.py")
+    (folder / "loop.py").symlink_to("loop.py")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("capture.cli.main.build_parser", _parser)
@@ -415,8 +419,12 @@ def refused(one: Any) -> None:
 
 def test_an_exported_plan_is_no_code_of_the_file(strangers, documents, capsys):
     """The name of the workload is a line of the docstring of a Python file."""
-    evil = '"""\nopen("pwned", "w")\n"""\\'
-    named = {"location": evil, "function": 'f"""\\', "arguments": {'x"""': '\\"""\n'}}
+    evil = '"""; open("pwned", "w"); """\\'
+    named = {
+        "location": evil,
+        "function": '\n"""\nopen("pwned", "w")',
+        "arguments": {"x": '\\"""\n'},
+    }
     one = {**documents["stages"], "workload": named}
     Path("stages.json").write_text(json.dumps(one))
     code, _, err = run_here(
@@ -437,3 +445,24 @@ def test_options_of_a_target_file_name_no_paths(strangers, value):
     Path("target.json").write_text(json.dumps(target))
     with pytest.raises(CaptureError, match=r"xla_gpu_cuda_data_dir is .* \[target-corrupt\]"):
         Target.load("target.json")
+
+
+def test_processes_of_a_command_find_no_modules_in_the_working_directory(strangers, tmp_path):
+    """``multiprocessing`` would: a worker imports ``socket`` and ``pickle`` first."""
+    for name in ("socket", "pickle", "selectors"):
+        Path(f"{name}.py").write_text("open('pwned', 'w')")
+    program = tmp_path / "command.py"
+    program.write_text(
+        "import multiprocessing, sys\n"
+        "from capture.cli.main import console\n"
+        "if __name__ == '__main__':\n"
+        "    sys.argv = ['capture', 'store', '--store', 'none.sqlite', 'ls']\n"
+        "    console()\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    sys.exit(worker.exitcode)\n"
+    )
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=environment_apart(), capture_output=True, text=True)
+    assert done.returncode == 0 and not PWNED.exists(), done.stderr
