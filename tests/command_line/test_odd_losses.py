@@ -24,9 +24,9 @@ PLAN = {
 }
 HERE = ("--workers", "0", "--store", "store.sqlite")
 VERBS = {
-    "run": ("run", "plan.json", "--steps", "2", "--check"),
-    "verify": ("verify", "plan.json", *HERE),
-    "explain": ("explain", "plan.json", "--seconds", "0", *HERE),
+    "run": ("run", "plan.json", "--trust", "--steps", "2", "--check"),
+    "verify": ("verify", "plan.json", "--trust", *HERE),
+    "explain": ("explain", "plan.json", "--trust", "--seconds", "0", *HERE),
     "osdp": ("osdp", "WORKLOAD", "--cluster", "1x2", "--target", "cpu_like.json", "--no-verify"),
     "packs": (
         *("plan", "WORKLOAD", "--system", "harmony", "--target", "cpu_like.json", "--no-verify"),
