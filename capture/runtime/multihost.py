@@ -91,12 +91,10 @@ def initialize(
     secret = secret or environment.secret_of_run()
     if transport != "device_put":
         check_secret(where, secret)
-    gate = None
-    if secret is None:
-        check_coordinator(where, host)
-        address, service = _own_address(where), where
-    else:
-        address = "127.0.0.1" if is_of_this_machine(where) else _own_address(where)
+    check_coordinator(where, host)
+    gate, service = None, where
+    address = "127.0.0.1" if is_of_this_machine(where) else _own_address(where)
+    if secret is not None:
         gate = Gate(secret, f"{address}:0" if host else where, host)
         service = _service(gate, where, host)
     try:

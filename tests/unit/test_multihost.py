@@ -15,6 +15,7 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
+from capture.runtime import multihost
 from capture.runtime.hosts import addresses, device_puts
 from capture.runtime.hosts.part import Part
 from capture.runtime.hosts.saving import Saver
@@ -227,6 +228,43 @@ def test_a_sender_waits_for_what_it_sent_and_a_receiver_for_nothing():
         for wait in waits:
             wait(None)
     assert waited == [103, 203]
+
+
+def test_the_scheduler_says_who_is_who(monkeypatch):
+    for name, value in {
+        "JOB_ID": "70001",
+        "STEP_NODELIST": "node[003-004]",
+        "JOB_NUM_NODES": "2",
+        "NTASKS": "2",
+        "PROCID": "1",
+        "LOCALID": "0",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    address, count, host, devices = multihost._parties(None, None, None)
+    assert (address.partition(":")[0], count, host, devices) == ("node003", 2, 1, [0])
+    assert multihost._parties("a:1", 3, 2) == ("a:1", 3, 2, None)
+
+
+def test_a_run_that_nobody_describes_is_refused():
+    with pytest.raises(ExecutionError) as refused:
+        initialize()
+    assert str(refused.value) == (
+        "no scheduler says which host this is, where host 0 listens and how many there are; start "
+        "the command with srun or mpirun, or set CAPTURE_COORDINATOR, CAPTURE_NUM_HOSTS and "
+        "CAPTURE_HOST. [run-hosts-start]"
+    )
+
+
+def test_what_nothing_protects_between_machines_is_warned_of(recwarn):
+    multihost._warn_of_strangers("127.0.0.1:1", "device_put", joined=True)
+    multihost._warn_of_strangers("10.0.0.1:1", "sockets", joined=False)
+    assert not recwarn.list
+    for transport, joined, said in (
+        ("device_put", False, "--transport device_put: the library"),
+        ("sockets", True, "collectives of stages that span hosts: the library"),
+    ):
+        with pytest.warns(UserWarning, match=f"^{said} that moves these arrays listens for"):
+            multihost._warn_of_strangers("10.0.0.1:1", transport, joined)
 
 
 def test_a_transport_that_nobody_knows_is_refused():
