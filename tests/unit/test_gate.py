@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from strangers import Strangers, resident_bytes
@@ -210,6 +211,19 @@ def test_the_first_message_names_ports_of_this_machine(gates):
             with far:
                 far.sendall(b"\x02\0\0\0no")
                 assert near.recv(64) == b""
+
+
+def test_a_gate_ends_with_its_host():
+    program = (
+        "import os; from capture.runtime.hosts.gate import Gate; "
+        f"print(Gate({SECRET!r}, '127.0.0.1:0', 0).process_id, flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    gone, end = Path(f"/proc/{int(done.stdout)}/fd"), time.monotonic() + 10.0
+    while gone.exists() and list(gone.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_doors_are_shut_and_what_came_in_stays():

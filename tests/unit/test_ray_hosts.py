@@ -31,6 +31,7 @@ class FakeHost:
     over: threading.Event
     said: list[list[Any]]
     versions: list[dict[str, str]]
+    jobs: list[Any]
 
     def __init__(self, number: int):
         self._number, self._left = number, list(self.said[number])
@@ -40,7 +41,7 @@ class FakeHost:
         return Greeting(f"node {number}", number, f"10.0.0.{number}:1", self.versions[number])
 
     def live(self, job: Any) -> None:
-        self.job = job
+        self.jobs.append(job)
 
     def hear(self, seconds: float) -> list[Any]:
         if not self._left:
@@ -107,6 +108,7 @@ def cluster(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_hosts, "_STOPPED_SECONDS", 0.1)
     monkeypatch.setattr(FakeHost, "versions", [versions_here()] * 2, raising=False)
     monkeypatch.setattr(FakeHost, "over", threading.Event(), raising=False)
+    monkeypatch.setattr(FakeHost, "jobs", [], raising=False)
     yield found
     FakeHost.over.set()
     found.pool.shutdown(wait=False, cancel_futures=True)
@@ -127,6 +129,17 @@ def test_all_are_heard_and_ended(cluster, monkeypatch):
     assert cluster.released == 1 and [n for n in cluster.killed if n in (0, 1)] == [0, 1]
     (demands, apart) = cluster.asked[0]
     assert apart and [demand.devices for demand in demands] == [None, None]
+
+
+def test_hosts_of_one_start_have_a_secret_that_no_other_start_has(cluster, monkeypatch):
+    monkeypatch.setattr(FakeHost, "said", [[Done({})]] * 2, raising=False)
+    for _ in range(2):
+        processes = starter(cluster).start(PLAN, {})
+        watch(processes, 2, lambda message: None)
+        processes.end()
+    first, other, third, fourth = (job.secret for job in FakeHost.jobs)
+    assert first == other != third == fourth and len(first) == 64
+    assert first not in repr(FakeHost.jobs[0])
 
 
 def test_a_process_that_ray_lost_is_named_and_a_stopped_one_is_killed_on_its_node(
