@@ -49,7 +49,7 @@ from capture.model.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
 from capture.plan.choices import StageChoice  # noqa: E402
 from capture.plan.stages import Plan, Stage  # noqa: E402
 from capture.runtime import fast_paths  # noqa: E402
-from capture.runtime.meter import measure_heap  # noqa: E402
+from capture.runtime.heap import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
 from capture.step.pipeline import program_name  # noqa: E402

@@ -321,11 +321,7 @@ def as_text(document: dict[str, Any]) -> str:
             + ("" if said is None else f", predicted {format_bytes(said)}")
         )
     if (heap := document["allocator"]) is not None:
-        added, booked = format_bytes(heap["step_bytes"]), format_bytes(heap["booked_bytes"])
-        lines.append(
-            f"an ordinary step added {added} to malloc's bytes, all devices together; at most "
-            f"{booked} are booked"
-        )
+        lines += _of_malloc(heap)
     dispatch = document.get("dispatch_seconds")
     if dispatch is not None:
         lines.append(
@@ -356,3 +352,22 @@ def as_text(document: dict[str, Any]) -> str:
     if "saved" in document:
         lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)
+
+
+def _of_malloc(heap: dict[str, Any]) -> list[str]:
+    """Return lines with what an ordinary step added to malloc's bytes, and the most that it may."""
+    said = f"an ordinary step added {format_bytes(heap['step_bytes'])} to malloc's bytes; "
+    parts = {
+        "booked over all devices": "booked_bytes",
+        "scratch of kernels": "scratch_bytes",
+        "not yet given back by a program that has ended": "unreturned_bytes",
+        "micro-batches on their way to devices": "fed_bytes",
+        "objects of JAX": "object_bytes",
+    }
+    listed = [f"{format_bytes(heap[key])} {what}" for what, key in parts.items() if heap[key]]
+    if heap["unbounded"]:
+        unknown = ", ".join(heap["unbounded"])
+        head = f"{said}how much {unknown} may allocate is not known, beside"
+    else:
+        head = f"{said}at most {format_bytes(heap['bound_bytes'])}:"
+    return [head, *(f"  {each}" for each in listed)]

@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from capture.compiler.buffers import read_buffers
+from capture.compiler.scratch import Scratch, scratch_of
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops, work_of
 from capture.measured.work import ProgramWork
 from capture.step.attribution import Buffer
@@ -47,6 +49,11 @@ class Executable:
     work: ProgramWork | None = None
     output_bytes: int | None = None
     buffers: tuple[Buffer, ...] = ()
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """What its kernels allocate on CPU beside ``transient_bytes``, read from its text."""
+        return scratch_of(self.call.as_text())  # type: ignore[attr-defined]  # of ``jax.stages``
 
 
 #: The layer that the name of an operation or an argument in a compiled program tells of.

@@ -76,6 +76,17 @@ def _dims(text: str) -> list[int]:
     return [int(size) for size in filter(None, text.split(","))]
 
 
+def dims_of(shape: str) -> list[int]:
+    """Return the sizes of the dimensions of an array's shape.
+
+    Example:
+        >>> dims_of("f32[8,16]{1,0}")
+        [8, 16]
+    """
+    found = _SHAPE.search(shape)
+    return _dims(found[2]) if found else []
+
+
 def _bits(dtype: str) -> int:
     if dtype in _BITS:
         return _BITS[dtype]

@@ -21,7 +21,7 @@ import numpy as np
 from capture.runtime.fast_paths import Put, to_devices
 from capture.runtime.reshard import plan_moves, reshard
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
-from capture.step.run_ahead import waits
+from capture.step.run_ahead import waits, with_scratch
 
 if TYPE_CHECKING:
     from capture.runtime.hosts.part import Part
@@ -65,6 +65,8 @@ class BoundStep:
         programs: Per name in the table of the step, its executable.
         layout: Shapes and shardings of every slot that is fed, copied, or copied from.
         part: What this process executes of it, where several share the step; all if None.
+        scratch_bytes: Gives, for the name of a program, what its kernels allocate per device beside
+            its temporaries. Asked only where run-ahead is bounded.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class BoundStep:
         programs: Mapping[str, Call],
         layout: Layout,
         part: Part | None = None,
+        scratch_bytes: Callable[[str], int] = lambda name: 0,
     ):
-        self.step, self._part = step, part
+        self.step, self._part, self._scratch_bytes = step, part, scratch_bytes
         self._persistent = frozenset(step.persistent.values())
         self._reported = frozenset(step.reported)
         self._actions = [
@@ -83,18 +86,28 @@ class BoundStep:
         ]
 
     @cached_property
+    def waits(self) -> list[tuple[int, ...]]:
+        """Per instruction, the slots whose arrays must be ready before it is issued, so that
+        devices that have finished nothing else hold no more than is booked, and together with the
+        scratch of their kernels no more than a step in program order takes."""
+        with_kernels = self._waits(self._scratch_bytes)
+        return [
+            tuple(dict.fromkeys((*arrays, *kernels)))
+            for arrays, kernels in zip(self._waits(lambda name: 0), with_kernels, strict=True)
+        ]
+
+    @cached_property
     def _waiting_actions(self) -> list[Action]:
-        """The same, each enqueued when devices that have finished nothing else would hold no more
-        than is booked."""
-        ledger, part = replay(self.step), self._part
-        memories = part.memories if part else self.step.users
-        budget = {memory: ledger.peak_of(memory).peak_bytes for memory in memories}
         return [
             _after(slots, action) if slots else action
-            for slots, action in zip(
-                waits(part.view if part else self.step, budget), self._actions, strict=True
-            )
+            for slots, action in zip(self.waits, self._actions, strict=True)
         ]
+
+    def _waits(self, scratch_bytes: Callable[[str], int]) -> list[tuple[int, ...]]:
+        ledger, part = replay(with_scratch(self.step, scratch_bytes)), self._part
+        memories = part.memories if part else self.step.users
+        budget = {memory: ledger.peak_of(memory).peak_bytes for memory in memories}
+        return waits(with_scratch(part.view if part else self.step, scratch_bytes), budget)
 
     def __call__(
         self,

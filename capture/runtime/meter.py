@@ -22,10 +22,9 @@ import jax
 
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
-from capture.runtime.dispatch import Observer
 from capture.runtime.hosts.transport import Buffer, Transport
-from capture.runtime.pipeline import PipelinedStep, StepMetrics
-from capture.runtime.process_memory import HeapMeter, ResidentSetMeter
+from capture.runtime.pipeline import PipelinedStep
+from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.state import PipelineState
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger, Memory, name_of
@@ -119,78 +118,6 @@ def measure_step(
         live.peak_bytes_of("host"),
         live.waiting_peak_bytes,
     )
-
-
-@dataclass(frozen=True)
-class HeapMeasurement:
-    """What the allocator gave out during one ordinary step, in which nothing but the runtime itself
-    waits for a device.
-
-    Attributes:
-        source: The counter.
-        before_bytes, peak_bytes: What malloc had given to the whole process.
-        booked_bytes: The most that the step may add by the ledger: over all devices of this
-            process, the replayed peak less what outlives the step. Devices need not reach their
-            peaks together.
-    """
-
-    source: str
-    before_bytes: int
-    peak_bytes: int
-    booked_bytes: int
-
-    @property
-    def step_bytes(self) -> int:
-        """What the step added."""
-        return self.peak_bytes - self.before_bytes
-
-
-def measure_heap(
-    step: AnyStep,
-    state: PipelineState,
-    batch: PyTree,
-    key: jax.Array | None = None,
-    *,
-    observer: Observer | None = None,
-) -> tuple[PipelineState, StepMetrics, HeapMeasurement | None]:
-    """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that
-    knows neither ledger nor compiler.
-
-    It counts the whole process, so the first step of a process, which compiles, tells nothing, and
-    it sees what no report of XLA names: the scratch of kernels, and memory that a program's thread
-    has not given back yet when its results are ready.
-
-    Args:
-        step, state, batch, key: As for ``measure_step``.
-        observer: Called before every instruction, and the counter is read after it, too.
-
-    Returns:
-        The step's results, ready, and the measurement: None where there is no such counter, or the
-            devices have memory of their own.
-    """
-    jax.block_until_ready(state)
-    heap = HeapMeter()
-    heap.start()
-
-    def observe(instruction: Instruction, slots: list[Any]) -> None:
-        heap()
-        if observer is not None:
-            observer(instruction, slots)
-            heap()
-
-    state, metrics = step(state, batch, key, observer=observe)
-    jax.block_until_ready((state, metrics.losses))
-    heap.stop()
-    if heap.before_bytes is None or heap.peak_bytes is None or step.devices[0].platform != "cpu":
-        return state, metrics, None
-    ledger, replayed = Ledger(len(step.devices)), step.replay()
-    begin(ledger, step.program)
-    booked = sum(
-        replayed.peak_of(number).peak_bytes - ledger.live_bytes[number]
-        for number, device in enumerate(step.devices)
-        if _is_here(device)
-    )
-    return state, metrics, HeapMeasurement(heap.meter, heap.before_bytes, heap.peak_bytes, booked)
 
 
 class LiveArrayMeter:

@@ -472,7 +472,10 @@ class ArrayTraining:
                 sharding = self.programs.sharding(slot.place)
                 return self.programs.structs(self.arrays[a], bundle, sharding)
 
-            self._bound[id(built)] = BoundStep(built.step, calls, layout)
+            executables = self.programs.executables
+            self._bound[id(built)] = BoundStep(
+                built.step, calls, layout, None, lambda name: executables[name].scratch.nbytes
+            )
         return self._bound[id(built)]
 
     def _call(self, built: ArrayStep, name: str) -> Call:

@@ -453,7 +453,12 @@ class PipelinedStep:
         own = dict(self.own_stages)
         calls = stage_calls(step, [own.get(s) for s in range(len(self.stages))])
         layout = partial(layout_of, step, self.stages)
-        return BoundStep(step, calls, layout, self.parts.get(id(step)))
+
+        def scratch_bytes(name: str) -> int:
+            stage = own.get(step.places.index(step.programs[name].place))
+            return 0 if stage is None else getattr(stage, step.programs[name].kind).scratch.nbytes
+
+        return BoundStep(step, calls, layout, self.parts.get(id(step)), scratch_bytes)
 
     @cached_property
     def _state_shardings(self) -> dict[str, list[Any]]:

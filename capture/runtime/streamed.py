@@ -427,4 +427,7 @@ class StreamedStep:
         step = self.program
         runs = {each.program: each for each in step.instructions if isinstance(each, Run)}
         calls = {name: self.programs.call(run) for name, run in runs.items()}
-        return BoundStep(step, calls, self.programs.layout)
+        executables = self.programs.executables
+        return BoundStep(
+            step, calls, self.programs.layout, None, lambda name: executables[name].scratch.nbytes
+        )

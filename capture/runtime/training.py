@@ -24,10 +24,11 @@ from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
+from capture.runtime.heap import measure_heap
 from capture.runtime.hosts.saved import complete_steps, set_aside
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
-from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
+from capture.runtime.meter import AnyStep, Measurement, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.state import PipelineState
@@ -195,15 +196,7 @@ def train(
         else list(measured.peak_bytes_per_device),
         "meter": None if measured is None else measured.meter,
         "ledger_checks": 0 if measured is None else measured.num_checks,
-        "allocator": None
-        if heap is None
-        else {
-            "source": heap.source,
-            "before_bytes": heap.before_bytes,
-            "peak_bytes": heap.peak_bytes,
-            "step_bytes": heap.step_bytes,
-            "booked_bytes": heap.booked_bytes,
-        },
+        "allocator": None if heap is None else heap.as_document(),
         "resident_set_peak_bytes": None if measured is None else measured.resident_set_peak_bytes,
         "resident_set_before_bytes": None
         if measured is None

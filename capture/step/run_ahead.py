@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from capture.step.ledger import Memory
@@ -52,6 +52,23 @@ def waits(step: Step, budget_bytes: Mapping[Memory, int]) -> list[tuple[int, ...
     ]
     state = [slot for slot in step.persistent.values() if step.slots[slot].nbytes]
     return [(*state, *found[0]), *found[1:]]
+
+
+def with_scratch(step: Step, scratch_bytes: Callable[[str], int]) -> Step:
+    """Return the step with what the kernels of its programs allocate added to their temporaries, so
+    that its replay and its waits have room for that, too.
+
+    Args:
+        step: The instructions, of any kind of plan.
+        scratch_bytes: Gives, for the name of a program, what it may allocate per device; 0 where a
+            program of another process is not known.
+    """
+    run = dict.fromkeys(each.program for each in step.instructions if isinstance(each, Run))
+    larger = {
+        name: replace(program, transient_bytes=program.transient_bytes + scratch_bytes(name))
+        for name, program in ((name, step.programs[name]) for name in run)
+    }
+    return replace(step, programs=step.programs | larger)
 
 
 @dataclass

@@ -14,11 +14,11 @@ from pipeline_models import mlp, pipeline, tied
 
 import capture.runtime.process_memory
 from capture.errors import ExecutionError
+from capture.runtime.heap import measure_heap
 from capture.runtime.meter import (
     AllocatorMeter,
     LiveArrayMeter,
     buffers,
-    measure_heap,
     measure_step,
 )
 from capture.runtime.pipeline import PipelinedStep, pipeshard

@@ -18,16 +18,18 @@ from hypothesis import given
 from pipeline_models import mark, pipeline
 from property.test_step import steps
 
+from capture.compiler.executable import Executable
+from capture.compiler.scratch import Scratch
 from capture.measured.stage_cost import StageCost
 from capture.model.workload import Workload
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import make_schedule
-from capture.runtime.meter import measure_heap
+from capture.runtime.heap import measure_heap
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.step.interface import stage_interface
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, replay
-from capture.step.run_ahead import waits
+from capture.step.run_ahead import waits, with_scratch
 from tests.synthetic_graphs import chain
 
 
@@ -167,6 +169,22 @@ def test_more_memory_means_fewer_waits():
     assert counts == sorted(counts, reverse=True)
     # The state of the step before; its optimizer has none.
     assert counts[-1] == len(program.persistent) - 1
+
+
+def test_kernels_in_flight_take_no_more_together_than_one_after_the_other(monkeypatch):
+    """With 1 MB for each program's kernels, and room for some programs where only arrays count."""
+    monkeypatch.setattr(Executable, "scratch", Scratch(1_000_000))
+    step = compiled((1, 2, 1))
+    roomy = with_scratch(step.program, lambda name: 1_000_000)
+    budget = booked(roomy)
+    assert budget[1] == 1_000_000 + booked(step.program)[1]
+    assert all(
+        held <= most for held, most in zip(most_held(roomy, step._bound.waits), budget, strict=True)
+    )
+    arrays_alone = waits(step.program, dict(enumerate(booked(step.program))))
+    assert any(
+        held > most for held, most in zip(most_held(roomy, arrays_alone), budget, strict=True)
+    )
 
 
 # ---- on devices ----------------------------------------------------------------------------------
