@@ -28,7 +28,7 @@ from capture.runtime.pipeline import StepMetrics
 from capture.runtime.process_memory import HeapMeter
 from capture.runtime.state import PipelineState
 from capture.step.ledger import Ledger, Memory
-from capture.step.program import Feed, Instruction, Run, Step, begin, replay
+from capture.step.program import Feed, Instruction, Place, Run, Step, begin, replay
 from capture.step.run_ahead import with_scratch
 
 #: What a running program takes per device beside arrays and scratch: 0.3 to 0.5 MB were seen.
@@ -148,11 +148,11 @@ def _parts(step: AnyStep) -> dict[str, int]:
     unreturned, fed = Counter[Memory](), Counter[Memory]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
-            _most(unreturned, program, instruction.program, _given_back(program, instruction))
+            place = program.programs[instruction.program].place
+            _most(unreturned, place, _given_back(program, instruction))
         elif isinstance(instruction, Feed):
             slot = program.slots[instruction.slot]
-            for memory in slot.place.memories:
-                fed[memory] = max(fed[memory], slot.nbytes)
+            _most(fed, slot.place, slot.nbytes)
     peaks = {memory: booked.peak_of(memory).peak_bytes for memory in memories}
     return {
         "booked_bytes": sum(peaks[memory] - ledger.live_bytes[memory] for memory in memories),
@@ -165,9 +165,10 @@ def _parts(step: AnyStep) -> dict[str, int]:
     }
 
 
-def _most(found: Counter[Memory], step: Step, program: str, nbytes: int) -> None:
-    for memory in step.programs[program].place.memories:
-        found[memory] = max(found[memory], nbytes)
+def _most(found: Counter[Memory], place: Place, nbytes: int) -> None:
+    """Keep the most bytes per memory, of a place with so many on each of its devices."""
+    for memory, count in Counter(place.memories).items():
+        found[memory] = max(found[memory], count * nbytes)
 
 
 def _given_back(step: Step, run: Run) -> int:
