@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from capture.model.graph import LayerGraph
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import Remat
 
 #: Forward passes that a training step is worth: a backward pass takes about two.
@@ -24,7 +24,7 @@ class TrainingNeed:
         graph: The layers, at the micro-batch size.
         optimizer_bytes: Per parameter of the graph, its optimizer state.
         activation_bytes: Per activation checkpointing mode, what a micro-batch keeps for the
-            backward pass.
+            backward pass, layer by layer; with ``cheap``, stages of several layers keep no more.
         largest_layer_bytes: The activations of the layer that keeps most of them if all are kept.
         zero3_param_bytes: Per number of devices, a power of two, the bytes that one of them holds
             of each parameter, sharded as FSDP (ZeRO-3) does.
@@ -72,7 +72,7 @@ class TrainingNeed:
 
 
 def training_need(
-    workload: WorkloadSpec | WorkloadProtocol,
+    workload: WorkloadProtocol,
     microbatch_size: int = 1,
     num_layers: int | None = None,
     max_devices: int = 2**14,
@@ -86,13 +86,12 @@ def training_need(
         max_devices: The largest number of devices that parameters are sharded over.
 
     Raises:
-        WorkloadError, TracingError: if the model cannot be traced.
+        TracingError: if the model cannot be traced.
     """
     from capture.profiler.compile import CompileBackend
     from capture.profiler.kept import kept_activations
 
-    task = workload.load() if isinstance(workload, WorkloadSpec) else workload
-    backend = CompileBackend(task, num_layers)
+    backend = CompileBackend(workload, num_layers)
     traced, sharding = backend.traced(microbatch_size), backend.sharding(microbatch_size)
     kept = {remat: kept_activations(backend, microbatch_size, remat) for remat in REMATS}
     degrees = [2**n for n in range(max_devices.bit_length())]

@@ -16,10 +16,11 @@ from typing import Any
 from capture import environment
 from capture.cli import options as shared
 from capture.cli.options import Option, at_least
-from capture.cli.output import emit, table
+from capture.cli.output import emit, table, warning_lines
 from capture.machine.target import Target, target_names
 from capture.model.workload import WorkloadSpec
 from capture.quantities import counted, format_bytes, format_flops
+from profiling_runs.collect import split_warnings
 from profiling_runs.estimate import TRAINING_PASSES, TrainingNeed, training_need
 from recommender.capture.least_state import fewest_stages
 
@@ -61,16 +62,16 @@ def main(options: argparse.Namespace) -> int:
         if target.memory is not None or options.target
     ]
     environment.prepare(num_devices=1)
-    need = training_need(
-        WorkloadSpec.parse(options.workload), options.microbatch_size, options.num_layers
-    )
+    workload = WorkloadSpec.parse(options.workload).load()
+    need = training_need(workload, options.microbatch_size, options.num_layers)
     fewest = [FewestDevices.of(need, target) for target in targets if target.memory is not None]
     document = {
         "workload": options.workload,
         **_document(need),
         "targets": [vars(each) for each in fewest],
+        "warnings": split_warnings(workload, options.microbatch_size),
     }
-    emit(options, document, "\n".join(_lines(need, fewest)))
+    emit(options, document, "\n".join([*_lines(need, fewest), *warning_lines(document)]))
     return 0
 
 
@@ -142,8 +143,9 @@ def _document(need: TrainingNeed) -> dict[str, Any]:
 def _lines(need: TrainingNeed, fewest: list[FewestDevices]) -> Iterator[str]:
     facts = _document(need)
     yield (
-        f"{counted(need.graph.num_layers, 'layer')}, {need.graph.num_parameters:,} parameters; "
-        f"traced with {counted(need.graph.microbatch_size, 'example')}, nothing compiled"
+        f"{counted(need.graph.num_layers, 'layer')}{' of nearly equal work' * need.auto_layers}, "
+        f"{need.graph.num_parameters:,} parameters; traced with "
+        f"{counted(need.graph.microbatch_size, 'example')}, nothing compiled"
     )
     rows = [
         [name, format_bytes(facts[f"{key}_bytes"]), "exact"]

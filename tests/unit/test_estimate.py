@@ -99,7 +99,12 @@ def test_activations_are_what_compiled_programs_keep():
         cost = backend.measure(StageConfig(0, 1, StageChoice(remat=remat), 8))
         kept = sum(graph.batch[b].nbytes for b in cost.kept_batch)
         assert need.activation_bytes[remat] == cost.residual_bytes + kept > 0
-    several = training_need(mlp(), 8)
+    several, backend = training_need(mlp(), 8), CompileBackend(mlp())
+    for remat, exact in (("none", True), ("cheap", False), ("full", True)):
+        cost = backend.measure(StageConfig(0, 4, StageChoice(remat=remat), 8))
+        kept = cost.residual_bytes + graph.batch[0].nbytes * len(cost.kept_batch)
+        assert several.activation_bytes[remat] >= kept
+        assert several.activation_bytes[remat] == kept or not exact
     kept = [several.activation_bytes[remat] for remat in REMATS]
     assert kept[0] > kept[1] > kept[2] == 4 * 8 * 16 * 4  # the inputs of four layers
     assert several.activation_bytes["none"] > 3 * several.largest_layer_bytes
