@@ -186,12 +186,6 @@ class AdditivePredictor(ComponentTables):
                 "profile-split",
             )
 
-    def param_bytes(self, split: ParamSplit) -> np.ndarray:
-        """Of every parameter, per device."""
-        if split in self.profile.param_bytes:
-            return np.array(self.profile.param_bytes[split], np.int64)
-        return _fit_sizes(self.profile.param_bytes, split)
-
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
         graph, split = self.graph(microbatch_size), choice.value_split
@@ -466,19 +460,3 @@ def _largest_sum(of_stage: np.ndarray) -> int:
     for stop in range(1, len(best)):
         best[stop] = (best[:stop] + of_stage[:stop, stop]).max()
     return int(best[-1])
-
-
-def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:
-    (tensor_parallel, replicas), known = (
-        split,
-        sorted(tp for tp, shared in param_bytes if shared == 1),
-    )
-    whole, most = (
-        np.array(param_bytes[known[0], 1], np.float64),
-        np.array(param_bytes[known[-1], 1], np.float64),
-    )
-    # A parameter that is split at the largest known degree is split at this one too, and nearly all
-    # are even over replicas.
-    return np.ceil(
-        np.where(most < whole, whole * known[0] / tensor_parallel, whole) / replicas
-    ).astype(np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +14,11 @@ from capture.errors import ProfileError, plain
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import StageChoice, num_full_layers
+from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
 from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
+from capture.predictor.held_gradients import extend_held, held_gradients
 from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
@@ -47,6 +48,7 @@ class ComponentTables:
         self.components, self.num_passes = (*passes, *UPDATES), len(passes)
         self._graphs: dict[int, LayerGraph] = {}
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
+        self._held_gradients: dict[ParamSplit, np.ndarray] = {}
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         for config, cost in profile.measurements.items():
             windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
@@ -94,15 +96,15 @@ class ComponentTables:
             windows = {window: parts for window, parts in windows.items() if window in only}
         graph = self.profile.graph
         keys = [layer.key for layer in graph.layers]
+        extend = partial(extend_windows, num_layers=graph.num_layers, keys=keys)
+        if self.profile.splits_backward:
+            kept, _, backward, deferred, inputs, weights = range(self.num_passes)
+            like = {deferred: kept, weights: backward}
+            extend = partial(
+                extend_split, num_layers=graph.num_layers, keys=keys, inputs=inputs, like=like
+            )
         try:
-            if self.profile.splits_backward:
-                kept, _, backward, deferred, inputs, weights = range(self.num_passes)
-                like = {deferred: kept, weights: backward}
-                table, drift = extend_split(
-                    windows, graph.num_layers, keys, inputs=inputs, like=like
-                )
-            else:
-                table, drift = extend_windows(windows, graph.num_layers, keys)
+            table, drift = extend_held(extend, windows, self._held(choice), self._adding)
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
@@ -121,6 +123,34 @@ class ComponentTables:
         if self.profile.is_lower_bound:
             self._bound_parts(table, drift, windows, choice, microbatch_size)
         return table, drift
+
+    def _held(self, choice: StageChoice) -> np.ndarray:
+        """What gradients of shared parameters wait in, of every stage; nothing in lower bounds."""
+        split = choice.param_split
+        if split not in self._held_gradients:
+            graph, (_, replicas) = self.profile.graph, split
+            # A gradient is whole until replicas have added theirs.
+            whole = [
+                0 if self.profile.is_lower_bound else min(replicas * int(nbytes), param.nbytes)
+                for nbytes, param in zip(self.param_bytes(split), graph.params, strict=True)
+            ]
+            self._held_gradients[split] = held_gradients(graph, whole)
+        return self._held_gradients[split]
+
+    @cached_property
+    def _adding(self) -> list[int]:
+        """The components that are backward passes with gradients of parameters."""
+        return [
+            row
+            for row, name in enumerate(self.components)
+            if name in ("backward", "backward_weights")
+        ]
+
+    def param_bytes(self, split: ParamSplit) -> np.ndarray:
+        """Of every parameter, per device."""
+        if split in self.profile.param_bytes:
+            return np.array(self.profile.param_bytes[split], np.int64)
+        return _fit_sizes(self.profile.param_bytes, split)
 
     def _bound_parts(
         self,
@@ -184,6 +214,7 @@ class ComponentTables:
     def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
         table, num_full = cheap.copy(), num_full_layers(choice.remat)
+        held = self._held(choice)
         running, kept = mixture.running, mixture.kept
         if self.profile.is_lower_bound:
             passed = _passed(self.graph(microbatch_size), choice)
@@ -192,6 +223,9 @@ class ComponentTables:
         for row, component in enumerate(self.components[: self.num_passes]):
             mixed = running if component in _TEMPORARIES else kept
             table[row] = mixed(full[row], cheap[row], num_full)
+            if row in self._adding and held.any():
+                apart = mixed(full[row] - held, cheap[row] - held, num_full) + held
+                table[row] = np.fmax(table[row], apart)
         return table
 
     def _drifted(
@@ -339,3 +373,19 @@ def _touched(graph: LayerGraph, choice: StageChoice) -> Iterator[tuple[int, list
 def _kind(choice: StageChoice) -> StageChoice:
     """What choices of other degrees have in common with this one."""
     return replace(choice, data_parallel=1, tensor_parallel=1)
+
+
+def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:
+    (tensor_parallel, replicas), known = (
+        split,
+        sorted(tp for tp, shared in param_bytes if shared == 1),
+    )
+    whole, most = (
+        np.array(param_bytes[known[0], 1], np.float64),
+        np.array(param_bytes[known[-1], 1], np.float64),
+    )
+    # A parameter that is split at the largest known degree is split at this one too, and nearly all
+    # are even over replicas.
+    return np.ceil(
+        np.where(most < whole, whole * known[0] / tensor_parallel, whole) / replicas
+    ).astype(np.int64)

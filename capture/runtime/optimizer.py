@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from capture.errors import WorkloadError
 from capture.tracing.dataflow import DataFlow
+from capture.tracing.jaxprs import is_variable
 
 #: Larger values do not travel between stages at the end of a step.
 _MAX_SUMMARY_ELEMENTS = 256
@@ -139,7 +139,7 @@ class TracedOptimizer:
         while True:  # a leaf may feed another, so iterate to the fixed point
             flow = program.propagate(self.sources_of(owned, program), owner_of_result)
             found = [
-                old | flow.get(out, frozenset()) - {_NOBODY}
+                old | (flow.get(out, frozenset()) - {_NOBODY} if is_variable(out) else frozenset())
                 for old, out in zip(owned, state_out, strict=True)
             ]
             if found == owned:
@@ -189,6 +189,7 @@ class SlicedOptimizer:
         assert len(self._stage_of_param) == self._num_params, (
             "every parameter belongs to exactly one stage"
         )
+        self._num_stages = len(stages)
         self._state_params = traced.params_of_state
         self._stages_of = {
             v: frozenset(self._stage_of_param[p] for p in params)
@@ -247,21 +248,17 @@ class SlicedOptimizer:
     def _exchanged(self) -> list[Any]:
         """Values that depend on a single stage and that the update of another stage needs."""
         found: dict[Any, None] = {}
-        for stage_id in set(self._stage_of_param.values()):
+        # Also of stages without parameters, which hold the leaves that are of no parameter.
+        for stage_id in range(self._num_stages):
             foreign = {
                 v
                 for v, stages in self._stages_of.items()
                 if len(stages) == 1 and stage_id not in stages
             }
             wanted = self._wanted(stage_id)
-            for equation in self._update_program.needed(wanted, foreign):
-                found.update(
-                    {
-                        v: None
-                        for v in equation.invars
-                        if not isinstance(v, jex_core.Literal) and v in foreign
-                    }
-                )
+            needed = self._update_program.needed(wanted, foreign)
+            read = [*wanted, *(v for equation in needed for v in equation.invars)]
+            found |= {v: None for v in read if is_variable(v) and v in foreign}
         for v in found:
             if math.prod(v.aval.shape) > _MAX_SUMMARY_ELEMENTS:
                 stage = next(iter(self._stages_of[v]))
