@@ -148,6 +148,27 @@ def violations_of(error: BaseException) -> tuple[Violation, ...]:
     )
 
 
+def is_bug(error: BaseException) -> bool:
+    """Return whether an exception is a fault of this library: neither its own refusal, nor raised
+    in a user's file, nor what JAX and the compiler say to a program.
+
+    Example:
+        >>> is_bug(KeyError("v")), is_bug(RuntimeError("out of memory")), is_bug(ValueError("no"))
+        (True, False, True)
+    """
+    said_by_others = (CaptureError, RuntimeError, OSError, MemoryError)
+    if isinstance(error, said_by_others) or raised_at(error):
+        return False
+    # JAX takes its own frames out, and keeps them with the cause.
+    frames = traceback.extract_tb(error.__traceback__)
+    cause = error.__cause__
+    if cause is not None and type(cause).__name__ == "UnfilteredStackTrace":
+        frames += traceback.extract_tb(cause.__traceback__)
+    by_jax = bool(frames) and f"{os.sep}jax{os.sep}" in frames[-1].filename
+    of_jax = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+    return not (of_jax or (by_jax and isinstance(error, (TypeError, ValueError))))
+
+
 def raised_at(error: BaseException) -> str:
     """``file:line in function`` of the innermost frame that is of no library, or of what Python
     cannot read; empty if all are."""

@@ -9,6 +9,8 @@ A job that fails is tried again; one that fails again and again is set aside wit
 its batch goes on without it:
 
     refused by the library itself       at once: it will say the same again
+    failed by a fault of the library    at once, and not set aside: when all others are done, the
+                                        batch raises what is to be reported
     raised an exception                 after 2 attempts
     its worker ended, or it timed out   after 5 and 2 attempts; from the second on it is tried
                                         alone, when all others are done
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-from capture.errors import ProfileError, plain
+from capture.errors import CaptureError, ProfileError, plain
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from profiling_runs.jobs import Failure, Job, Outcome, Queue
@@ -34,6 +36,7 @@ from profiling_runs.pools.pool import Runner
 #: little.
 MAX_ATTEMPTS: dict[Failure, int] = {
     "refused": 1,
+    "bug": 1,
     "raised": 2,
     "timed out": 2,
     "lost": 5,
@@ -76,6 +79,7 @@ class Batch:
         )
         self._totals, self._done = Counter(job.kind for job in jobs), Counter[str]()
         self._failures: dict[str, Counter[Failure]] = {}
+        self._bugs: list[Outcome] = []
         backend = str(provenance.get("backend", ""))
         set_aside = store.enqueue({job.key: job.to_json(workload, backend) for job in jobs})
         self._set_aside = [
@@ -94,7 +98,8 @@ class Batch:
                 an exception.
 
         Raises:
-            ProfileError: ``store-write`` if the disk does not take a result; what the runner raises
+            ProfileError: ``store-write`` if the disk does not take a result; ``internal-error``,
+                when all other jobs are done, for a fault of the library; what the runner raises
                 when nothing can run at all.
         """
         for kind, total in self._totals.items():
@@ -115,7 +120,8 @@ class Batch:
                     last = [outcome for outcome in outcomes if self._judge(outcome)]
                     running -= {outcome.job.key for outcome in outcomes}
                     for outcome in last:
-                        yield self._settled(outcome)
+                        if outcome.failure != "bug":
+                            yield self._settled(outcome)
             finally:
                 with suppress(
                     ProfileError
@@ -123,6 +129,8 @@ class Batch:
                     # them too
                 ):
                     self._store.release(running)
+        if self._bugs:
+            raise _to_report(self._bugs)
 
     def _hand_out(self, runner: Runner, running: set[str]) -> None:
         for slot in runner.idle():
@@ -150,17 +158,20 @@ class Batch:
             self._say(job, "done", **facts)
             self._queue.settle(job.key, outcome.value)
             return True
+        if failure == "bug":
+            self._bugs.append(outcome)
         seen = self._failures.setdefault(job.key, Counter())
         seen[failure] += 1
         given_up = seen[failure] >= MAX_ATTEMPTS[failure]
         blameless = failure == "node lost" and not given_up
+        set_aside = given_up and failure != "bug"
         if blameless:
             self._store.release([job.key])
         else:
-            self._store.fail(job.key, outcome.error, outcome.traceback, set_aside=given_up)
+            self._store.fail(job.key, outcome.error, outcome.traceback, set_aside=set_aside)
         self._say(
             job,
-            "set aside" if given_up else "pending" if blameless else "failed",
+            "set aside" if set_aside else "pending" if blameless else "failed",
             **facts,
             error=outcome.error,
         )
@@ -189,6 +200,18 @@ class Batch:
                 **facts,
             }
         )
+
+
+def _to_report(bugs: Sequence[Outcome]) -> CaptureError:
+    """Return the error that says what to report of faults of the library."""
+    first = bugs[0]
+    of_others = f" (and of {len(bugs) - 1} others)" if len(bugs) > 1 else ""
+    return ProfileError.of(
+        f"a measurement of {first.job.what}{of_others} failed by a fault of CAPTURE, not of the "
+        f"model: {plain(first.error)}. All other measurements are kept. Please report the "
+        f"command, the versions of jax and optax, and this traceback:\n{first.traceback.rstrip()}",
+        "internal-error",
+    )
 
 
 def _known(error: str) -> str:

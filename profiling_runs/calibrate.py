@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from capture.errors import PlanError
+from capture.errors import PlanError, is_bug
 from capture.measured.profile import Calibration, Profile, StageConfig, StageError
 from capture.plan.choices import by_degree, with_mixtures
 from capture.plan.sampling import random_plans
@@ -116,5 +116,7 @@ def _is_same_model(measurements: Measurements, question: ProfileQuestion, size: 
             backend.traced(size).graph.num_layers
             == backend.traced(question.microbatch_size).graph.num_layers
         )
-    except Exception:  # the model's own
+    except Exception as error:  # the model's own
+        if is_bug(error):
+            raise
         return False

@@ -146,7 +146,7 @@ class Job:
         return {**facts, "kind": self.kind}
 
 
-Failure = Literal["refused", "raised", "lost", "node lost", "timed out"]
+Failure = Literal["refused", "raised", "bug", "lost", "node lost", "timed out"]
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,9 @@ class Outcome:
         value: As the store keeps it; None if the attempt failed.
         seconds: It took the worker.
         worker: Host and process.
-        failure: ``"refused"`` if the library itself said no, which it will again; ``"raised"`` for
-            any other exception; ``"lost"`` if the worker ended, ``"node lost"`` if that was no
+        failure: ``"refused"`` if the library itself said no, which it will again; ``"bug"`` for an
+            exception that is the library's own fault (``capture.errors.is_bug``); ``"raised"`` for
+            any other; ``"lost"`` if the worker ended, ``"node lost"`` if that was no
             fault of the job; ``"timed out"``.
         error: Why it failed, in a line.
         traceback: Where the exception was raised.

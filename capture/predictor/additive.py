@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 
@@ -295,7 +296,7 @@ class AdditivePredictor(ComponentTables):
             for group, moments in zip(schedule.stages, schedule.moments, strict=True)
         ]
         of_groups = [
-            self._of_group(plan, group, *peak)
+            self._of_group(plan, group, self._most(plan, group, memories), *peak)
             for group, peak in zip(schedule.stages, peaks, strict=True)
         ]
         stages = [
@@ -312,8 +313,34 @@ class AdditivePredictor(ComponentTables):
             1.0 if all(stage.verified for stage in stages) else self._coverage(),
         )
 
+    def _most(self, plan: Plan, group: Sequence[int], memories: Sequence[StageMemory]) -> int:
+        """Return the peak of the stages that share some devices, if the programs of those that were
+        not compiled need the most that they were seen to."""
+        stages = []
+        for s in group:
+            config, memory = StageConfig.of(plan.stages[s], plan.microbatch_size), memories[s]
+            if config not in self.profile.measurements and config not in self.profile.verified:
+                unsure = self.unsure_bytes(config)
+                programs = {
+                    name: ceil(getattr(memory, name) * (1 + UNSEEN_TEMPORARIES_FRACTION))
+                    + unsure * (name in ("backward", "backward_weights"))
+                    for name in ("forward", "backward", "backward_inputs", "backward_weights")
+                    if getattr(memory, name)
+                }
+                update = ceil(memory.update * (1 + UNSEEN_TEMPORARIES_FRACTION))
+                memory = replace(memory, **programs, update=update)
+            stages.append(memory)
+        moments = plan.schedule_table.moments[plan.schedule_table.placement[group[0]]]
+        _, parts = peak_parts(stages, moments)
+        return sum(sum(each.values()) for each in parts)
+
     def _of_group(
-        self, plan: Plan, group: Sequence[int], instant: str, parts: Sequence[Mapping[str, int]]
+        self,
+        plan: Plan,
+        group: Sequence[int],
+        most: int,
+        instant: str,
+        parts: Sequence[Mapping[str, int]],
     ) -> list[StagePrediction]:
         """The prediction of the stages that share some devices, from the parts of each; the
         interval is the widest that one of them has."""
@@ -333,9 +360,7 @@ class AdditivePredictor(ComponentTables):
         if not verified:
             ends = [self._interval(config, extrapolated) for config in configs]
             low, high = min(end for end, _ in ends), max(end for _, end in ends)
-            if any(config not in self.profile.measurements for config in configs):
-                unseen = UNSEEN_TEMPORARIES_FRACTION * total["temporaries"] / max(peak, 1)
-                high = max(high, 1 + unseen)
+            high = max(high, most / max(peak, 1))
         return [
             StagePrediction(
                 peak,

@@ -3,7 +3,10 @@ parameter.
 
 The gradient that the last of them makes is in memory until the backward pass comes to the first:
 one buffer of the parameter's size, however many layers read it, because each of the others is added
-to it in place. Windows tell so only where they hold two of the layers.
+to it in place. A sum over windows has no such buffer where no window holds two of the layers, and
+where the gradient of a single reader needs none: rows of a table are added to the accumulated
+gradient in place. Where it does need one (the gradient of a matrix product), what the layer adds
+has it.
 """
 
 from __future__ import annotations
@@ -17,51 +20,71 @@ from capture.model.graph import LayerGraph
 Windows = Mapping[tuple[int, int], np.ndarray]
 
 
-def held_gradients(graph: LayerGraph, param_bytes: Sequence[int]) -> np.ndarray:
+def held_gradients(
+    graph: LayerGraph, param_bytes: Sequence[int], added: np.ndarray | None = None
+) -> np.ndarray:
     """Return the bytes per device that gradients of shared parameters wait in, of every stage
-    [first, stop): int64 (L, L + 1).
+    [first, stop): float64 (L, L + 1).
 
     Args:
         graph: The layers.
         param_bytes: Per parameter, bytes per device of a whole gradient.
+        added: Per layer, the bytes that a backward pass is known to need more with it: what the
+            layers behind the first reader add is taken off. Without it, nothing is.
 
     Example:
         See ``tests/unit/test_held_gradients.py``.
     """
-    held = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
+    num_layers = graph.num_layers
+    held = np.zeros((num_layers, num_layers + 1))
+    stops = np.arange(num_layers + 1)
     for p, nbytes in enumerate(param_bytes):
         readers = np.array(graph.param_readers(p), int)
-        if len(readers) > 1:
-            before = np.searchsorted(readers, np.arange(graph.num_layers + 1))
-            held += nbytes * (before[None, :] - before[:-1, None] > 1)
+        if len(readers) < 2:
+            continue
+        before = np.searchsorted(readers, stops)
+        known = np.zeros(len(readers) + 1)
+        if added is not None:
+            known[1:] = np.cumsum(np.clip(added[readers], 0, nbytes))
+        # What is known behind the first reader of a stage.
+        behind = known[before][None, :] - known[np.minimum(before[:-1] + 1, len(readers))][:, None]
+        several = before[None, :] - before[:-1, None] > 1
+        held += np.where(several, np.maximum(nbytes - behind, 0), 0)
     return held
 
 
-def extend_held(
+def added_bytes(windows: Windows, num_layers: int, row: int) -> np.ndarray:
+    """Return what each layer adds to the longest measured window of those before it, (L,); 0 of the
+    first layer."""
+    added = np.zeros(num_layers)
+    for layer in range(1, num_layers):
+        first = layer
+        while (first - 1, layer + 1) in windows and (first - 1, layer) in windows:
+            first -= 1
+        if first < layer:
+            added[layer] = windows[first, layer + 1][row] - windows[first, layer][row]
+    return added
+
+
+def held_beyond(
     extend: Callable[[Windows], tuple[np.ndarray, np.ndarray]],
     windows: Windows,
     held: np.ndarray,
-    rows: Sequence[int],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of all stages and the drift to add to it, as ``extend`` does, with what
-    gradients wait in.
+    row: int,
+) -> np.ndarray:
+    """Return how much more a component of every stage is than the sum over windows with its drift,
+    (L, L + 1); never less than 0, and 0 where the windows say it.
 
     The bytes ``held`` are taken out of the windows that have them and added to the stages that do.
-    Where the windows show that a compiler needs less, the sum of the windows as they are may be
-    larger, and counts.
 
     Args:
         extend: From windows to the table and its drift.
         windows: Per (first, stop), an array of components.
         held: What ``held_gradients`` returns.
-        rows: The components that are backward passes with gradients of parameters.
+        row: Of the component.
     """
-    table, drift = extend(windows)
-    if held.any():
-        rows = list(rows)
-        without = {window: parts.copy() for window, parts in windows.items()}
-        for (first, stop), parts in without.items():
-            parts[rows] -= held[first, stop]
-        total = np.add(*extend(without))[rows] + held
-        drift[rows] = np.fmax(table[rows] + drift[rows], total) - table[rows]
-    return table, drift
+    without = {window: parts.copy() for window, parts in windows.items()}
+    for window, parts in without.items():
+        parts[row] -= held[window]
+    as_measured, apart = (np.add(*extend(found))[row] for found in (windows, without))
+    return np.maximum(np.nan_to_num(apart + held - as_measured), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +18,7 @@ from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
 from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
-from capture.predictor.held_gradients import extend_held, held_gradients
+from capture.predictor.held_gradients import added_bytes, held_beyond, held_gradients
 from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
@@ -48,7 +48,8 @@ class ComponentTables:
         self.components, self.num_passes = (*passes, *UPDATES), len(passes)
         self._graphs: dict[int, LayerGraph] = {}
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
-        self._held_gradients: dict[ParamSplit, np.ndarray] = {}
+        self._most: dict[ParamSplit, np.ndarray] = {}
+        self._whole: dict[ParamSplit, list[int]] = {}
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         for config, cost in profile.measurements.items():
             windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
@@ -94,17 +95,8 @@ class ComponentTables:
         windows = self._windows[choice, microbatch_size]
         if only is not None:
             windows = {window: parts for window, parts in windows.items() if window in only}
-        graph = self.profile.graph
-        keys = [layer.key for layer in graph.layers]
-        extend = partial(extend_windows, num_layers=graph.num_layers, keys=keys)
-        if self.profile.splits_backward:
-            kept, _, backward, deferred, inputs, weights = range(self.num_passes)
-            like = {deferred: kept, weights: backward}
-            extend = partial(
-                extend_split, num_layers=graph.num_layers, keys=keys, inputs=inputs, like=like
-            )
         try:
-            table, drift = extend_held(extend, windows, self._held(choice), self._adding)
+            table, drift = self._extend(windows)
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
@@ -124,27 +116,78 @@ class ComponentTables:
             self._bound_parts(table, drift, windows, choice, microbatch_size)
         return table, drift
 
-    def _held(self, choice: StageChoice) -> np.ndarray:
-        """What gradients of shared parameters wait in, of every stage; nothing in lower bounds."""
-        split = choice.param_split
-        if split not in self._held_gradients:
-            graph, (_, replicas) = self.profile.graph, split
+    def _extend(
+        self, windows: Mapping[tuple[int, int], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        graph = self.profile.graph
+        keys = [layer.key for layer in graph.layers]
+        if not self.profile.splits_backward:
+            return extend_windows(windows, graph.num_layers, keys)
+        kept, _, backward, deferred, inputs, weights = range(self.num_passes)
+        like = {deferred: kept, weights: backward}
+        return extend_split(windows, graph.num_layers, keys, inputs=inputs, like=like)
+
+    def _most_held(self, split: ParamSplit) -> np.ndarray:
+        """The most that gradients of shared parameters wait in, of every stage."""
+        if split not in self._most:
             # A gradient is whole until replicas have added theirs.
             whole = [
-                0 if self.profile.is_lower_bound else min(replicas * int(nbytes), param.nbytes)
-                for nbytes, param in zip(self.param_bytes(split), graph.params, strict=True)
+                min(split[1] * int(nbytes), param.nbytes)
+                for nbytes, param in zip(
+                    self.param_bytes(split), self.profile.graph.params, strict=True
+                )
             ]
-            self._held_gradients[split] = held_gradients(graph, whole)
-        return self._held_gradients[split]
+            self._whole[split] = whole
+            self._most[split] = held_gradients(self.profile.graph, whole)
+        return self._most[split]
 
-    @cached_property
+    def _held(self, choice: StageChoice, microbatch_size: int) -> dict[int, np.ndarray]:
+        """What gradients of shared parameters wait in and measured windows do not show, by row of
+        the backward passes that add them, of every stage; none in lower bounds, and of a choice
+        that was not measured.
+
+        On CPU what layers add to each other stays, gradients too. On accelerators a stage needs
+        what its hungriest layers do, whatever the others add (``capture.runtime.layer_order``).
+        """
+        sizes = [size for known, size in self._windows if known == choice]
+        if self.profile.is_lower_bound or not self._most_held(choice.param_split).any() or not sizes:
+            return {}
+        nearest = min(sizes, key=lambda size: (size < microbatch_size, abs(size - microbatch_size)))
+        graph, windows = self.profile.graph, self._windows[choice, nearest]
+        stays = self.profile.target == "cpu"
+        return {
+            row: held_gradients(
+                graph,
+                self._whole[choice.param_split],
+                added_bytes(windows, graph.num_layers, row) if stays else None,
+            )
+            for row in self._adding
+        }
+
+    @property
     def _adding(self) -> list[int]:
-        """The components that are backward passes with gradients of parameters."""
-        return [
-            row
-            for row, name in enumerate(self.components)
-            if name in ("backward", "backward_weights")
-        ]
+        """Rows of the backward passes with gradients of parameters."""
+        names = ("backward", "backward_weights")
+        return [row for row, name in enumerate(self.components) if name in names]
+
+    def _add_held(self, table: np.ndarray, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        windows = self._windows[choice, microbatch_size]
+        for row, held in self._held(choice, microbatch_size).items():
+            table[row] += held_beyond(self._extend, windows, held, row)
+        return table
+
+    def unsure_bytes(self, config: StageConfig) -> int:
+        """Return the bytes that gradients of shared parameters may wait in beyond what is
+        predicted: what a layer adds to its neighbours may be its gradient or something else, and
+        an accelerator may keep those of several layers until replicas have added theirs."""
+        choice, stage = config.choice, (config.first, config.stop)
+        most = self._most_held(choice.param_split)[stage]
+        if self.profile.is_lower_bound or not most:
+            return 0
+        if self.profile.target != "cpu":
+            return int(most) * (choice.data_parallel > 1)
+        held = self._held(choice.measured[-1], config.microbatch_size)
+        return int(most - min((found[stage] for found in held.values()), default=0))
 
     def param_bytes(self, split: ParamSplit) -> np.ndarray:
         """Of every parameter, per device."""
@@ -199,8 +242,10 @@ class ComponentTables:
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
             if microbatch_size in sizes:
+                total, drift = self._measured_table(choice, microbatch_size)
                 self._tables[key] = self._drifted(
-                    *self._measured_table(choice, microbatch_size),
+                    total,
+                    self._add_held(drift, choice, microbatch_size),
                     self._windows[choice, microbatch_size],
                 )
             elif sizes:
@@ -214,7 +259,6 @@ class ComponentTables:
     def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
         table, num_full = cheap.copy(), num_full_layers(choice.remat)
-        held = self._held(choice)
         running, kept = mixture.running, mixture.kept
         if self.profile.is_lower_bound:
             passed = _passed(self.graph(microbatch_size), choice)
@@ -223,9 +267,11 @@ class ComponentTables:
         for row, component in enumerate(self.components[: self.num_passes]):
             mixed = running if component in _TEMPORARIES else kept
             table[row] = mixed(full[row], cheap[row], num_full)
-            if row in self._adding and held.any():
-                apart = mixed(full[row] - held, cheap[row] - held, num_full) + held
-                table[row] = np.fmax(table[row], apart)
+        of_full, of_cheap = (self._held(part, microbatch_size) for part in choice.measured)
+        for row in of_full:
+            # Of a parameter that layers on both sides of the border read.
+            apart = (full[row] - of_full[row], cheap[row] - of_cheap[row])
+            table[row] = np.fmax(table[row], mixture.running(*apart, num_full) + of_cheap[row])
         return table
 
     def _drifted(
@@ -274,6 +320,9 @@ class ComponentTables:
         for row, component in enumerate(self.components):
             if row < self.num_passes:
                 table[row] *= growth[row]
+        # A gradient of parameters is as large whatever the examples.
+        table = self._add_held(table, choice, base)
+        for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
                 table[row] = _largest_part(table[row])
         return table

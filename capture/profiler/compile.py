@@ -94,7 +94,7 @@ class CompileBackend:
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
-        self._updates: dict[tuple[int, ...], StageUpdate] = {}
+        self._updates: dict[tuple[tuple[int, ...], bool], StageUpdate] = {}
 
     @property
     def _stops_at_report(self) -> bool:
@@ -154,14 +154,27 @@ class CompileBackend:
             )
         return self._shardings[microbatch_size]
 
-    def _update_of(self, owned: tuple[int, ...]) -> StageUpdate:
-        """The optimizer's slice of some parameters."""
-        if owned not in self._updates:
+    def _update_of(self, config: StageConfig) -> StageUpdate:
+        """Return the optimizer's slice of a stage: other stages need values of it even where it
+        owns all parameters."""
+        graph = self.traced(config.microbatch_size).graph
+        owned, _ = owned_and_borrowed(graph, config.first, config.stop)
+        is_alone = config.num_layers == graph.num_layers
+        if (owned, is_alone) not in self._updates:
             every = range(len(self._optimizer.params))
             rest = tuple(p for p in every if p not in set(owned))
-            sliced = SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned])
-            self._updates[owned] = sliced.stages[0]
-        return self._updates[owned]
+            parts = [owned] if is_alone and not rest else [owned, rest]
+            self._updates[owned, is_alone] = SlicedOptimizer(self._optimizer, parts).stages[0]
+        return self._updates[owned, is_alone]
+
+    def _summary_of_all(self, config: StageConfig) -> list[str]:
+        """Return, for keys, whether stages without parameters need values of this one, which owns
+        all parameters; nothing elsewhere."""
+        graph = self.traced(config.microbatch_size).graph
+        owned, _ = owned_and_borrowed(graph, config.first, config.stop)
+        if len(owned) < len(self._optimizer.params) or config.num_layers == graph.num_layers:
+            return []
+        return ["summary"] * bool(self._update_of(config).summary)
 
     def state_bytes(self, microbatch_size: int) -> tuple[int, ...]:
         """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of
@@ -249,6 +262,7 @@ class CompileBackend:
                 len(borrowed),
                 config.stop == graph.num_layers,
                 *_arriving(graph, config),
+                *self._summary_of_all(config),
             ]
         )
 
@@ -288,6 +302,7 @@ class CompileBackend:
             len(owned) < len(traced.graph.params),
             degrees,
             *_arriving(traced.graph, config),
+            *self._summary_of_all(config),
         ]
         return content_hash([self._facts, "update", params, *of_others])
 
@@ -401,13 +416,12 @@ class CompileBackend:
             devices = devices_of(
                 Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices
             )
-        owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         return kind(
             traced,
             config,
             devices,
             self.sharding(config.microbatch_size),
-            self._update_of(owned),
+            self._update_of(config),
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self.compiler_of(config),
         )

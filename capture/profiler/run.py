@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from capture.errors import CaptureError
+from capture.errors import CaptureError, is_bug
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.graph import content_hash
@@ -174,6 +174,8 @@ class RunBackend:
         except CaptureError as error:
             return Executed(None, "", str(error))
         except Exception as error:  # one run must not lose the others
+            if is_bug(error):
+                raise
             first_line = (str(error).splitlines() or [""])[0]
             failure = (
                 "out of memory: " if _is_out_of_memory(error) else f"{type(error).__name__}: "

@@ -15,7 +15,7 @@ from typing import Any
 import capture
 from capture import environment
 from capture.documents import write
-from capture.errors import CaptureError, ProfileError, violations_of
+from capture.errors import CaptureError, ProfileError, is_bug, violations_of
 from capture.machine.target import Target
 from capture.profiler.execution import ProfilingRun, replay_key
 from profiling_runs.jobs import Failure, Job, Outcome, Setting
@@ -95,7 +95,11 @@ def measure_job(backend: Any, job: Job) -> Outcome:
             _of_run(backend, job) if isinstance(job.what, ProfilingRun) else _of_stage(backend, job)
         )
     except Exception as error:
-        failure: Failure = "refused" if isinstance(error, CaptureError) else "raised"
+        failure: Failure = "raised"
+        if isinstance(error, CaptureError):
+            failure = "refused"
+        elif is_bug(error):
+            failure = "bug"
         said = str(error) if failure == "refused" else violations_of(error)[0].message
         outcome = Outcome(job, None, failure=failure, error=said, traceback=traceback.format_exc())
     return replace(outcome, seconds=time.perf_counter() - start, worker=name_of_process())
