@@ -296,7 +296,7 @@ class AdditivePredictor(ComponentTables):
             for group, moments in zip(schedule.stages, schedule.moments, strict=True)
         ]
         of_groups = [
-            self._of_group(plan, group, self._most(plan, group, memories), *peak)
+            self._of_group(plan, group, self._peak_at_most(plan, group, memories), *peak)
             for group, peak in zip(schedule.stages, peaks, strict=True)
         ]
         stages = [
@@ -313,7 +313,9 @@ class AdditivePredictor(ComponentTables):
             1.0 if all(stage.verified for stage in stages) else self._coverage(),
         )
 
-    def _most(self, plan: Plan, group: Sequence[int], memories: Sequence[StageMemory]) -> int:
+    def _peak_at_most(
+        self, plan: Plan, group: Sequence[int], memories: Sequence[StageMemory]
+    ) -> int:
         """Return the peak of the stages that share some devices, if the programs of those that were
         not compiled need the most that they were seen to."""
         stages = []

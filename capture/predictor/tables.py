@@ -150,7 +150,11 @@ class ComponentTables:
         what its hungriest layers do, whatever the others add (``capture.runtime.layer_order``).
         """
         sizes = [size for known, size in self._windows if known == choice]
-        if self.profile.is_lower_bound or not self._most_held(choice.param_split).any() or not sizes:
+        if (
+            self.profile.is_lower_bound
+            or not self._most_held(choice.param_split).any()
+            or not sizes
+        ):
             return {}
         nearest = min(sizes, key=lambda size: (size < microbatch_size, abs(size - microbatch_size)))
         graph, windows = self.profile.graph, self._windows[choice, nearest]
@@ -317,7 +321,7 @@ class ComponentTables:
             lines[-1] > 0, line / np.where(lines[-1] > 0, lines[-1], 1), microbatch_size / base
         )
         growth = np.maximum(growth, 1) if microbatch_size > base else np.clip(growth, 0, 1)
-        for row, component in enumerate(self.components):
+        for row, _ in enumerate(self.components):
             if row < self.num_passes:
                 table[row] *= growth[row]
         # A gradient of parameters is as large whatever the examples.

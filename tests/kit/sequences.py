@@ -327,3 +327,34 @@ def patches(width=48, depth=6, size=16, optimizer="muon"):
     return workload(
         loss, shapes, lambda key, n: jax.random.normal(key, (n, size, size, 3)), optimizer
     )
+
+
+def read_again(
+    width=32, depth=9, vocab=2000, readers=(0, 4), kind="rows", second=(), length=8, optimizer="sgd"
+):
+    """Layers far apart read the same table: rows of it, or its product with what arrives, or one
+    after the other; others read a second table."""
+
+    def look(table, x, tokens, i, place):
+        if kind == "rows" or (kind == "both" and place % 2 == 0):
+            return x + table[(tokens + i) % vocab]
+        return x + jnp.tanh(x @ table[: 8 * width].T) @ table[: 8 * width]
+
+    def loss(params, batch):
+        x = params["start"][batch["tokens"] % 16]
+        for i, p in enumerate(params["blocks"]):
+            if i in readers:
+                x = look(params["table"], x, batch["tokens"], i, readers.index(i))
+            if i in second:
+                x = look(params["second"], x, batch["labels"], i, second.index(i))
+            x = feed_forward(p, x)
+            x = mark(x) if i + 1 < depth else x
+        return mse(x, 0.0)
+
+    shapes = {
+        "start": (16, width),
+        "table": (vocab, width),
+        "blocks": [feed_forward_shapes(width, 2 * width)] * depth,
+    }
+    shapes |= {"second": (vocab // 2, width)} if second else {}
+    return workload(loss, shapes, tokens(length, vocab), optimizer)
