@@ -18,7 +18,7 @@ from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
 from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
-from capture.predictor.held_gradients import added_bytes, held_beyond, held_gradients
+from capture.predictor.held_gradients import Windows, added_bytes, held_beyond, held_gradients
 from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
@@ -116,9 +116,7 @@ class ComponentTables:
             self._bound_parts(table, drift, windows, choice, microbatch_size)
         return table, drift
 
-    def _extend(
-        self, windows: Mapping[tuple[int, int], np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _extend(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
         graph = self.profile.graph
         keys = [layer.key for layer in graph.layers]
         if not self.profile.splits_backward:
@@ -143,29 +141,27 @@ class ComponentTables:
 
     def _held(self, choice: StageChoice, microbatch_size: int) -> dict[int, np.ndarray]:
         """What gradients of shared parameters wait in and measured windows do not show, by row of
-        the backward passes that add them, of every stage; none in lower bounds, and of a choice
-        that was not measured.
+        the backward passes that add them, of every stage; nothing of a choice that was not
+        measured."""
+        sizes = [size for known, size in self._windows if known == choice]
+        if not sizes:
+            return {}
+        nearest = min(sizes, key=lambda size: (size < microbatch_size, abs(size - microbatch_size)))
+        return self._held_beside(self._windows[choice, nearest], choice.param_split)
+
+    def _held_beside(self, windows: Windows, split: ParamSplit) -> dict[int, np.ndarray]:
+        """As ``_held``, beside these windows; nothing in lower bounds.
 
         On CPU what layers add to each other stays, gradients too. On accelerators a stage needs
         what its hungriest layers do, whatever the others add (``capture.runtime.layer_order``).
         """
-        sizes = [size for known, size in self._windows if known == choice]
-        if (
-            self.profile.is_lower_bound
-            or not self._most_held(choice.param_split).any()
-            or not sizes
-        ):
+        if self.profile.is_lower_bound or not self._most_held(split).any():
             return {}
-        nearest = min(sizes, key=lambda size: (size < microbatch_size, abs(size - microbatch_size)))
-        graph, windows = self.profile.graph, self._windows[choice, nearest]
-        stays = self.profile.target == "cpu"
+        graph, stays = self.profile.graph, self.profile.target == "cpu"
+        added = {row: added_bytes(windows, graph.num_layers, row) for row in self._adding}
         return {
-            row: held_gradients(
-                graph,
-                self._whole[choice.param_split],
-                added_bytes(windows, graph.num_layers, row) if stays else None,
-            )
-            for row in self._adding
+            row: held_gradients(graph, self._whole[split], known if stays else None)
+            for row, known in added.items()
         }
 
     @property
@@ -174,10 +170,11 @@ class ComponentTables:
         names = ("backward", "backward_weights")
         return [row for row, name in enumerate(self.components) if name in names]
 
-    def _add_held(self, table: np.ndarray, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        windows = self._windows[choice, microbatch_size]
-        for row, held in self._held(choice, microbatch_size).items():
-            table[row] += held_beyond(self._extend, windows, held, row)
+    def _add_held(
+        self, table: np.ndarray, windows: Windows, held: Mapping[int, np.ndarray]
+    ) -> np.ndarray:
+        for row, nbytes in held.items():
+            table[row] += held_beyond(self._extend, windows, nbytes, row)
         return table
 
     def unsure_bytes(self, config: StageConfig) -> int:
@@ -246,12 +243,10 @@ class ComponentTables:
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
             if microbatch_size in sizes:
+                windows = self._windows[key]
                 total, drift = self._measured_table(choice, microbatch_size)
-                self._tables[key] = self._drifted(
-                    total,
-                    self._add_held(drift, choice, microbatch_size),
-                    self._windows[choice, microbatch_size],
-                )
+                drift = self._add_held(drift, windows, self._held(choice, microbatch_size))
+                self._tables[key] = self._drifted(total, drift, windows)
             elif sizes:
                 self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
             elif len(choice.measured) > 1:
@@ -314,18 +309,20 @@ class ComponentTables:
         near = sizes[max(0, min(above - 1, len(sizes) - 2)) :][:2]
         base, alike = near[-1], [self._windows[choice, size] for size in near]
         common = {window for window in alike[0] if all(window in windows for windows in alike)}
-        lines = [np.add(*self._measured_table(choice, size, common)) for size in near]
+        alike = [{window: windows[window] for window in common} for windows in alike]
+        held = self._held_beside(alike[-1], choice.param_split)
+        lines = [
+            self._add_held(np.add(*self._measured_table(choice, size, common)), windows, held)
+            for size, windows in zip(near, alike, strict=True)
+        ]
         line = fit_line(near, lines, microbatch_size)
         table = np.add(*self._measured_table(choice, base))
+        table = self._add_held(table, self._windows[choice, base], self._held(choice, base))
         growth = np.where(
             lines[-1] > 0, line / np.where(lines[-1] > 0, lines[-1], 1), microbatch_size / base
         )
         growth = np.maximum(growth, 1) if microbatch_size > base else np.clip(growth, 0, 1)
-        for row, _ in enumerate(self.components):
-            if row < self.num_passes:
-                table[row] *= growth[row]
-        # A gradient of parameters is as large whatever the examples.
-        table = self._add_held(table, choice, base)
+        table[: self.num_passes] *= growth[: self.num_passes]
         for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
                 table[row] = _largest_part(table[row])

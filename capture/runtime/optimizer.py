@@ -128,14 +128,14 @@ class TracedOptimizer:
 
     @cached_property
     def params_of_state(self) -> list[frozenset[int]]:
-        """Which parameters a state leaf belongs to: those its new value depends on, other than
-        through small shared values."""
+        """Which parameters a state leaf belongs to: those its first or its new value depends on,
+        other than through small shared values."""
         return self.owners_of_state(self.update)
 
     def owners_of_state(self, program: DataFlow) -> list[frozenset[int]]:
         """Likewise, as the update or one with the same inputs and outputs says."""
         state_out = program.outputs[len(self.params) :]
-        owned: list[frozenset[int]] = [frozenset()] * len(self.state)
+        owned = self._owners_at_first
         while True:  # a leaf may feed another, so iterate to the fixed point
             flow = program.propagate(self.sources_of(owned, program), owner_of_result)
             found = [
@@ -150,6 +150,17 @@ class TracedOptimizer:
     def params_of_value(self) -> dict[Any, frozenset[int]]:
         """The parameters that each value of the update depends on."""
         return self.update.propagate(self.sources_of(self.params_of_state, self.update))
+
+    @cached_property
+    def _owners_at_first(self) -> list[frozenset[int]]:
+        """Which parameters the leaves of the initial state are made from: a copy of one that no
+        update changes belongs to it."""
+        sources = {v: frozenset([p]) for p, v in enumerate(self.init.inputs)}
+        flow = self.init.propagate(sources, owner_of_result)
+        return [
+            flow.get(out, frozenset()) - {_NOBODY} if is_variable(out) else frozenset()
+            for out in self.init.outputs
+        ]
 
     def sources_of(
         self, params_of_state: Sequence[frozenset[int]], program: DataFlow

@@ -10,22 +10,24 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.errors import ProfileError
+from capture.errors import ProfileError, TargetError, is_bug
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
+from capture.tracing.dataflow import DataFlow
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.listing import GUESSED_SECONDS, listing
 from profiling_runs.pools.local import how_it_ended
 from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Pool, PoolWorker, Ready
 from profiling_runs.pools.where import Where
-from profiling_runs.pools.worker import check_versions
+from profiling_runs.pools.worker import check_versions, measure_job
 
 ONE = StageChoice()
 SPEC = WorkloadSpec("model.py", "model")
@@ -53,7 +55,7 @@ class Scripted(PoolWorker):
         failure = failures.pop(0) if failures else None
         if failure is None:
             self.inbox.append(Outcome(job, {"of": job.key}, 0.5, "here:1"))
-        elif failure in ("raised", "refused"):
+        elif failure in ("raised", "refused", "bug"):
             self.inbox.append(
                 Outcome(job, None, 0.5, "here:1", failure, f"it {failure}", "Traceback ...")
             )
@@ -127,7 +129,7 @@ def test_every_job_is_done_once_and_kept_with_what_it_is():
     assert all(worker.killed for worker in pool.made)
 
 
-@pytest.mark.parametrize("failure", list(MAX_ATTEMPTS))
+@pytest.mark.parametrize("failure", [name for name in MAX_ATTEMPTS if name != "bug"])
 def test_what_fails_again_and_again_is_set_aside_and_the_rest_is_done(failure):
     store, pool = Store(), ScriptedPool({"b": [failure] * 99})
     done = run([job(name) for name in "abc"], pool, store)
@@ -150,6 +152,63 @@ def test_what_was_set_aside_is_named_and_not_tried_until_retry():
     )
     assert store.retry() == 1
     assert run([job("b")], ScriptedPool(), store)["b"].value == {"of": "b"}
+
+
+def test_a_fault_of_the_library_is_reported_and_never_a_reason():
+    """The other jobs are done first; it is tried again by the next command, which may be another
+    version."""
+    store, pool = Store(), ScriptedPool({"b": ["bug"], "d": ["bug"]})
+    with pytest.raises(ProfileError) as caught:
+        run([job(name) for name in "abcd"], pool, store)
+    assert caught.value.codes == ("internal-error",)
+    assert str(caught.value).startswith(
+        "a measurement of layer 0, data parallel 1, tensor parallel 1, micro-batch size 4 (and of 1"
+    )
+    assert "Traceback ..." in str(caught.value) and "report" in str(caught.value)
+    assert store.get("abcd").keys() == {"a", "c"} and not list(store.rows("set aside"))
+    assert run([job("b")], ScriptedPool(), store)["b"].value == {"of": "b"}
+
+
+class Breaks:
+    """A backend whose measurement raises."""
+
+    def __init__(self, error):
+        self.store, self._error = Store(), error
+
+    def measure(self, config):
+        raise self._error
+
+
+def fault_of_the_library():
+    """A KeyError that one of its modules raises."""
+    DataFlow(jax.make_jaxpr(lambda x: x + 1)(1.0)).evaluate({}, [object()])
+
+
+def test_only_faults_of_the_library_are_called_so():
+    with pytest.raises(KeyError) as caught:
+        fault_of_the_library()
+    caught.value.__traceback__ = caught.tb.tb_next.tb_next  # without this file, a user's
+    assert is_bug(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("XLA: out of memory"),
+        TargetError.of("no", "target-refused"),
+        NotImplementedError("no lowering rule"),
+        MemoryError(),
+        jax.errors.UnexpectedTracerError("leaked"),
+    ],
+)
+def test_what_others_say_is_no_fault_of_the_library(error):
+    assert not is_bug(error)
+
+
+def test_what_a_model_raises_while_it_is_compiled_is_its_own():
+    """The rules of its own derivatives run only then; here a function of this file."""
+    outcome = measure_job(Breaks(KeyError("x")), job("a"))
+    assert (outcome.value, outcome.failure) == (None, "raised")
 
 
 def test_a_lost_node_is_no_fault_of_its_jobs():
