@@ -86,6 +86,14 @@ KIT: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "period": (1, 2, 3),
         "vocab": (64, 500),
     },
+    "sequences:read_again": {
+        "width": (16, 32),
+        "depth": (9, 10),
+        "vocab": (500, 4000),
+        "readers": ((0, 4), (1, 2, 7), (0, 3, 6)),
+        "kind": ("rows", "product", "both"),
+        "second": ((), (2, 8)),
+    },
     "sequences:encoder_decoder": {
         "width": (16, 32),
         "depth": (3, 4),

@@ -26,6 +26,7 @@ from benchmarks.kit_questions import (
     workload_of,
 )
 from benchmarks.model_kit import merged, pooled, summary
+from benchmarks.shared_parameters import asked
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph
@@ -107,6 +108,15 @@ def test_no_prediction_is_below_the_truth_by_more_than_its_interval(model, data)
     found = ask(question, num_plans=4, calibration_plans=3, store=STORE)
     low = [row for row in found if row.beyond]
     assert not low, f"{question}: {len(low)} of {len(found)}, the first: {low[0]}"
+
+
+@pytest.mark.slow
+def test_no_device_is_below_its_interval_where_layers_share_parameters():
+    """The first and the last layer read one table. Without the buffer that gradients wait in, some
+    devices are."""
+    found = asked(13, 4, STORE)
+    assert found["num_predictions"] > 20 and not found["beyond"]
+    assert found["without_held"]["num_beyond"]
 
 
 #: Of equal layers, whose update needs nothing beside what it changes: predicted to a tenth of a
