@@ -156,11 +156,18 @@ class Proven:
             fits; ``fits``: a plan does, and any was asked for; ``compiles``, ``seconds``: so many
             were allowed; ``interrupted``; ``below``: no plan needs less than another answer;
             ``search``: it names a compiled plan again.
+        refuted: Per lower bound that a compiled stage was below, a sentence that asks to report it.
+            What is proven rests on no bound of its kind, and the trail is that from then on.
     """
 
     within_fraction: float | None
     trail: tuple[Bracket, ...]
     ended: str = "proven"
+    refuted: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        written = documents.fields_of(self)
+        return written if self.refuted else {k: v for k, v in written.items() if k != "refuted"}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
 from capture.measured.work import ProgramWork
 from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
-from capture.runtime.traced_program import Step, TracedProgram
+from capture.runtime.traced_program import Opaque, Step, TracedProgram
 from capture.tracing.flops import equation_flops
 from capture.tracing.jaxprs import is_variable
 
@@ -40,8 +40,7 @@ from capture.tracing.jaxprs import is_variable
 #: experts and convolutions for h100: copies and gradients that wait, and scratch of libraries.
 _MARGIN, _SCRATCH_BYTES = 1.15, 8 * 2**20
 _CPU_SCRATCH_BYTES = 2**16
-#: Rows, columns and terms per device from which on every product is a library's: smaller ones, and
-#: those with vectors, a compiler may compute otherwise.
+#: Rows, columns and terms per device from which on every product is given scratch, and counted.
 _SMALLEST_PRODUCT = 32
 
 
@@ -66,6 +65,10 @@ class Bounder:
     Attributes:
         is_cpu: XLA's CPU compiler orders operations so that they may run side by side, and gives
             every program its memory as a whole.
+        keeps_products: Whether the compiler puts the results of opaque products into memory: XLA's
+            for CPUs computes several in one operation, and what is in between in none.
+        keeps_operands: Whether their operands, too: those for TPUs compute them in the product.
+        on_chip_bytes: Of a memory that is not counted, in which values may stand.
         product_scratch_bytes: What a compiler gives to every matrix product while it runs, at
             least.
         counts_work: Whether to say what programs compute, at least: large matrix products, shared
@@ -73,6 +76,9 @@ class Bounder:
     """
 
     is_cpu: bool = False
+    keeps_products: bool = True
+    keeps_operands: bool = True
+    on_chip_bytes: int = 0
     product_scratch_bytes: int = 0
     counts_work: bool = False
 
@@ -135,8 +141,7 @@ class Bounder:
                 continue
             key = value if is_variable(value) else object()
             fresh[key], least_fresh[key] = shard_bytes(result), nbytes
-        scratch = (self.product_scratch_bytes, mesh.size)
-        memory = Memory(program, split, fresh, least_fresh, scratch)
+        memory = Memory(program, split, fresh, least_fresh, self, mesh.size)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
@@ -155,7 +160,8 @@ class Memory:
         split: How its values lie on the devices.
         fresh: Bytes per device of the results that no donated argument holds.
         least_fresh: The same, at least.
-        scratch: Bytes of every matrix product that is large, split over so many devices at most.
+        rules: Of the compiler.
+        num_devices: That share what the program computes.
     """
 
     def __init__(
@@ -164,79 +170,107 @@ class Memory:
         split: ValueSplit,
         fresh: Mapping[Any, int],
         least_fresh: Mapping[Any, int],
-        scratch: tuple[int, int] = (0, 1),
+        rules: Bounder = Bounder(),
+        num_devices: int = 1,
     ):
-        self._program, self._split, self._scratch = program, split, scratch
+        self._program, self._split = program, split
+        self._rules, self._num_devices = rules, num_devices
         self._fresh, self._least_fresh = fresh, least_fresh
 
     def least(self) -> int:
         """The lower bound: over the products, the most that has to be there while one runs, in any
         order of the operations."""
-        found, products = sum(self._least_fresh.values()), self._program.products
-        others = {p: self._fresh_before(p) + self._scratch_of(p) for p in products}
-        at_most = {p: nbytes + self._at_most_while_running(p) for p, nbytes in others.items()}
-        for product in sorted(products, key=lambda p: -at_most[p]):
+        found = sum(self._least_fresh.values())
+        if not self._rules.keeps_products:
+            return found
+        beside = {p: self._beside(p) - self._rules.on_chip_bytes for p in self._opaque.products}
+        at_most = {p: nbytes + self._groups_at_most(p) for p, nbytes in beside.items()}
+        for product in sorted(at_most, key=lambda p: -at_most[p]):
             if at_most[product] <= found:
                 break  # as of all that follow
-            found = max(found, others[product] + self._while_running(product))
+            found = max(found, beside[product] + self._groups(product))
         return found
 
-    def _fresh_before(self, product: int) -> int:
-        """Of the fresh results that a product depends on."""
-        results = self._program.results_before[product]
-        return sum(nbytes for v, nbytes in self._least_fresh.items() if v in results)
+    def _beside(self, product: int) -> int:
+        """What it makes that is needed behind it, what products before it made that are results,
+        and its scratch."""
+        made = self._program.equations[product].outvars
+        there = sum(self._nbytes[v] for v in self._opaque.needed(product).results)
+        there += sum(self._left[v] for v in made)
+        is_large = self._program.products.smallest(product) >= _SMALLEST_PRODUCT * self._num_devices
+        return there + self._rules.product_scratch_bytes * is_large
 
-    def _scratch_of(self, product: int) -> int:
-        nbytes, num_devices = self._scratch
-        sizes = _product_sizes(self._program.equations[product])
-        return nbytes if min(sizes) >= _SMALLEST_PRODUCT * num_devices else 0
-
-    def _while_running(self, product: int) -> int:
-        """What it makes, and what is read with it or after it: of products before it, or what is
+    def _groups(self, product: int) -> int:
+        """What is read with it or after it, or is a result: of products before it, or what is
         computed from their results, at its narrowest on the widest way; and operands, where they
         are computed from arguments.
 
         Nothing that depends on the product is there yet. Values that are computed from each other
         may stand for each other, so of those the largest counts.
         """
-        needed, nbytes = self._program.needed(product), self._nbytes
+        needed = self._opaque.needed(product)
         width = self._widths(needed.steps)
-        there = sum(
+        return sum(
             max(
                 max(width.get(v, 0) for v in values),
                 max((self._computed.get(v, 0) for v in operands), default=0),
             )
             for values, operands in needed.groups
         )
-        return there + sum(nbytes[v] for v in needed.made)
 
-    def _at_most_while_running(self, product: int) -> int:
-        """No less than ``_while_running``, in less time: no value counts more than its own
-        bytes."""
-        needed, nbytes = self._program.needed(product), self._nbytes
-        there = (max(nbytes.get(v, 0) for v in values) for values, _ in needed.groups)
-        return sum(there) + sum(nbytes[v] for v in needed.made)
+    def _groups_at_most(self, product: int) -> int:
+        """No less than ``_groups``, in less time: no value counts more than its own bytes."""
+        groups = self._opaque.needed(product).groups
+        return sum(max(self._nbytes.get(v, 0) for v in values) for values, _ in groups)
+
+    @cached_property
+    def _opaque(self) -> Opaque:
+        return self._program.opaque(self._num_devices)
 
     @cached_property
     def _nbytes(self) -> Mapping[Any, int]:
-        """At least, of all that has memory of its own."""
-        return {v: self._split.least_bytes(v) for v in self._program.inner_values}
+        """At least, of all that has memory of its own; a result that a donated argument holds has
+        none."""
+        made = (v for e in self._program.equations for v in e.outvars)
+        return {
+            v: self._least_fresh.get(v, 0)
+            if v in self._program.results
+            else self._split.least_bytes(v)
+            for v in made
+        }
+
+    @cached_property
+    def _left(self) -> Mapping[Any, int]:
+        """Of every value, what has to be there from where it is made until products or the caller
+        read it or what is computed from it, at its narrowest on the widest way."""
+        found: dict[Any, int] = {}
+        for value, readers in self._opaque.leaving:
+            own = self._nbytes[value]
+            reach = own if value in self._program.results else 0
+            for equation, is_opaque in readers:
+                parts = [found[v] for v in equation.outvars]
+                # The parts of a split are disjoint.
+                more = sum(parts) if equation.primitive.name == "split" else max(parts, default=0)
+                reach = max(reach, own if is_opaque else more)
+            found[value] = min(reach, own)
+        return found
 
     @cached_property
     def _computed(self) -> Mapping[Any, int]:
-        """The bytes of values that are computed and not only renamed, cast or transposed, at their
-        narrowest since: an argument that is may be read as it is."""
-        return self._widths(self._program.computing)
+        """The bytes of values that are computed and cannot be read as anything else, at their
+        narrowest since: an argument that is only renamed, cast, moved or scaled may be read as it
+        is."""
+        return self._widths(self._opaque.computing) if self._rules.keeps_operands else {}
 
     def _widths(self, steps: Iterable[Step]) -> dict[Any, int]:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""
         found: dict[Any, int] = {}
-        for reads, makes, begins in steps:
-            if begins:
-                found.update((v, self._nbytes[v]) for v in makes)
-                continue
+        for reads, makes, new in steps:
             reach = max((found.get(v, 0) for v in reads), default=0)
-            found.update((v, min(reach, self._nbytes[v])) for v in makes)
+            for v in makes:
+                own, size = self._nbytes[v], math.prod(v.aval.shape)
+                begins = own if new >= size else own * new // size
+                found[v] = max(begins, min(reach, own))
         return found
 
     def most(self) -> int:
@@ -265,25 +299,11 @@ def _least_work(program: TracedProgram, num_devices: int) -> ProgramWork:
     """What every device computes at least, in the data type that is fastest of those there are;
     what it reads and sends is not known."""
     flops = sum(
-        equation_flops(product)
-        for product in program.distinct_products
-        if min(_product_sizes(product)) >= _SMALLEST_PRODUCT * num_devices
+        equation_flops(program.equations[at])
+        for at in program.products.at(num_devices)
+        if program.products.smallest(at) >= _SMALLEST_PRODUCT * num_devices
     )
     return ProgramWork(flops // num_devices, program.narrowest_dtype, 0, 0)
-
-
-def _product_sizes(equation: Any) -> tuple[int, int, int]:
-    """Rows, columns and what is summed over, of a matrix product; nothing of anything else."""
-    [result] = equation.outvars
-    if equation.primitive.name != "dot_general" or result.aval.dtype.kind in "biu":
-        return 0, 0, 0
-    (contract, others), batch = equation.params["dimension_numbers"]
-    shapes = [operand.aval.shape for operand in equation.invars]
-    rows, columns = (
-        math.prod(size for dim, size in enumerate(shape) if dim not in summed and dim not in apart)
-        for shape, summed, apart in zip(shapes, (contract, others), batch, strict=True)
-    )
-    return rows, columns, math.prod(shapes[0][dim] for dim in contract)
 
 
 def _chosen(split: ValueSplit, mesh: Any, value: Any) -> NamedSharding:

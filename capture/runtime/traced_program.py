@@ -3,6 +3,7 @@ depend on which, and what stands in memory from when to when."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from capture.partition.spread import Spread
+from capture.runtime.opaque import OpaqueProducts
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.recompute import (
@@ -22,22 +24,21 @@ from capture.tracing.recompute import (
 
 #: Computed inside of what reads the result.
 _FUSED = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS | {"pad", "rev", "slice", "transpose"}
-#: An argument of which nothing else is made may be read by a product as it is.
-_READ_AS_IT_IS = RENAMED | {"transpose"}
-#: Of which every compiler puts results into memory, and takes operands from there.
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+#: More elements than any value has.
+_ALL = sys.maxsize
 
 
 class Step(NamedTuple):
-    """What an operation reads and makes that is neither argument nor result.
+    """What an operation reads and makes that has memory of its own.
 
     Attributes:
-        begins: Whether bytes begin with what it makes; else no more come out of it than went in.
+        new: Of the elements of what it makes, how many begin here; no other bytes come out than
+            went in.
     """
 
     reads: Sequence[Any]
     makes: Sequence[Any]
-    begins: bool
+    new: int
 
 
 class Needed(NamedTuple):
@@ -45,14 +46,14 @@ class Needed(NamedTuple):
     ``capture.runtime.bounds.Memory``.
 
     Attributes:
-        made: Its results that products behind it depend on.
-        steps: The operations, in order, through which all that it and those behind it read follows
-            from products that it depends on, with which bytes begin.
-        groups: Values that are read with it or behind it and do not depend on it, those that are
-            computed from each other together; and which of them it reads itself.
+        results: Results of the program that products before it made, as they are.
+        steps: The operations, in order, through which all that it and those behind it read, and
+            the other results, follow from products that it depends on, with which bytes begin.
+        groups: Values that are read with it or behind it, or results, and do not depend on it,
+            those that are computed from each other together; and which of them it reads itself.
     """
 
-    made: Sequence[Any]
+    results: Sequence[Any]
     steps: Sequence[Step]
     groups: Sequence[tuple[Sequence[Any], Sequence[Any]]]
 
@@ -67,8 +68,8 @@ class TracedProgram:
     Attributes:
         shapes: Of its results, in its own tree.
         flow: Everything opened.
-        elsewhere: Variables that have memory of the caller: arguments and results.
-        products: Positions of the products among the operations.
+        results: Variables that are results and no arguments.
+        elsewhere: Those that have memory of the caller: arguments and results.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]):
@@ -76,38 +77,28 @@ class TracedProgram:
         self.flow = DataFlow(closed, open_remats=True)
         self.spread = Spread(self.flow.jaxpr)
         self.equations: Sequence[Any] = self.flow.jaxpr.eqns
-        self.elsewhere = {*self.flow.inputs, *variables(self.flow.outputs)}
-        self.products = [at for at, e in enumerate(self.equations) if _is_product(e)]
-        self._is_product = frozenset(self.products)
-        self._needed: dict[int, Needed] = {}
+        self.results = frozenset(variables(self.flow.outputs)) - {*self.flow.inputs}
+        self.elsewhere = {*self.flow.inputs, *self.results}
+        self._opaque: dict[frozenset[int], Opaque] = {}
         self._lives: dict[bool, tuple[Mapping[Any, int], Mapping[Any, int]]] = {}
+
+    def opaque(self, num_devices: int) -> Opaque:
+        """Return the program as what its opaque products on so many devices leave of it."""
+        at = self.products.at(num_devices)
+        if at not in self._opaque:
+            self._opaque[at] = Opaque(self, at)
+        return self._opaque[at]
+
+    @cached_property
+    def products(self) -> OpaqueProducts:
+        """The products that may be opaque."""
+        return OpaqueProducts(self.equations, self.flow.inputs, self.useful)
 
     @cached_property
     def inner_reads(self) -> Sequence[Sequence[Any]]:
-        """Per operation, what it reads that is neither argument nor result."""
-        return [self._inner(equation.invars) for equation in self.equations]
-
-    @cached_property
-    def _inner_makes(self) -> Sequence[Sequence[Any]]:
-        """Per operation, what it makes that is no result."""
-        return [self._inner(equation.outvars) for equation in self.equations]
-
-    @cached_property
-    def inner_values(self) -> Sequence[Any]:
-        """All that operations make that is no result."""
-        return [v for makes in self._inner_makes for v in makes]
-
-    @cached_property
-    def distinct_products(self) -> Sequence[Any]:
-        """The products that results depend on; of equal ones, which a compiler runs once, the
-        first."""
-        found: dict[Any, Any] = {}
-        for at in self.products:
-            equation = self.equations[at]
-            operands = (v if is_variable(v) else id(v) for v in equation.invars)
-            if at in self._useful:
-                found.setdefault((equation.primitive, str(equation.params), *operands), equation)
-        return list(found.values())
+        """Per operation, what it reads that is no argument."""
+        given = frozenset(self.flow.inputs)
+        return [[v for v in variables(e.invars) if v not in given] for e in self.equations]
 
     @cached_property
     def narrowest_dtype(self) -> str:
@@ -117,74 +108,8 @@ class TracedProgram:
         floats = [d for d in dtypes if d and jax.numpy.issubdtype(d, jax.numpy.floating)]
         return min(floats, key=lambda d: (d.itemsize, d.name)).name if floats else "float32"
 
-    def _inner(self, atoms: Iterable[Any]) -> list[Any]:
-        return [v for v in variables(atoms) if v not in self.elsewhere]
-
     @cached_property
-    def computing(self) -> Sequence[Step]:
-        """All but products, by which bytes begin where they do not only rename, cast or
-        transpose."""
-        return [
-            Step(reads, makes, e.primitive.name not in _READ_AS_IT_IS)
-            for e, reads, makes in zip(
-                self.equations, self.inner_reads, self._inner_makes, strict=True
-            )
-            if not _is_product(e)
-        ]
-
-    def needed(self, product: int) -> Needed:
-        """While a product runs, by position."""
-        if product not in self._needed:
-            self._needed[product] = self._found_needed(product)
-        return self._needed[product]
-
-    def _found_needed(self, product: int) -> Needed:
-        before, groups = self._before[product], _Groups(self._joined_before[product])
-        made = self.equations[product].outvars
-        later = set(made)
-        wanted = set(self.inner_reads[product])
-        others = [at for at in range(product) if at not in self._is_product or at in before]
-        for at, reads in enumerate(self.inner_reads[product + 1 :], start=product + 1):
-            if not later.isdisjoint(reads):
-                later.update(self.equations[at].outvars)
-                if at in self._useful:
-                    wanted.update(reads)
-            elif at not in self._is_product:
-                groups.join(*reads, *self._inner_makes[at])
-                others.append(at)
-        wanted -= later
-        read: dict[Any, list[Any]] = {}
-        for v in wanted:
-            read.setdefault(groups.of(v), []).append(v)
-        operands: dict[Any, list[Any]] = {}
-        for v in self.inner_reads[product]:
-            operands.setdefault(groups.of(v), []).append(v)
-        steps = []
-        for at in reversed(others):
-            makes = [v for v in self.equations[at].outvars if v in wanted]
-            if makes:
-                begins = at in self._is_product
-                steps.append(Step(() if begins else self.inner_reads[at], makes, begins))
-                wanted.update(steps[-1].reads)
-        return Needed(
-            [v for v in made if v in self._read_by_products and v not in self.elsewhere],
-            steps[::-1],
-            [(values, operands.get(group, ())) for group, values in read.items()],
-        )
-
-    @cached_property
-    def _joined_before(self) -> Mapping[int, Mapping[Any, Any]]:
-        """Per product, how the operations before it that are no products join values."""
-        groups, found = _Groups({}), {}
-        for at, reads in enumerate(self.inner_reads):
-            if at in self._is_product:
-                found[at] = groups.joined
-            else:
-                groups.join(*reads, *self._inner_makes[at])
-        return found
-
-    @cached_property
-    def _useful(self) -> Collection[int]:
+    def useful(self) -> Collection[int]:
         """Positions of the operations that results depend on."""
         wanted, found = set(variables(self.flow.outputs)), set[int]()
         for at in reversed(range(len(self.equations))):
@@ -192,45 +117,6 @@ class TracedProgram:
             if not wanted.isdisjoint(equation.outvars):
                 found.add(at)
                 wanted.update(variables(equation.invars))
-        return found
-
-    @cached_property
-    def _read_by_products(self) -> Collection[Any]:
-        """Values that products depend on."""
-        found: set[Any] = set()
-        for equation in reversed(self.equations):
-            if _is_product(equation) or not found.isdisjoint(equation.outvars):
-                found.update(variables(equation.invars))
-        return found
-
-    @cached_property
-    def _before(self) -> Mapping[int, Collection[int]]:
-        """Per product, the products that it depends on, by position."""
-        found: dict[int, frozenset[int]] = {}
-        origins: dict[Any, frozenset[int]] = {}
-        for at, equation in enumerate(self.equations):
-            reads = variables(equation.invars)
-            earlier = frozenset[int]().union(*(origins.get(v, ()) for v in reads))
-            if _is_product(equation):
-                found[at] = earlier
-                earlier = earlier | {at}
-            origins.update(dict.fromkeys(equation.outvars, earlier))
-        return found
-
-    @cached_property
-    def results_before(self) -> Mapping[int, Collection[Any]]:
-        """Per product, the results that it depends on."""
-        found: dict[int, frozenset[Any]] = {}
-        made_of: dict[Any, frozenset[Any]] = {}
-        outputs = set(variables(self.flow.outputs))
-        for at, equation in enumerate(self.equations):
-            reads = variables(equation.invars)
-            results = frozenset(v for v in reads if v in outputs).union(
-                *(made_of.get(v, frozenset()) for v in reads)
-            )
-            made_of.update(dict.fromkeys(equation.outvars, results))
-            if _is_product(equation):
-                found[at] = results
         return found
 
     def lives(self, stores_reduced: bool) -> tuple[Mapping[Any, int], Mapping[Any, int]]:
@@ -276,6 +162,118 @@ class TracedProgram:
         return first, last
 
 
+class Opaque:
+    """What of a program depends on which of its products are opaque.
+
+    Args:
+        program: Traced.
+        products: Their positions.
+    """
+
+    def __init__(self, program: TracedProgram, products: frozenset[int]):
+        self._program, self.products = program, products
+        self._made = {v for at in products for v in program.equations[at].outvars}
+        self._needed: dict[int, Needed] = {}
+
+    @cached_property
+    def computing(self) -> Sequence[Step]:
+        """All but the products, with what cannot be read as anything else."""
+        return [
+            Step(reads, e.outvars, self._program.products.new_elements(e))
+            for at, (e, reads) in enumerate(
+                zip(self._program.equations, self._program.inner_reads, strict=True)
+            )
+            if at not in self.products
+        ]
+
+    @cached_property
+    def leaving(self) -> Sequence[tuple[Any, Sequence[tuple[Any, bool]]]]:
+        """Values that products make and what follows from them, last ones first, with what is made
+        of each, and whether a product makes that."""
+        readers: dict[Any, list[tuple[Any, bool]]] = {}
+        for at, equation in enumerate(self._program.equations):
+            if at in self._program.useful:
+                for v in {*self._program.inner_reads[at]}:
+                    readers.setdefault(v, []).append((equation, at in self.products))
+        made = [v for e in self._program.equations for v in e.outvars]
+        return [(v, readers.get(v, ())) for v in reversed(made)]
+
+    def needed(self, product: int) -> Needed:
+        """While a product runs, by position."""
+        if product not in self._needed:
+            self._needed[product] = self._found_needed(product)
+        return self._needed[product]
+
+    def _found_needed(self, product: int) -> Needed:
+        program, equations = self._program, self._program.equations
+        before, groups = self._before[product], _Groups(self._joined_before[product])
+        later = set(equations[product].outvars)
+        wanted = set(program.inner_reads[product])
+        others = [at for at in range(product) if at not in self.products or at in before]
+        for at, reads in enumerate(program.inner_reads[product + 1 :], start=product + 1):
+            if not later.isdisjoint(reads):
+                later.update(equations[at].outvars)
+                if at in program.useful:
+                    wanted.update(reads)
+            elif at not in self.products:
+                groups.join(*self._joins(at))
+                others.append(at)
+        wanted = (wanted | program.results) - later
+        results = {v for at in before for v in equations[at].outvars} & program.results
+        read: dict[Any, list[Any]] = {}
+        for v in wanted - results:
+            read.setdefault(groups.of(v), []).append(v)
+        operands: dict[Any, list[Any]] = {}
+        for v in program.inner_reads[product]:
+            operands.setdefault(groups.of(v), []).append(v)
+        steps = []
+        for at in reversed(others):
+            begins = at in self.products
+            # What is computed of a result that is there need not be.
+            made = {*equations[at].outvars} & wanted - (results if begins else set())
+            makes = [v for v in equations[at].outvars if v in made]
+            if makes:
+                reads = () if begins else program.inner_reads[at]
+                steps.append(Step(reads, makes, begins * _ALL))
+                wanted.update(reads)
+        return Needed(
+            [*results],
+            steps[::-1],
+            [(values, operands.get(group, ())) for group, values in read.items()],
+        )
+
+    def _joins(self, at: int) -> Sequence[Any]:
+        """What an operation reads and makes, but for results that are products' as they are: what
+        is computed of these need not stand for them."""
+        values = (*self._program.inner_reads[at], *self._program.equations[at].outvars)
+        return [v for v in values if v not in self._made or v not in self._program.results]
+
+    @cached_property
+    def _joined_before(self) -> Mapping[int, Mapping[Any, Any]]:
+        """Per product, how the operations before it that are no products join values."""
+        groups, found = _Groups({}), {}
+        for at in range(len(self._program.equations)):
+            if at in self.products:
+                found[at] = groups.joined
+            else:
+                groups.join(*self._joins(at))
+        return found
+
+    @cached_property
+    def _before(self) -> Mapping[int, Collection[int]]:
+        """Per product, the products that it depends on, by position."""
+        found: dict[int, frozenset[int]] = {}
+        origins: dict[Any, frozenset[int]] = {}
+        for at, equation in enumerate(self._program.equations):
+            reads = variables(equation.invars)
+            earlier = frozenset[int]().union(*(origins.get(v, ()) for v in reads))
+            if at in self.products:
+                found[at] = earlier
+                earlier = earlier | {at}
+            origins.update(dict.fromkeys(equation.outvars, earlier))
+        return found
+
+
 class _Groups:
     """Values that are joined, directly or through others.
 
@@ -307,10 +305,6 @@ class _Groups:
 
 def _is_fused(equation: Any) -> bool:
     return equation.primitive.name in _FUSED and not equation.effects
-
-
-def _is_product(equation: Any) -> bool:
-    return equation.primitive.name in _PRODUCTS
 
 
 def variables(atoms: Iterable[Any]) -> Collection[Any]:

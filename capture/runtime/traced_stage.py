@@ -88,7 +88,7 @@ class TracedStage(StagePrograms):
             (str(each.sharding.spec), each.sharding.shard_shape(each.shape))
             for each in jax.tree.leaves(tuple(args))
         ]
-        key = (name, *splits, self.mesh.size * bool(ends[name].products))
+        key = (name, *splits, self.mesh.size * bool(ends[name].products.candidates))
         if key not in ends:
             ends[key] = self._compiler.bounds(ends[name], args, donate, out_shardings)
         return ends[key]

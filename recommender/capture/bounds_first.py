@@ -93,10 +93,11 @@ class _Search(Rounds[StageAnswer]):
         if same_model(found.plan, self._known) in self._compiled_plans:
             return "search"
         if configs := self._deciding(found):
-            count, self._known = self._compiler.probe(configs, self._known)
+            count, known = self._compiler.probe(configs, self._known)
             self._num_compiled += count
+            self._learn(known)
             return ""
-        said, self._known = self._compiler.attempt(found.plan, self._known)
+        said = self._attempt(found.plan)
         if said is None:
             return ""
         self._num_compiled += said.num_stages_compiled
@@ -179,7 +180,7 @@ class _Search(Rounds[StageAnswer]):
             return found
         bracket = self._trail[-1]
         within = bracket.most_bytes / bracket.least_bytes - 1
-        proven, limit = Proven(within, tuple(self._trail), ended), found.memory_limit_bytes
+        proven, limit = self._proven(within, ended), found.memory_limit_bytes
         if ended == "memory":
             assert limit is not None, "it is missed"
             return self._beyond(found, bracket, proven, limit)

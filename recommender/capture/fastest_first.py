@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from capture.measured.profile import Profile
-from capture.plan.why import Bracket, CompiledPlans, Proven, Why
+from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.quantities import counted, format_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.posed import search_problem
@@ -100,7 +100,7 @@ class _Search(TimedRounds[CompiledPlan]):
         least, most = bracket.least_step_seconds, bracket.most_step_seconds
         assert least is not None, "it is of a step"
         within = None if most is None else most / least - 1
-        proven = Proven(within, tuple(self._trail), ended)
+        proven = self._proven(within, ended)
         best = self._found if self._best is None else self._best.answer
         assert best.plan is not None, "a plan was found"
         if within is None:

@@ -18,19 +18,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from capture.measured.profile import Profile
-from capture.plan.why import Bracket, CompiledPlans, Front, FrontPoint, Proven, Why
+from capture.plan.why import Bracket, CompiledPlans, Front, FrontPoint, Why
 from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.pareto import pareto
 from recommender.capture.rounds import Effort, StageCompiler
 from recommender.capture.throughput import throughput
-from recommender.capture.timed_rounds import CLOSED_FORM, CompiledPlan, TimedRounds
+from recommender.capture.timed_rounds import CLOSED_FORM, ROUNDING, CompiledPlan, TimedRounds
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: Bytes and seconds of a plan, or least ones of several.
 Corner = tuple[int, float]
-#: Of two sums of the same times in another order, the larger is larger by less.
-_ROUNDING = 1e-9
 
 
 def front_first(
@@ -125,7 +123,7 @@ class _Search(TimedRounds[tuple[CompiledPlan, ...]]):
         if ended == "memory" or not self._trail:
             return self._beyond(seconds)
         within, num_plans = self._within(), len(self._compiled_plans)
-        proven = Proven(within, tuple(self._trail), ended)
+        proven = self._proven(within, ended)
         if within is None:
             said = (
                 "nothing that fits was compiled: every plan needs at least "
@@ -209,4 +207,4 @@ def _short(corner: Corner, values: Iterable[Corner]) -> float:
 
 def _above(value: float, least: float) -> float:
     """By which part of ``least`` a value is above it; 0 where it is not."""
-    return 0.0 if value <= least * (1 + _ROUNDING) else value / least - 1
+    return 0.0 if value <= least * (1 + ROUNDING) else value / least - 1

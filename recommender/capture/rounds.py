@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
-from capture.plan.why import Bracket
+from capture.plan.why import Bracket, Proven
+from capture.predictor import AdditivePredictor
 from recommender.answer import StageAnswer
+from recommender.capture.refuted import Refuted, refuted, without_bounds
 from recommender.question import PlanQuestion
 
 #: The best that was compiled.
@@ -82,6 +85,7 @@ class Rounds(ABC, Generic[Best]):
         self._num_compiled = 0
         self._compiled_plans: set[Plan] = set()
         self._best: Best | None = None
+        self._refuted: list[Refuted] = []
 
     def run(self, known: Profile) -> StageAnswer:
         """From lower bounds to the answer.
@@ -89,7 +93,8 @@ class Rounds(ABC, Generic[Best]):
         Raises:
             KeyboardInterrupt: While nothing is known yet.
         """
-        self._known, ended = known, ""
+        ended = ""
+        self._bound_by(known)
         while not ended:
             try:
                 ended = self._round()
@@ -98,6 +103,33 @@ class Rounds(ABC, Generic[Best]):
                     raise
                 ended = "interrupted"
         return self._answer(ended)
+
+    def _bound_by(self, known: Profile) -> None:
+        """Take what is known, with lower bounds that nothing has refuted."""
+        self._known, self._bounds = known, AdditivePredictor(replace(known, verified={}))
+
+    def _attempt(self, plan: Plan) -> Verified | None:
+        """Compile a plan; None where the compiler refuses a stage."""
+        said, known = self._compiler.attempt(plan, self._known)
+        self._learn(known)
+        return said
+
+    def _learn(self, known: Profile) -> None:
+        """Take what was compiled. A kind of bound that it refutes is used no longer, and nothing is
+        said to be proven that rests on it."""
+        new = {c: cost for c, cost in known.verified.items() if c not in self._known.verified}
+        self._known = known
+        if found := [*self._refuted_by(new)]:
+            self._refuted += found
+            self._bound_by(without_bounds(known, {each.part for each in found}))
+            self._trail.clear()
+
+    def _refuted_by(self, compiled: Mapping[StageConfig, StageCost]) -> Iterable[Refuted]:
+        """The bounds that compiled stages are below."""
+        return refuted(self._bounds, compiled)
+
+    def _proven(self, within: float | None, ended: str) -> Proven:
+        return Proven(within, tuple(self._trail), ended, tuple(map(str, self._refuted)))
 
     @abstractmethod
     def _round(self) -> str:

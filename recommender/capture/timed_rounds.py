@@ -12,22 +12,24 @@ a profile.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from capture.machine.target import Target
-from capture.measured.profile import Profile
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
-from capture.plan.why import Proven, Why
+from capture.plan.why import Why
 from capture.predictor.times import TimePredictor
 from capture.quantities import counted
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.recommendation import plan_of, predict_plan
+from recommender.capture.refuted import Refuted
 from recommender.capture.result import SearchResult
 from recommender.capture.rounds import Best, Rounds
 from recommender.capture.ticks import step_seconds
@@ -36,6 +38,8 @@ from recommender.question import BOUNDS_FIRST
 
 #: Of every time that is said.
 CLOSED_FORM = "by the closed form, which leaves transfers out"
+#: Of two sums of the same times in another order, the larger is larger by less.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,21 @@ class TimedRounds(Rounds[Best]):
 
     def run(self, known: Profile) -> StageAnswer:
         self._refused_plans: set[Plan] = set()
-        self._bounded = TimePredictor(known, max(self._question.cluster.nodes))
         return super().run(known)
+
+    def _bound_by(self, known: Profile) -> None:
+        super()._bound_by(known)
+        bounds = replace(known, verified={})
+        self._bounded = TimePredictor(bounds, max(self._question.cluster.nodes))
+
+    def _refuted_by(self, compiled: Mapping[StageConfig, StageCost]) -> Iterable[Refuted]:
+        yield from super()._refuted_by(compiled)
+        for config, cost in compiled.items():
+            if (times := self._bounded.model.stage_times(cost)) is not None:
+                table = self._bounded.table(config.choice, config.microbatch_size)
+                least = table.at(config.first, config.stop).microbatch_seconds
+                if least > times.microbatch_seconds * (1 + ROUNDING):
+                    yield Refuted(config, "seconds", least, times.microbatch_seconds)
 
     def _problem(self) -> SearchProblem:
         """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
@@ -70,7 +87,7 @@ class TimedRounds(Rounds[Best]):
     def _compiled(self, found: StageAnswer) -> CompiledPlan | None:
         """A plan that was found, compiled; None where a stage is refused."""
         assert found.plan is not None, "a plan was found"
-        said, self._known = self._compiler.attempt(found.plan, self._known)
+        said = self._attempt(found.plan)
         if said is None:
             self._refused_plans.add(same_model(found.plan, self._known))
             return None
@@ -146,7 +163,7 @@ class TimedRounds(Rounds[Best]):
             "rematerialisation. [memory-limit]",
             code="memory-limit",
             memory_limit_bytes=limit,
-            proven=Proven(None, tuple(self._trail), "memory"),
+            proven=self._proven(None, "memory"),
         )
         proof = replace(found.proof, algorithm=BOUNDS_FIRST, seconds=seconds)
         return Answer("infeasible", found.plan and found.plan.with_(why=why), proof, why)
