@@ -40,7 +40,7 @@ class Refuted:
     compiled: float
 
     def __str__(self) -> str:
-        config, unit = self.config, "s" if self.part == "seconds" else " bytes"
+        config, unit = self.config, " s" if self.part == "seconds" else " bytes"
         least, compiled = (
             f"{each:.3g}" if self.part == "seconds" else f"{each:,}"
             for each in (self.least, self.compiled)

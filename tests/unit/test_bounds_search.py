@@ -148,6 +148,26 @@ def test_what_is_near_enough_but_does_not_fit_is_no_answer():
     assert (found.status, found.peak_bytes) == ("ok", peak)
 
 
+@pytest.mark.parametrize(
+    ("field", "part"), [("forward_bytes", "forward"), ("residual_bytes", "kept")]
+)
+def test_a_bound_that_a_compiled_stage_refutes_is_said_and_used_no_longer(field, part):
+    planted, best = Planted4(1), recommend(Planted4(1).all, QUESTION).peak_bytes
+    wrong = {
+        config: replace(cost, **{field: 3 * getattr(cost, field)})
+        for config, cost in planted.least.measurements.items()
+    }
+    planted.least = replace(planted.least, measurements=wrong)
+    found = planted.search()
+    assert found.peak_bytes == best and found.why.proven.ended == "proven"
+    assert found.why.proven.trail[0].least_bytes <= best, "no bracket rests on what is refuted"
+    said = found.why.proven.refuted[0]
+    assert said.startswith("a lower bound is wrong: layers ") and "please report it" in said
+    assert f"({part})" in said
+    assert Why.read(found.why.to_json()) == found.why
+    assert "refuted" not in Planted4(1).search().why.to_json()["proven"]
+
+
 def test_an_answer_says_how_it_was_found():
     planted = Planted4(1)
     why = planted.search().why

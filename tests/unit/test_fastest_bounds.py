@@ -101,6 +101,22 @@ def test_no_plan_is_faster_than_the_bracket_says(seed):
     assert "by the closed form" in found.why.summary
 
 
+def test_seconds_that_a_compiled_stage_refutes_are_said_and_bound_no_longer():
+    planted = Timed(0)
+    right = planted.bounds("least")
+
+    def slower(cost):
+        work = replace(cost.forward_work, flops=100 * cost.forward_work.flops)
+        return replace(cost, forward_work=work)
+
+    slow = {c: slower(cost) for c, cost in right.measurements.items()}
+    planted.least = replace(right, measurements=slow)
+    found = planted.search()
+    assert any(" s (seconds), and compile to " in said for said in found.why.proven.refuted)
+    last = found.why.proven.trail[-1]
+    assert last.least_step_seconds <= planted.fastest() * (1 + 1e-9)
+
+
 def test_what_stages_of_a_choice_take_decides_which_plan_is_compiled():
     planted = Timed(0, spread=0.0)
     found = planted.search()
