@@ -3,7 +3,7 @@ dimensions of size 1, tiny contractions, broadcasts, complex and integer numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,15 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from capture.errors import CaptureError
+from capture.machine.target import Target
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
 from capture.model.workload import Workload
+from capture.plan.choices import StageChoice
+from capture.predictor.formula import kept_bytes
+from capture.profiler.bounds import BoundsBackend
+from capture.profiler.compile import CompileBackend
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,6 @@ def _scatter(p, x, k):
 
 
 def _convolution(p, x, k):
-    n, d = x.shape
     y = lax.conv_general_dilated(
         x[:, :, None], p["w"][:k, None, :k], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )
@@ -167,14 +174,13 @@ def _pointwise(p, x, k):
 
 
 def _depthwise(p, x, k):
-    n, d = x.shape
     y = lax.conv_general_dilated(
         jnp.tanh(x)[None],
         p["w"][:k, None, :],
         (1,),
         "SAME",
         dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=d,
+        feature_group_count=x.shape[1],
     )
     return x + y[0]
 
@@ -373,3 +379,31 @@ def odd_model(
         return jax.random.normal(key, (n, rows, width), dtype)
 
     return Workload(loss, init, batch, optax.sgd(0.1))
+
+
+def held_against(
+    model: Workload, target: Target, choices: Iterable[StageChoice], size: int = 2
+) -> Iterator[tuple[StageChoice, dict[str, tuple[int, int]] | CaptureError]]:
+    """Per choice, every part of the cost of the whole model as one stage: its lower bound and what
+    the compiler says; or why it does not compile."""
+    backend = CompileBackend(model, store=Store(), target=target, num_devices=2)
+    for choice in choices:
+        graph = backend.traced(size).graph
+        config = StageConfig(0, graph.num_layers, choice, size)
+        least = BoundsBackend(backend).measure(config).least
+        try:
+            cost = backend.measure(config)
+        except CaptureError as error:
+            yield choice, error
+            continue
+        found = {
+            name: (getattr(least, f"{name}_bytes"), getattr(cost, f"{name}_bytes"))
+            for name in ("forward", "backward", "update", "optimizer", "summarize")
+        }
+        kept = [kept_bytes(graph, 0, graph.num_layers, choice, each) for each in (least, cost)]
+        found["kept"] = kept[0], kept[1]
+        for name in ("forward_work", "backward_work"):
+            works = getattr(least, name), getattr(cost, name)
+            if None not in works:
+                found[name] = works[0].flops, works[1].flops
+        yield choice, found

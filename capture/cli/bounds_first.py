@@ -309,11 +309,14 @@ def _told(
 ) -> int:
     asking = _Asking(options, of_profile, measurements)
     result, attempts = asking.best(question)
-    warnings = split_warnings(measurements.backend.workload, of_profile.microbatch_size)
+    warnings = [
+        *split_warnings(measurements.backend.workload, of_profile.microbatch_size),
+        *_refuted([*(attempt.result for attempt in attempts), result]),
+    ]
     failures = causes(measurements.failures)
     document: dict[str, Any] = {
         **result.to_json(),
-        "warnings": list(warnings),
+        "warnings": warnings,
         "failures": list(failures),
     }
     if attempts:
@@ -334,6 +337,12 @@ def _told(
         return 130
     asks_no_compiler = options.quick or options.compiles == 0
     return 0 if result.status == "ok" and (result.compiled or asks_no_compiler) else 1
+
+
+def _refuted(results: Sequence[StageAnswer]) -> Sequence[str]:
+    """Return what results say of bounds that compiled stages refute, each once."""
+    proven = [result.why.proven for result in results if result.why.proven is not None]
+    return [*dict.fromkeys(said for each in proven for said in each.refuted)]
 
 
 def _ended(result: StageAnswer) -> str:

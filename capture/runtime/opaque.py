@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import is_variable, sub_jaxprs
 from capture.tracing.recompute import (
     FUNCTIONS,
     LONG_FUNCTIONS,
@@ -51,6 +51,7 @@ class OpaqueProducts:
         self._equations, self._useful = equations, useful
         self._distinct = {v: _size(v) for v in given}
         self._root: dict[Any, Any] = {}
+        self._computed: dict[Any, Sequence[Any]] = {}
         for equation in equations:
             self._follow(equation)
 
@@ -60,11 +61,19 @@ class OpaqueProducts:
         for v in equation.outvars:
             self._distinct[v] = _size(v) if all_of_it else min(_size(v), sum(read.values()))
         sources = [v for v, elements in read.items() if elements > 1]
-        if len(equation.outvars) > 1:
-            return
-        scales = equation.primitive.name in ("mul", "div") and len(sources) == 1
-        if len(sources) == 1 and (equation.primitive.name in _SAME or scales):
-            self._root[equation.outvars[0]] = self._root.get(sources[0], sources[0])
+        name = equation.primitive.name
+        scales = name in ("mul", "div") and len(sources) == 1
+        if len(sources) == 1 and (name in _SAME or scales) and len(equation.outvars) == 1:
+            self._root[equation.outvars[0]] = self._rooted(sources[0])
+        elif not any(sub_jaxprs(equation.params)) and not equation.effects:
+            operands = [self._rooted(v) if is_variable(v) else str(v) for v in equation.invars]
+            key = name, str(equation.params), *operands
+            roots = self._computed.setdefault(key, equation.outvars)
+            self._root.update(zip(equation.outvars, roots, strict=True))
+
+    def _rooted(self, value: Any) -> Any:
+        """One of the values that are equal to a value, but for scale, type and order."""
+        return self._root.get(value, value)
 
     def distinct(self, value: Any) -> int:
         """Return the number of elements that a value is made of: 0 of a constant; of what is
@@ -76,7 +85,7 @@ class OpaqueProducts:
         """Rows, columns and terms of the products that may be opaque, by position: of those whose
         operands are equal but for scale and order, which may be one, none."""
         operands = {
-            at: frozenset(self._root.get(v, v) for v in equation.invars)
+            at: frozenset(map(self._rooted, equation.invars))
             for at, equation in enumerate(self._equations)
             if at in self._useful and self._is_product(equation)
         }
@@ -113,7 +122,7 @@ class OpaqueProducts:
         if name in _MAKE_NEW:
             return elements if name != "integer_pow" or equation.params["y"] not in (0, 1) else 0
         if name in _COMBINE:
-            varied = {self._root.get(v, v) for v in read if self.distinct(v) > 1}
+            varied = {self._rooted(v) for v in read if self.distinct(v) > 1}
             return elements if len(varied) > 1 else 0
         if name in REDUCTIONS:
             return elements if any(self.distinct(v) > _size(result) for v in read) else 0

@@ -247,6 +247,26 @@ def test_several_numbers_of_micro_batches_are_compared_compiled(planned):
         assert alone["why"]["proven"]["trail"][0]["least_bytes"] <= peak
 
 
+def test_a_bound_that_a_compiled_stage_refutes_is_a_warning(planned, monkeypatch):
+    def too_high(*given):
+        found = bounds(*given)
+        wrong = {
+            config: replace(cost, backward_bytes=10 * cost.backward_bytes + 10**6)
+            for config, cost in found.least.measurements.items()
+        }
+        return replace(found, least=replace(found.least, measurements=wrong))
+
+    right = planned()[1]
+    monkeypatch.setattr("capture.cli.bounds_first.bounds", too_high)
+    code, document, _ = planned()
+    assert code == 0 and document["why"]["proven"]["ended"] == "proven"
+    peaks = [max(d["plan"]["verification"]["peak_bytes_per_device"]) for d in (document, right)]
+    assert peaks[0] == peaks[1]
+    assert right["warnings"] == []
+    assert document["warnings"] == document["why"]["proven"]["refuted"] != []
+    assert "(backward), and compile to" in document["warnings"][0]
+
+
 def test_the_smallest_cluster_is_proven(planned):
     _, whole, _ = planned()
     peak = max(whole["plan"]["verification"]["peak_bytes_per_device"])
