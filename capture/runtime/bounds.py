@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from capture.compiler.executable import Executable, LayerOf
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
 from capture.measured.work import ProgramWork
+from capture.runtime.lent import Lent, held_results, lendable
 from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import Opaque, Step, TracedProgram
@@ -40,8 +41,6 @@ from capture.tracing.jaxprs import is_variable
 #: experts and convolutions for h100: copies and gradients that wait, and scratch of libraries.
 _MARGIN, _SCRATCH_BYTES = 1.15, 8 * 2**20
 _CPU_SCRATCH_BYTES = 2**16
-#: Rows, columns and terms per device from which on every product is given scratch, and counted.
-_SMALLEST_PRODUCT = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,16 +131,28 @@ class Bounder:
             else shard_bytes(result)
             for result, sharding, value in zip(results, asked, flow.outputs, strict=True)
         ]
-        donated = Counter(_kind(each) for i in donate for each in jax.tree.leaves(args[i]))
+        positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        donated = [
+            (value, each)
+            for i, value, each in zip(positions, flow.inputs, given, strict=True)
+            if i in donate
+        ]
+        keys = [value if is_variable(value) else object() for value in flow.outputs]
+        held = held_results([each for _, each in donated], results, least)
+        kinds = Counter(_kind(each) for _, each in donated)
         fresh: dict[Any, int] = {}
-        least_fresh: dict[Any, int] = {}
-        for result, nbytes, value in zip(results, least, flow.outputs, strict=True):
-            if donated[_kind(result)]:
-                donated[_kind(result)] -= 1
-                continue
-            key = value if is_variable(value) else object()
-            fresh[key], least_fresh[key] = shard_bytes(result), nbytes
-        memory = Memory(program, split, fresh, least_fresh, self, mesh.size)
+        for key, result in zip(keys, results, strict=True):
+            if kinds[_kind(result)]:
+                kinds[_kind(result)] -= 1
+            else:
+                fresh[key] = shard_bytes(result)
+        least_fresh = {
+            key: nbytes
+            for i, (key, nbytes) in enumerate(zip(keys, least, strict=True))
+            if i not in held
+        }
+        lent = lendable(program, donated, [(keys[i], nbytes) for i, nbytes in held.items()])
+        memory = Memory(program, split, fresh, least_fresh, lent, self, mesh.size)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
@@ -160,6 +171,7 @@ class Memory:
         split: How its values lie on the devices.
         fresh: Bytes per device of the results that no donated argument holds.
         least_fresh: The same, at least.
+        lent: What donated arguments may lend before results are written to them.
         rules: Of the compiler.
         num_devices: That share what the program computes.
     """
@@ -170,11 +182,12 @@ class Memory:
         split: ValueSplit,
         fresh: Mapping[Any, int],
         least_fresh: Mapping[Any, int],
-        rules: Bounder = Bounder(),
-        num_devices: int = 1,
+        lent: Lent,
+        rules: Bounder,
+        num_devices: int,
     ):
         self._program, self._split = program, split
-        self._rules, self._num_devices = rules, num_devices
+        self._lent, self._rules, self._num_devices = lent, rules, num_devices
         self._fresh, self._least_fresh = fresh, least_fresh
 
     def least(self) -> int:
@@ -183,7 +196,7 @@ class Memory:
         found = sum(self._least_fresh.values())
         if not self._rules.keeps_products:
             return found
-        beside = {p: self._beside(p) - self._rules.on_chip_bytes for p in self._opaque.products}
+        beside = {p: self._beside(p) for p in self._opaque.products}
         at_most = {p: nbytes + self._groups_at_most(p) for p, nbytes in beside.items()}
         for product in sorted(at_most, key=lambda p: -at_most[p]):
             if at_most[product] <= found:
@@ -193,11 +206,13 @@ class Memory:
 
     def _beside(self, product: int) -> int:
         """What it makes that is needed behind it, what products before it made that are results,
-        and its scratch."""
+        and its scratch; without what is lent."""
         made = self._program.equations[product].outvars
-        there = sum(self._nbytes[v] for v in self._opaque.needed(product).results)
+        needed = self._opaque.needed(product)
+        there = sum(self._nbytes[v] for v in needed.results)
+        there -= self._lent.nbytes(needed.arguments) + self._rules.on_chip_bytes
         there += sum(self._left[v] for v in made)
-        is_large = self._program.products.smallest(product) >= _SMALLEST_PRODUCT * self._num_devices
+        is_large = self._program.products.is_large(product, self._num_devices)
         return there + self._rules.product_scratch_bytes * is_large
 
     def _groups(self, product: int) -> int:
@@ -301,7 +316,7 @@ def _least_work(program: TracedProgram, num_devices: int) -> ProgramWork:
     flops = sum(
         equation_flops(program.equations[at])
         for at in program.products.at(num_devices)
-        if program.products.smallest(at) >= _SMALLEST_PRODUCT * num_devices
+        if program.products.is_large(at, num_devices)
     )
     return ProgramWork(flops // num_devices, program.narrowest_dtype, 0, 0)
 

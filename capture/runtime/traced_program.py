@@ -51,11 +51,13 @@ class Needed(NamedTuple):
             the other results, follow from products that it depends on, with which bytes begin.
         groups: Values that are read with it or behind it, or results, and do not depend on it,
             those that are computed from each other together; and which of them it reads itself.
+        arguments: Arguments of the program that are read with it or behind it.
     """
 
     results: Sequence[Any]
     steps: Sequence[Step]
     groups: Sequence[tuple[Sequence[Any], Sequence[Any]]]
+    arguments: Collection[Any]
 
 
 class TracedProgram:
@@ -99,6 +101,12 @@ class TracedProgram:
         """Per operation, what it reads that is no argument."""
         given = frozenset(self.flow.inputs)
         return [[v for v in variables(e.invars) if v not in given] for e in self.equations]
+
+    @cached_property
+    def given_reads(self) -> Sequence[Sequence[Any]]:
+        """Per operation, the arguments that it reads."""
+        given = frozenset(self.flow.inputs)
+        return [[v for v in variables(e.invars) if v in given] for e in self.equations]
 
     @cached_property
     def narrowest_dtype(self) -> str:
@@ -209,12 +217,14 @@ class Opaque:
         before, groups = self._before[product], _Groups(self._joined_before[product])
         later = set(equations[product].outvars)
         wanted = set(program.inner_reads[product])
+        behind = [product]
         others = [at for at in range(product) if at not in self.products or at in before]
         for at, reads in enumerate(program.inner_reads[product + 1 :], start=product + 1):
             if not later.isdisjoint(reads):
                 later.update(equations[at].outvars)
                 if at in program.useful:
                     wanted.update(reads)
+                    behind.append(at)
             elif at not in self.products:
                 groups.join(*self._joins(at))
                 others.append(at)
@@ -240,6 +250,7 @@ class Opaque:
             [*results],
             steps[::-1],
             [(values, operands.get(group, ())) for group, values in read.items()],
+            {v for at in behind for v in program.given_reads[at]},
         )
 
     def _joins(self, at: int) -> Sequence[Any]:
