@@ -15,8 +15,6 @@ import json
 import random
 import statistics
 import sys
-import time
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ SIZES = (1, 1, 1, 2, 3, 4, 8, 16, 32, 64)
 WIDTHS = (32, 64, 128, 256, 512)
 ROWS = (1, 8, 64, 256, 1024, 2048, 4096)
 DTYPES = ("float32", "float32", "bfloat16")
+CHOICES = tuple(StageChoice(remat=remat) for remat in REMAT_POLICIES)
 
 
 def main() -> int:
@@ -43,36 +42,36 @@ def main() -> int:
     options = parser.parse_args()
     target = Target.load(options.target)
     environment.prepare(num_devices=2, platform=target.platform)
-    start, models = time.process_time(), []
-    for seed in range(options.first, options.stop):
-        models.append(measured(seed, target))
-        print(json.dumps(models[-1]), file=sys.stderr, flush=True)
-    result = {
-        "date": date.today().isoformat(),
-        "versions": environment.versions(target.platform),
-        **summary(models),
-        "processor_seconds": round(time.process_time() - start, 1),
-        "seeds": [options.first, options.stop],
-        "models": [model for model in models if model["above"] or model["refused"]],
-    }
-    document = {"benchmark": "odd_bounds", "targets": {}}
+    document: dict[str, Any] = {"benchmark": "odd_bounds", "targets": {}}
     if options.output is not None and options.output.exists():
         document = json.loads(options.output.read_text())
-    document["targets"][target.name] = result
-    if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps({**result, "models": None}))
-    return 1 if result["num_models_above"] else 0
+    known = document["targets"].setdefault(target.name, {"models": []})
+    models = {model["seed"]: model for model in known["models"]}
+    for seed in range(options.first, options.stop):
+        if seed not in models:
+            models[seed] = measured(seed, target)
+        document["targets"][target.name] = {
+            "date": date.today().isoformat(),
+            "versions": environment.versions(target.platform),
+            **summary([*models.values()]),
+            "models": [models[each] for each in sorted(models)],
+        }
+        if options.output is not None:  # an interrupted run goes on where it was
+            options.output.write_text(json.dumps(document) + "\n")
+        print(json.dumps(models[seed]), file=sys.stderr, flush=True)
+    found = summary([*models.values()])
+    print(json.dumps(found))
+    return 1 if found["num_models_above"] else 0
 
 
 def measured(seed: int, target: Target) -> dict[str, Any]:
     """What is above of the model of a seed, and how near its bounds are."""
-    from tests.odd_models import held_against, odd_model
+    from tests.odd_models import odd_model, parts_of
 
     layers, rows, width, dtype = drawn(seed)
     model = odd_model(layers, rows, width, dtype)
     ratios, above, refused = [], [], []
-    for choice, found in held_against(model, target, choices()):
+    for choice, found in parts_of(model, target, CHOICES):
         if isinstance(found, CaptureError):
             refused.append(f"{choice}: {found}")
             continue
@@ -100,12 +99,6 @@ def drawn(seed: int) -> tuple[list[Any], int, int, str]:
     draw = random.Random(seed)
     layers = [Odd(draw.choice([*LAYERS]), draw.choice(SIZES)) for _ in range(draw.randint(1, 4))]
     return layers, draw.choice(ROWS), draw.choice(WIDTHS), draw.choice(DTYPES)
-
-
-def choices() -> Iterator[StageChoice]:
-    """All remats, and one split over two devices."""
-    for remat in REMAT_POLICIES:
-        yield StageChoice(remat=remat)
 
 
 def summary(models: list[dict[str, Any]]) -> dict[str, Any]:

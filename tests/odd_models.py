@@ -372,7 +372,8 @@ def odd_model(
         x = batch.reshape(-1, width)
         for i, (layer, own) in enumerate(zip(layers, params, strict=True)):
             x = LAYERS[layer.name](own, x, layer.size).astype(dtype)
-            x = checkpoint_name(x, "layer_boundary") if i + 1 < len(layers) else x
+            is_marked = i + 1 < len(layers) or i == 0
+            x = checkpoint_name(x, "layer_boundary") if is_marked else x
         return jnp.mean(jnp.tanh(x.astype(jnp.float32)) ** 2)
 
     def batch(key, n):
@@ -381,7 +382,7 @@ def odd_model(
     return Workload(loss, init, batch, optax.sgd(0.1))
 
 
-def held_against(
+def parts_of(
     model: Workload, target: Target, choices: Iterable[StageChoice], size: int = 2
 ) -> Iterator[tuple[StageChoice, dict[str, tuple[int, int]] | CaptureError]]:
     """Per choice, every part of the cost of the whole model as one stage: its lower bound and what

@@ -1,18 +1,21 @@
 """What a program needs while it runs, between two bounds, from tracing: no compiler is asked.
 
-A compiler fuses: what products, loops and other opaque operations make and read stands in memory;
+A compiler fuses: what opaque products (``capture.runtime.opaque``) make and read stands in memory;
 what is computed element by element does only where one of them, or the caller, reads it. So
 
-    least    the results that no donated argument holds; or, if that is more, what has to be there
-             while some product runs, whatever the order: what products before it made for
-             products behind it, and the results that it depends on. A result that is still to
-             come may lend its memory
+    least    the results that no donated argument may hold; or, if that is more, what has to be
+             there while some opaque product runs, whatever the order: what such products before it
+             made for those behind it or for the caller, its operands where they are computed, and
+             what it makes. A result that is still to come may lend its memory, whether it is of its
+             own or a donated argument's (``capture.runtime.lent``)
     most     those results, and the largest live set of what stands in memory, in the order of the
              program (what is computed element by element is there from its first reader on), with
              a margin; where the compiler puts speed before memory, all of it at once
 
-Only the first is proven of every program: what a compiler adds of its own, such as scratch of
-libraries, copies and another order, has no bound that is known.
+The first rests on how XLA treats opaque products, not on anything that it promises: a compiled
+program below it is an error of this module, which searches report
+(``recommender.capture.refuted``). What a compiler adds of its own, such as scratch of libraries,
+copies and another order, has no bound that is known.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and writes its result there. Others it computes inside of what reads them: those
 size 1 are multiplications and sums, integers have no library, operands that are constant are
 folded, and of products of equal operands one is left. Read in XLA's sources (``HandleDot`` of the
 algebraic simplifier, ``IsMatrixMultiplicationTooSmallForRewriting`` of the GPU backend) and
-confirmed by programs compiled for h100 (jaxlib 0.12.0.1, Triton's products switched off).
+confirmed by programs compiled for h100 (jaxlib 0.10.2, Triton's products switched off).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import depends_on_cuts_behind, predict_plan, recommend
-from recommender.capture.rounds import Effort, Rounds, StageCompiler
+from recommender.capture.rounds import RESTS_ON, Effort, Rounds, StageCompiler
 from recommender.capture.search import search
 from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
@@ -226,8 +226,9 @@ class _Search(Rounds[StageAnswer]):
         why = Why(
             f"Every plan needs at least {bracket.least_bytes:,} bytes on a device, and "
             f"memory_limit_bytes={limit:,}: proven with "
-            f"{counted(bracket.num_compiled, 'compiled stage')}. Raise the limit, or use more "
-            "devices, more micro-batches of a smaller size, or rematerialisation. [memory-limit]",
+            f"{counted(bracket.num_compiled, 'compiled stage')} and, {RESTS_ON}. "
+            "Raise the limit, or use more devices, more micro-batches of a smaller size, or "
+            "rematerialisation. [memory-limit]",
             code="memory-limit",
             memory_limit_bytes=limit,
             proven=proven,

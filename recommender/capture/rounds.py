@@ -19,6 +19,11 @@ from recommender.answer import StageAnswer
 from recommender.capture.refuted import Refuted, refuted, without_bounds
 from recommender.question import PlanQuestion
 
+#: On what rests that no plan fits, of the stages that were not compiled.
+RESTS_ON = (
+    "for all others, lower bounds from tracing, which count results and, on accelerators, what "
+    "large matrix products read and make"
+)
 #: The best that was compiled.
 Best = TypeVar("Best")
 

@@ -31,7 +31,7 @@ from recommender.capture.problem import SearchProblem
 from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.refuted import Refuted
 from recommender.capture.result import SearchResult
-from recommender.capture.rounds import Best, Rounds
+from recommender.capture.rounds import RESTS_ON, Best, Rounds
 from recommender.capture.ticks import step_seconds
 from recommender.capture.verified import of_compiler, same_model
 from recommender.question import BOUNDS_FIRST
@@ -158,9 +158,9 @@ class TimedRounds(Rounds[Best]):
         least = found.proof.peak_bytes
         why = Why(
             f"Every plan needs at least {least:,} bytes on a device, and memory_limit_bytes="
-            f"{limit or 0:,}: proven with {counted(self._num_compiled, 'compiled stage')}. Raise "
-            "the limit, or use more devices, more micro-batches of a smaller size, or "
-            "rematerialisation. [memory-limit]",
+            f"{limit or 0:,}: proven with {counted(self._num_compiled, 'compiled stage')} and, "
+            f"{RESTS_ON}. Raise the limit, or use more devices, more micro-batches of a smaller "
+            "size, or rematerialisation. [memory-limit]",
             code="memory-limit",
             memory_limit_bytes=limit,
             proven=self._proven(None, "memory"),
