@@ -6,7 +6,9 @@ import faulthandler
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import warnings
@@ -61,8 +63,12 @@ class _Process(PoolWorker):
         super().__init__()
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
+        # For all that the worker writes, which may be killed at any time.
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="capture-worker-", ignore_cleanup_errors=True
+        )
         self._process = context.Process(
-            target=_serve, args=(setting, theirs, os.getpid()), daemon=True
+            target=_serve, args=(setting, theirs, os.getpid(), self._folder.name), daemon=True
         )
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
@@ -85,6 +91,7 @@ class _Process(PoolWorker):
         self._process.kill()
         self._process.join(environment.patience(_SECONDS_TO_END))
         self.connection.close()
+        self._folder.cleanup()
 
 
 def how_it_ended(code: int | None) -> str:
@@ -104,12 +111,13 @@ def how_it_ended(code: int | None) -> str:
     return f"its process ended {how} (out of memory?)"
 
 
-def _serve(setting: Setting, connection: Connection, parent: int) -> None:
-    """The life of a worker process."""
+def _serve(setting: Setting, connection: Connection, parent: int, folder: str) -> None:
+    """Be a worker process: measure what arrives, with all temporary files in a folder."""
     faulthandler.enable()
+    tempfile.tempdir = folder
     # Ctrl-C reaches the whole group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     try:
         worker = Worker(setting)
     except CaptureError as error:
@@ -132,10 +140,11 @@ def _serve(setting: Setting, connection: Connection, parent: int) -> None:
         return
 
 
-def _end_with(parent: int) -> None:
-    """A worker whose parent was killed ends too."""
+def _end_with(parent: int, folder: str) -> None:
+    """End with a parent that was killed, and remove the folder in its place."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
