@@ -190,7 +190,8 @@ class ArrayBackend:
             start = time.perf_counter()
             found[key] = self.measure(what)
             took = time.perf_counter() - start
-            self.store.put(key, write(found[key]), provenance=self.provenance, seconds=took)
+            facts = {**self.provenance, "kind": "array program"}
+            self.store.put(key, write(found[key]), provenance=facts, seconds=took)
             told(len(found))
         return found
 

@@ -385,9 +385,8 @@ class CompileBackend:
                     f"the model cannot be compiled for target={self.target.name!r}: {said}",
                     "target-refused",
                 ) from error
-            self.store.put(
-                key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start
-            )
+            facts = {**self.provenance, "kind": "compiled in place"}  # of no job
+            self.store.put(key, found[key], provenance=facts, seconds=time.perf_counter() - start)
         return read(found[key], kind)
 
     def programs(

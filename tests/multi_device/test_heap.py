@@ -10,7 +10,6 @@ import optax
 import pytest
 from pipeline_models import mark, pipeline
 
-from benchmarks.heap_bound import kernels, measure_kernel
 from capture.model.workload import Workload
 from capture.runtime.heap import OBJECT_BYTES, measure_heap
 from capture.runtime.pipeline import pipeshard
@@ -54,10 +53,3 @@ def test_a_step_takes_no_more_than_its_parts_and_not_less_than_them_without_scra
     assert heap.object_bytes == OBJECT_BYTES and heap.unbounded == ()
     *_, heap = measure_heap(step, state, batch.astype(np.float64))
     assert heap.fed_bytes == 16 * 32 * 32 * CHANNELS * 4 + batch.nbytes * 3
-
-
-@pytest.mark.slow
-def test_single_kernels_take_no_more_scratch_than_said():
-    for name, function, arguments in kernels():
-        found = measure_kernel(function, arguments)
-        assert found["scratch_bytes"] <= found["bound_bytes"] + OBJECT_BYTES, name

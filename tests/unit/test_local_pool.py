@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
 from capture.model.workload import WorkloadSpec
@@ -28,7 +29,7 @@ def test_what_a_killed_worker_wrote_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "model.py").write_text(MODEL)
     spec = WorkloadSpec(str(tmp_path / "model.py"), "model")
-    worker = LocalPool(Setting(spec), 1, 60.0).launch()
+    worker = LocalPool(Setting(spec), 1, TIMEOUT_SECONDS).launch()
     with pytest.raises(ProfileError, match="of the model"):
         worker.receive()
     assert [path.name.startswith("capture-worker-") for path in folder.iterdir()] == [True]
