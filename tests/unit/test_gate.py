@@ -213,6 +213,14 @@ def test_the_first_message_names_ports_of_this_machine(gates):
                 assert near.recv(64) == b""
 
 
+def test_a_gate_that_was_killed_is_said(gates):
+    gates[1].end()
+    for _ in range(2):
+        with pytest.raises(ExecutionError) as refused:
+            gates[1].meet(gates[0].address, 5.0)
+        assert refused.value.codes == ("run-hosts-cut",)
+
+
 def test_a_gate_ends_with_its_host():
     program = (
         "import os; from capture.runtime.hosts.gate import Gate; "

@@ -7,6 +7,7 @@ server listens no longer than until all hosts have connected.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -119,9 +120,15 @@ class Gate:
 
     def _ask(self, **asked: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             print(json.dumps(asked), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
+            if answer := self._process.stdout.readline():
+                return json.loads(answer)
+        raise ExecutionError.of(
+            f"host {self._host}: its gate has ended; look at what it has said, and whether somebody "
+            "or the system killed it.",
+            "run-hosts-cut",
+        )
 
 
 _HOW_TO_GIVE = (
