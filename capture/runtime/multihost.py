@@ -97,26 +97,7 @@ def initialize(
     if secret is not None:
         gate = Gate(secret, f"{address}:0" if host else where, host)
         service = _service(gate, where, host)
-    try:
-        jax.distributed.initialize(
-            service,
-            num_hosts,
-            host,
-            local_ids,
-            coordinator_bind_address=service if host == 0 else None,
-            initialization_timeout=int(environment.patience(HEARTBEAT_SECONDS)),
-            heartbeat_timeout_seconds=int(environment.patience(HEARTBEAT_SECONDS)),
-            shutdown_timeout_seconds=5,
-        )
-    except Exception as error:  # of gRPC, as a RuntimeError or a class of its own
-        said = (str(error).splitlines() or [""])[0]
-        if gate is not None and (count := gate.num_refused):
-            said += f" ({count} connections did not know the secret of the run)"
-        raise ExecutionError.of(
-            f"the processes of the run did not find each other at {where}: {said}; give an address "
-            "and a free port of host 0 that every host reaches.",
-            "run-hosts-start",
-        ) from error
+    _join(service, num_hosts, host, local_ids, gate, where)
     from jax._src import distributed  # what it knows has no public name
 
     joined = plan is None or _spans_hosts(plan)
@@ -440,6 +421,36 @@ def _parties(
             "run-hosts-start",
         )
     return coordinator, num_hosts, host, local_ids
+
+
+def _join(
+    service: str, num_hosts: int, host: int, local_ids: Any, gate: Gate | None, coordinator: str
+) -> None:
+    """Have JAX meet the others.
+
+    Raises:
+        ExecutionError: ``run-hosts-start``.
+    """
+    try:
+        jax.distributed.initialize(
+            service,
+            num_hosts,
+            host,
+            local_ids,
+            coordinator_bind_address=service if host == 0 else None,
+            initialization_timeout=int(environment.patience(HEARTBEAT_SECONDS)),
+            heartbeat_timeout_seconds=int(environment.patience(HEARTBEAT_SECONDS)),
+            shutdown_timeout_seconds=5,
+        )
+    except Exception as error:  # of gRPC, as a RuntimeError or a class of its own
+        said = (str(error).splitlines() or [""])[0]
+        if gate is not None and (count := gate.num_refused):
+            said += f" ({count} connections did not know the secret of the run)"
+        raise ExecutionError.of(
+            f"the processes of the run did not find each other at {coordinator}: {said}; give an "
+            "address and a free port of host 0 that every host reaches.",
+            "run-hosts-start",
+        ) from error
 
 
 def _service(gate: Gate, coordinator: str, host: int) -> str:

@@ -125,8 +125,8 @@ class Gate:
             if answer := self._process.stdout.readline():
                 return json.loads(answer)
         raise ExecutionError.of(
-            f"host {self._host}: its gate has ended; look at what it has said, and whether somebody "
-            "or the system killed it.",
+            f"host {self._host}: its gate has ended (killed, or out of memory?); look at "
+            "what it has said.",
             "run-hosts-cut",
         )
 
