@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -66,11 +67,13 @@ class Sharing(Planted):
         return replace(cost, backward_bytes=cost.backward_bytes + more)
 
 
+@pytest.mark.parametrize("target", ["cpu", "h100"])
 @pytest.mark.parametrize("shared", [[(0, 5)], [(0, 4, 6)], [(1, 2)], [(1, 2), (0, 6)]])
-def test_the_buffer_is_predicted_once_near_and_far(shared):
+def test_the_buffer_is_predicted_once_near_and_far(shared, target):
     """Beside small layers every stage needs what it needs, to a few bytes of small ones."""
     planted = Sharing(7, shared, largest=100)
     profile = planted.profile([ONE], num_neighbours=2)
+    profile = replace(profile, provenance={**profile.provenance, "target": target})
     memory = AdditivePredictor(profile).memory(ONE, 16)
     for first in range(7):
         for stop in range(first + 1, 8):
@@ -80,6 +83,21 @@ def test_the_buffer_is_predicted_once_near_and_far(shared):
         backward = AdditivePredictor(profile).memory(ONE, size).backward
         truth = planted.cost(StageConfig(0, 7, ONE, size)).backward_bytes
         assert 0.98 * truth <= backward[0, 7] <= truth + 0.1 * LARGE
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+@pytest.mark.parametrize("holds", [True, False], ids=["holds", "free"])
+def test_what_was_measured_stays(target, holds):
+    """Windows of two readers, whether or not their gradients wait there."""
+    planted = Sharing(7, [(1, 2), (0, 6)], largest=100)
+    if not holds:
+        planted.cost = partial(Planted.cost, planted)
+    profile = planted.profile([ONE], num_neighbours=2)
+    profile = replace(profile, provenance={**profile.provenance, "target": target})
+    backward = AdditivePredictor(profile).memory(ONE, 16).backward
+    for config, cost in profile.measurements.items():
+        if config.microbatch_size == 16:
+            assert backward[config.first, config.stop] == cost.backward_bytes
 
 
 def test_on_an_accelerator_what_layers_add_does_not_stand_for_it():
