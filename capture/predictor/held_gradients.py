@@ -86,5 +86,8 @@ def held_beyond(
     without = {window: parts.copy() for window, parts in windows.items()}
     for window, parts in without.items():
         parts[row] -= held[window]
-    as_measured, apart = (np.add(*extend(found))[row] for found in (windows, without))
-    return np.maximum(np.nan_to_num(apart + held - as_measured), 0)
+    (table, drift), (apart, drift_apart) = (extend(found) for found in (windows, without))
+    as_measured, drift_apart = table[row] + drift[row], drift_apart[row]
+    # Of several parameters a long window may hold fewer buffers at once: shorter stages may not.
+    drift_apart = np.where(held > 0, np.fmax(drift_apart, np.fmin(drift[row], 0)), drift_apart)
+    return np.maximum(np.nan_to_num(apart[row] + drift_apart + held - as_measured), 0)

@@ -85,6 +85,22 @@ def test_the_buffer_is_predicted_once_near_and_far(shared, target):
         assert 0.98 * truth <= backward[0, 7] <= truth + 0.1 * LARGE
 
 
+def test_a_long_window_that_holds_fewer_says_nothing_of_shorter_stages():
+    """Both tables are read twice within eight layers, where one buffer is enough; six layers read
+    one of them twice, and need it."""
+    planted = Sharing(9, [(0, 5), (2, 7)], largest=100)
+    profile = planted.profile([ONE], num_neighbours=2)
+    measurements = {
+        config: replace(cost, backward_bytes=cost.backward_bytes - LARGE)
+        if (config.first, config.num_layers) == (0, 8)
+        else cost
+        for config, cost in profile.measurements.items()
+    }
+    found = AdditivePredictor(replace(profile, measurements=measurements)).memory(ONE, 16)
+    assert found.backward[0, 6] >= 0.99 * planted.cost(StageConfig(0, 6, ONE, 16)).backward_bytes
+    assert found.backward[0, 8] < 1.1 * LARGE, "measured"
+
+
 @pytest.mark.parametrize("target", ["cpu", "h100"])
 @pytest.mark.parametrize("holds", [True, False], ids=["holds", "free"])
 def test_what_was_measured_stays(target, holds):
