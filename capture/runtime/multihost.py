@@ -55,7 +55,6 @@ def initialize(
     plan: Plan | None = None,
     transport: str | None = None,
     secret: str | None = None,
-    window: int = WINDOW,
     patience_seconds: float = PATIENCE,
     on_silence: Callable[[str], None] | None = None,
 ) -> Hosts:
@@ -72,7 +71,6 @@ def initialize(
         secret: The same text on all hosts, known to nobody else; None: ``CAPTURE_SECRET`` of the
             environment. Where the coordinator's address is not of this machine alone, there must be
             one: the hosts then meet through gates (``capture.runtime.hosts.gate``).
-        window: See ``capture.step.offers``.
         patience_seconds: After which a process gives up another one.
         on_silence: What then happens, given the sentence; by default it is printed and the process
             ends with code 3.
@@ -115,7 +113,6 @@ def initialize(
         distributed.global_state.client,
         gate,
         transport=transport,
-        window=window,
         patience_seconds=patience_seconds,
         on_silence=on_silence or _end,
     )
@@ -139,7 +136,8 @@ class Hosts:
         store: Keys and values that all see: the client of ``jax.distributed``.
         gate: Of this host; None if all are on this machine.
         transport: A name of ``TRANSPORTS``.
-        window, patience_seconds, on_silence: As for ``initialize``.
+        window: See ``capture.step.offers``.
+        patience_seconds, on_silence: As for ``initialize``.
 
     Attributes:
         are_joined: Whether they have collectives.

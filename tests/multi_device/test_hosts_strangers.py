@@ -71,7 +71,7 @@ class Visit:
         before = resident_bytes(processes)
         for _ in range(10):
             count = self.count * len(self.ports) // 10
-            self.strangers.come(self.ports, count, time.monotonic() + 30)
+            self.strangers.come(self.ports, count, time.monotonic() + environment.patience(30))
             self.held_bytes = max(self.held_bytes, resident_bytes(processes) - before)
         self.last_line = len(self.said)
 

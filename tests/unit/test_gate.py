@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from strangers import Strangers, resident_bytes
+from timeouts import TIMEOUT_SECONDS
 
 from capture import environment
 from capture.errors import ExecutionError
@@ -100,7 +101,7 @@ def test_strangers_are_refused_while_hosts_get_through(gates, service):
     _, port = parted(first.address)
     before = resident_bytes([first.process_id])
     for _ in range(3):
-        strangers.come([port], 100, time.monotonic() + 60)
+        strangers.come([port], 100, time.monotonic() + environment.patience(60))
         assert exchanged(address, b"a") == b"A"
     # Of those that stay silent or slow more have come than may be without a proof.
     assert strangers.done["half-open"] + strangers.done["slow"] == 60
@@ -230,7 +231,7 @@ def test_a_gate_ends_with_its_host():
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    gone, end = Path(f"/proc/{int(done.stdout)}/fd"), time.monotonic() + 10.0
+    gone, end = Path(f"/proc/{int(done.stdout)}/fd"), time.monotonic() + TIMEOUT_SECONDS
     while gone.exists() and list(gone.iterdir()):
         assert time.monotonic() < end
         time.sleep(0.01)
