@@ -389,7 +389,11 @@ def parts_of(
     the compiler says; or why it does not compile."""
     backend = CompileBackend(model, store=Store(), target=target, num_devices=2)
     for choice in choices:
-        graph = backend.traced(size).graph
+        try:
+            graph = backend.traced(size).graph
+        except CaptureError as error:  # no layer of it applies a parameter to data
+            yield choice, error
+            continue
         config = StageConfig(0, graph.num_layers, choice, size)
         least = BoundsBackend(backend).measure(config).least
         try:

@@ -122,6 +122,17 @@ def test_a_donated_argument_holds_a_result():
     assert least(add, (N, N), (N, N), (N, N)) == 2 * SQUARE
 
 
+def test_a_donated_argument_lends_its_memory_before_a_result_is_written():
+    def chain(x, y):
+        return jnp.tanh(x) @ y @ y
+
+    shapes = ((N, N), (N, N))
+    assert least(chain, *shapes) == 2 * SQUARE
+    assert least(chain, *shapes, donate=(0,)) == SQUARE, "the operand is where x was"
+    flat = least(lambda x, y: chain(x, y).reshape(-1), *shapes, donate=(0,))
+    assert flat == SQUARE, "as many elements are enough"
+
+
 def test_compilers_that_keep_less_are_counted_less():
     def function(x, y):
         return (jnp.tanh(jnp.tanh(x) @ y) @ y).sum()
