@@ -241,7 +241,7 @@ def as_proven(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(verb: str, *arguments: str) -> dict[str, Any]:
-    """One command of ``capture``: its seconds, and until it says what the least peak is between;
+    """One command of ``capture``: its seconds, and until it says the first lower bound;
     the processor time of all its processes, the memory of the largest."""
     print(f"capture {verb} {' '.join(arguments)}", file=sys.stderr)
     start = time.perf_counter()
@@ -259,7 +259,7 @@ def run(verb: str, *arguments: str) -> dict[str, Any]:
     reading.start()
     first_bracket = None
     for line in process.stderr:
-        if first_bracket is None and "the least peak is between" in line:
+        if first_bracket is None and "lower bound" in line:
             first_bracket = time.perf_counter() - start
         print(line, end="", file=sys.stderr, flush=True)
     reading.join()

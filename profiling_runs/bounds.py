@@ -3,6 +3,7 @@ was asked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from capture.environment import without_collecting
@@ -36,6 +37,7 @@ def bounds(
     question: ProfileQuestion,
     measurements: Measurements,
     progress: Progress = lambda kind, done, total: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Bounds:
     """Trace the windows of layers that predictions are built from, at the question's micro-batch
     size; nothing is compiled.
@@ -44,6 +46,7 @@ def bounds(
         question: What is asked.
         measurements: Of its workload; the store keeps the bounds.
         progress: Told how far it is.
+        begin: Called before the first stage is traced, where the store does not have them.
 
     Raises:
         ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
@@ -68,6 +71,8 @@ def bounds(
     backend = BoundsBackend(measurements.backend)
     # Those that differ in degrees alone one after the other: they share their traces.
     configs.sort(key=lambda c: (c.num_layers, c.first, c.choice.remat))
+    if configs and not backend.knows(configs[-1]):
+        begin()
     found: dict[StageConfig, StageBounds] = {}
     for done, config in enumerate(configs, start=1):
         found[config] = backend.measure(config)

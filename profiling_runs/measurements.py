@@ -195,6 +195,11 @@ class Measurements:
     def _open(self, num_jobs: int) -> Runner:
         return self.where.open(self.setting, self.backend, num_jobs)
 
+    def start_workers(self) -> None:
+        """Begin to start the workers that are kept, on this machine, and wait for none."""
+        if self._kept is not None and self.setting is not None and self.where.ray is None:
+            self._kept.idle()
+
     @contextmanager
     def keeping_workers(self) -> Iterator[None]:
         """Whatever is measured meanwhile is measured by the same workers, which trace the model

@@ -63,6 +63,8 @@ class PlanQuestion:
             anywhere.
         remat: What every stage recomputes; None: each whatever the profile knows, mixtures of
             ``"full"`` and ``"cheap"`` where it knows both.
+        chosen: Names of options that the user gave; a proof says of the others that they are
+            defaults.
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-algorithm`` for options
@@ -81,6 +83,7 @@ class PlanQuestion:
     space: StageSpace = StageSpace()
     merge_layers: int | None = None
     remat: Remat | None = None
+    chosen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())

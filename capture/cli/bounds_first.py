@@ -4,7 +4,9 @@ compiled bytes, the fastest one that fits, or the front of both, without a profi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +14,20 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.fitting import measuring, name_change, tell
 from capture.cli.options import Option
-from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
-from capture.cli.progress import progress
+from capture.cli.output import (
+    attempts_table,
+    emit,
+    front_table,
+    peak_line,
+    stage_table,
+    unused_note,
+)
+from capture.cli.progress import SearchProgress, progress
 from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.choices import remat_time_fraction
 from capture.plan.schedule import SCHEDULES
-from capture.plan.why import Bracket
 from capture.predictor.step_time import describe_time, time_summary
 from profiling_runs.bounds import Bounds, bounds
 from profiling_runs.collect import split_warnings
@@ -56,23 +64,6 @@ def _percent(text: str) -> float:
     if not number.replace(".", "", 1).isdecimal() or not text.endswith("%"):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 5%. [option-number]")
     return float(number) / 100
-
-
-class _Rounds:
-    """Says what a round has found, once: most rounds of a long search move nothing that shows.
-
-    Args:
-        write: Is given the lines.
-    """
-
-    def __init__(self, write: Callable[[str], None]):
-        self._write, self._said = write, ""
-
-    def __call__(self, bracket: Bracket) -> None:
-        shown = str(replace(bracket, seconds=0.0))
-        if shown != self._said:
-            self._write(str(bracket))
-        self._said = shown
 
 
 #: How near an answer is proven, unless the user says.
@@ -186,9 +177,19 @@ class _Asking:
         """Of all stages at a micro-batch size."""
         if microbatch_size not in self._bounds:
             asked = replace(self._of_profile, microbatch_size=microbatch_size)
-            found = bounds(asked, self._measurements, progress(self._options))
+            found = bounds(
+                asked,
+                self._measurements,
+                progress(self._options),
+                # They start while this process traces.
+                (lambda: None) if self._compiles_nothing else self._measurements.start_workers,
+            )
             self._bounds[microbatch_size] = found
         return self._bounds[microbatch_size]
+
+    @property
+    def _compiles_nothing(self) -> bool:
+        return self._options.quick or self._options.compiles == 0
 
     def compiler(self, least: Profile) -> PlanCompiler:
         return PlanCompiler(least, lambda: self._measurements)
@@ -198,20 +199,27 @@ class _Asking:
         options, between = self._options, self.bounds(question.microbatch_size)
         searches = {"throughput": fastest_first, "pareto": front_first}
         search = searches.get(question.objective or "", bounds_first)
-        return search(
-            between.least,
-            between.most,
-            question,
-            self.compiler(between.least),
-            Effort(
-                DEFAULT_WITHIN if options.within is None else options.within,
-                0 if options.quick else options.compiles,
-                options.seconds,
-                self._below,
-                at_once=options.workers or DEFAULT_LOCAL_WORKERS,
-            ),
-            told=_Rounds(lambda text: say(options, text)),
+        effort = Effort(
+            DEFAULT_WITHIN if options.within is None else options.within,
+            0 if options.quick else options.compiles,
+            options.seconds,
+            self._below,
+            at_once=options.workers or DEFAULT_LOCAL_WORKERS,
         )
+        with self._telling() as told:
+            compiler = self.compiler(between.least)
+            return search(between.least, between.most, question, compiler, effort, told=told.known)
+
+    @contextmanager
+    def _telling(self) -> Iterator[SearchProgress]:
+        """Tell the rounds of a search and what is compiled in them as one."""
+        told, before = SearchProgress(self._options), self._measurements.progress
+        self._measurements.progress = told.jobs
+        try:
+            yield told
+        finally:
+            self._measurements.progress = before
+            told.end()
 
     def expected(self, question: PlanQuestion) -> StageAnswer:
         """What stages are expected to need decides; nothing is compiled."""
@@ -308,11 +316,13 @@ def _told(
     measurements: Measurements,
 ) -> int:
     asking = _Asking(options, of_profile, measurements)
-    result, attempts = asking.best(question)
-    warnings = [
-        *split_warnings(measurements.backend.workload, of_profile.microbatch_size),
-        *_refuted([*(attempt.result for attempt in attempts), result]),
-    ]
+    least = asking.bounds(of_profile.microbatch_size).least
+    with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
+        split = measurements.backend.workload, of_profile.microbatch_size
+        warned = None if measurements.setting is None else beside.submit(split_warnings, *split)
+        result, attempts = asking.best(question)
+        warnings = [*(split_warnings(*split) if warned is None else warned.result())]
+    warnings += _refuted([*(attempt.result for attempt in attempts), result])
     failures = causes(measurements.failures)
     document: dict[str, Any] = {
         **result.to_json(),
@@ -321,7 +331,6 @@ def _told(
     }
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
-    least = asking.bounds(of_profile.microbatch_size).least
     lines = [
         *([attempts_table(attempts)] if attempts else []),
         *asked.layers_note(of_profile, least),
@@ -373,6 +382,7 @@ def _lines(
             time = time_summary(timeline, result.plan, known.graph)
             document["time"] = write(time)
             lines.append(describe_time(time))
+            lines += unused_note(options, result.headroom, time)
         lines += front_table(result.why.front)
     if result.status == "ok":
         result.plan.with_(time=time).save(options.output)

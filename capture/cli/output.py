@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from capture.plan.headroom import Headroom
+from capture.plan.prediction import StepTime
 from capture.quantities import counted, format_bytes, format_seconds
 
 #: What a plan needs, by the key of documents; None where nothing says it.
@@ -142,6 +144,25 @@ def peak_line(plan: Any, prediction: Any) -> str:
         else ""
     )
     return f"peak {format_bytes(prediction.peak_bytes)} per device, predicted, not compiled{doubt}"
+
+
+def unused_note(
+    options: argparse.Namespace, headroom: Headroom | None, time: StepTime
+) -> list[str]:
+    """Return a line that says how to be faster, where a plan leaves more than half of the memory
+    and devices wait for more than a fifth of the step; nothing elsewhere."""
+    bubbles = time.bubble_fraction_per_stage
+    bubble = sum(bubbles) / len(bubbles)
+    if headroom is None or bubble <= 0.2 or 2 * headroom.peak_bytes >= headroom.limit_bytes:
+        return []
+    faster = "--objective throughput finds the fastest plan that fits"
+    if options.objective in ("throughput", "pareto"):
+        faster = "more micro-batches wait less (--try-microbatches M,M)"
+    return [
+        f"{format_bytes(headroom.limit_bytes - headroom.peak_bytes)} of "
+        f"{format_bytes(headroom.limit_bytes)} per device are not used, and devices wait "
+        f"{bubble:.0%} of the step (bubble): {faster}"
+    ]
 
 
 def attempts_table(attempts: Sequence[Any]) -> str:

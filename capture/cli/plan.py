@@ -15,7 +15,15 @@ from capture.cli import array, asked, bounds_first, layers, packs
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.options import Option
-from capture.cli.output import attempts_table, emit, front_table, peak_line, say, stage_table
+from capture.cli.output import (
+    attempts_table,
+    emit,
+    front_table,
+    peak_line,
+    say,
+    stage_table,
+    unused_note,
+)
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.documents import write
@@ -240,6 +248,7 @@ def main(options: argparse.Namespace) -> int:
             time = time_summary(timeline, result.plan, graph)
             document["time"] = write(time)
             lines.append(describe_time(time))
+            lines += unused_note(options, result.headroom, time)
         lines += front_table(result.why.front)
         if result.status == "ok":
             result.plan.with_(time=time).save(options.output)
@@ -330,6 +339,7 @@ def _refuse_options(options: argparse.Namespace) -> None:
 def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQuestion:
     """What the options ask for."""
     global_batch, num_microbatches = asked.read_batch(vars(options))
+    default = options.parser.get_default
     return PlanQuestion(
         of_profile.cluster,
         global_batch,
@@ -342,6 +352,7 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         of_profile.space,
         options.merge_layers,
         options.remat if num_full_layers(options.remat or "") else None,
+        tuple(name for name, value in vars(options).items() if value != default(name)),
     )
 
 

@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from capture.plan.why import Bracket
 from capture.quantities import counted
+
+#: Between two lines where they are not rewritten.
+PAUSE_SECONDS = 15.0
 
 Progress = Callable[[str, int, int], None]
 Clock = Callable[[], float]
@@ -153,6 +157,70 @@ def _progress_line() -> Progress:
     return show
 
 
+class SearchProgress:
+    """Progress of a search that compiles in rounds: what is known, and how many stages are done of
+    all that were asked for so far. On a terminal that is one line, which is written again and
+    again; else a line for every round that moves something, and one now and then.
+
+    Args:
+        options: ``quiet`` says nothing.
+        clock: Seconds.
+    """
+
+    def __init__(self, options: argparse.Namespace, clock: Clock = time.monotonic):
+        self._is_quiet, self._rewrites = options.quiet, sys.stderr.isatty()
+        self._clock, self._said_at = clock, clock()
+        self._known = self._shown = ""
+        self._has_hinted = False
+        self._before, self._round = (0, 0), dict[str, tuple[int, int]]()
+
+    def known(self, bracket: Bracket) -> None:
+        """Say what is known, unless that was said: most rounds of a long search move nothing that
+        shows."""
+        self._known = str(bracket)
+        moved = str(replace(bracket, seconds=0.0))
+        if moved != self._shown and not self._rewrites:
+            self._print(self._known)
+        self._shown = moved
+        if bracket.compiled and bracket.seconds > PAUSE_SECONDS and not self._has_hinted:
+            self._has_hinted = True
+            clear_line()
+            self._print("Ctrl-C ends the search with the best plan so far")
+        self._show()
+
+    def jobs(self, kind: str, done: int, total: int) -> None:
+        """Note that jobs of a round have come so far (``Progress``); optimizer updates are parts of
+        stages, and not counted beside them."""
+        if kind != "optimizer updates":
+            if self._round and all(d == t for d, t in self._round.values()):
+                self._before = tuple(map(sum, zip(self._before, *self._round.values())))  # type: ignore[assignment]
+                self._round = {}
+            self._round[kind] = done, total
+        self._show()
+
+    def end(self) -> None:
+        """Leave the last of what was known on a line of its own."""
+        if self._rewrites and self._known and not self._is_quiet:
+            clear_line()
+            print(self._known, file=sys.stderr, flush=True)
+
+    def _show(self) -> None:
+        done, total = map(sum, zip(self._before, *self._round.values()))
+        now = self._clock()
+        if self._rewrites and not self._is_quiet:
+            clear_line()
+            left = f"; {done} of {counted(total, 'stage')}" if done < total else ""
+            text = f"{self._known}{left}" if self._known else f"compiling{left.removeprefix(';')}"
+            print(text[: _width() - 1], end="\r", file=sys.stderr, flush=True)
+        elif done < total and now - self._said_at >= PAUSE_SECONDS:
+            self._print(f"compiled {done} of {counted(total, 'stage')}")
+
+    def _print(self, text: str) -> None:
+        self._said_at = self._clock()
+        if not self._is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+
 def clear_line() -> None:
     """Make room for what is not progress."""
     if sys.stderr.isatty():
@@ -165,7 +233,7 @@ def _width() -> int:
     return 80
 
 
-def _progress_lines(pause_seconds: float = 15.0) -> Progress:
+def _progress_lines(pause_seconds: float = PAUSE_SECONDS) -> Progress:
     tally = Tally()
     said = float("-inf")
 

@@ -83,7 +83,7 @@ class CompiledPlans:
 
 @dataclass(frozen=True)
 class Bracket:
-    """What was known of the least peak at some time.
+    """Bounds of the lowest peak memory, or of the step, as they were known at some time.
 
     Attributes:
         seconds: Since the search began.
@@ -115,15 +115,17 @@ class Bracket:
             known = [self._step or self._peak]
         elif self.within_fraction is not None and self.within_fraction < 1:
             known.append(f"the front is known to {self.within_fraction:.1%}")
-        begins = f"{self.seconds:.1f} s, {counted(self.num_compiled, 'stage')} compiled: "
+        begins = f"{self.seconds:.{1 if self.seconds < 100 else 0}f} s"
+        begins += f", {self.num_compiled} compiled: " if self.num_compiled else ": "
         if self.num_points:
             begins += f"{counted(self.num_points, 'plan')}; "
         return f"{begins}{', '.join(known)}"
 
     @property
     def _peak(self) -> str:
-        ends = " and ".join(map(format_bytes, (self.least_bytes, self.most_bytes)))
-        return f"the least peak is between {ends}{'' if self.compiled else ' (expected)'}"
+        least, most = map(format_bytes, (self.least_bytes, self.most_bytes))
+        about = "" if self.compiled else "about "
+        return f"peak memory: lower bound {least}, best plan so far {about}{most}"
 
     @property
     def _step(self) -> str:
@@ -132,9 +134,11 @@ class Bracket:
         if least is None:
             return ""
         if most is None:
-            return f"the fastest step that fits takes at least {format_seconds(least)}"
-        ends = " and ".join(map(format_seconds, (least, most)))
-        return f"the fastest step that fits is between {ends}"
+            return f"step time: lower bound {format_seconds(least)}"
+        return (
+            f"step time: lower bound {format_seconds(least)}, fastest plan so far "
+            f"{format_seconds(most)}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Without what was not searched for."""

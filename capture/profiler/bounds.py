@@ -51,6 +51,10 @@ class BoundsBackend:
         """Content hash of everything that can change the bounds."""
         return content_hash([self._backend.key(config), "bounds", BOUNDS_VERSION])
 
+    def knows(self, config: StageConfig) -> bool:
+        """Say whether the store has the bounds of a stage config."""
+        return bool(self._backend.store.get([self.key(config)]))
+
     def measure(self, config: StageConfig) -> StageBounds:
         """The bounds of a stage config, from the store or traced.
 

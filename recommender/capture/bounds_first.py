@@ -22,6 +22,7 @@ from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import depends_on_cuts_behind, predict_plan, recommend
 from recommender.capture.rounds import RESTS_ON, Effort, Rounds, StageCompiler
 from recommender.capture.search import search
+from recommender.capture.searched import searched
 from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
@@ -194,7 +195,7 @@ class _Search(Rounds[StageAnswer]):
         else:
             summary = (
                 f"{counted(num_plans, 'plan')} with {counted(self._num_compiled, 'new stage')} "
-                f"compiled; {_in_words(within)}."
+                f"compiled; {_in_words(within)} {searched(self._question, self._known.choices)}."
             )
             what = best.why.summary
             if best.status == "ok":
@@ -240,9 +241,7 @@ class _Search(Rounds[StageAnswer]):
 
 
 def _in_words(within: float) -> str:
-    if within == 0:
-        return "proven: no plan of the space needs less, in compiled bytes"
-    return f"proven within {within:.1%}: no plan of the space needs less by more"
+    return "proven optimal" + (f" within {within:.1%}" if within else "")
 
 
 def _uncompiled(bracket: Bracket) -> str:

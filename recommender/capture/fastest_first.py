@@ -16,6 +16,7 @@ from recommender.capture.posed import search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import SearchResult
 from recommender.capture.rounds import Effort, StageCompiler
+from recommender.capture.searched import searched
 from recommender.capture.throughput import throughput
 from recommender.capture.timed_rounds import CLOSED_FORM, CompiledPlan, TimedRounds
 from recommender.question import BOUNDS_FIRST, PlanQuestion
@@ -110,11 +111,11 @@ class _Search(TimedRounds[CompiledPlan]):
             )
             why = Why(said, uncompiled=said, proven=proven)
         else:
-            least_said = f"no plan that fits is faster by more than {within:.1%}"
+            said = f"proven fastest within {within:.1%}" if within else "proven fastest"
             summary = (
                 f"{counted(num_plans, 'plan')} with {counted(self._num_compiled, 'new stage')} "
-                f"compiled; {least_said if within else 'proven: no plan that fits is faster'}, "
-                f"{CLOSED_FORM}."
+                f"compiled; {said} of the plans that fit, {CLOSED_FORM}, "
+                f"{searched(self._question, self._known.choices)}."
             )
             what = (
                 f"{counted(best.plan.num_stages, 'stage')}; the peak is {best.peak_bytes:,} bytes."

@@ -23,6 +23,7 @@ from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.pareto import pareto
 from recommender.capture.rounds import Effort, StageCompiler
+from recommender.capture.searched import searched
 from recommender.capture.throughput import throughput
 from recommender.capture.timed_rounds import CLOSED_FORM, ROUNDING, CompiledPlan, TimedRounds
 from recommender.question import BOUNDS_FIRST, PlanQuestion
@@ -142,7 +143,7 @@ class _Search(TimedRounds[tuple[CompiledPlan, ...]]):
             f"compiled, {len(points)} of them on the front; "
             f"{'proven' if within == 0 else f'proven within {within:.1%}'}: whichever plan fits, "
             f"one of them needs no more bytes and seconds{' by more' * (within > 0)}, "
-            f"{CLOSED_FORM}."
+            f"{CLOSED_FORM}, {searched(self._question, self._known.choices)}."
         )
         why = Why(
             f"{counted(best.plan.num_stages, 'stage')}; the peak is {best.peak_bytes:,} bytes. "

@@ -7,13 +7,15 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import optax
 import pytest
 
 from capture.cli.asked import profile_question
-from capture.cli.bounds_first import _Rounds, of_a_profile
+from capture.cli.bounds_first import of_a_profile
 from capture.cli.main import main, parse
+from capture.cli.progress import SearchProgress
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
@@ -313,18 +315,32 @@ def test_an_interrupt_keeps_the_best_plan_so_far(planned, monkeypatch):
     assert Plan.load("plan.json").verification is not None
 
 
-def test_a_round_that_moves_nothing_is_not_said():
-    said: list[str] = []
-    rounds = _Rounds(said.append)
+def test_a_round_that_moves_nothing_is_not_said(capsys):
+    progress = SearchProgress(SimpleNamespace(quiet=False))
     for seconds, num_compiled, least in (
         (1, 0, 10),
         (2, 0, 10),
         (3, 1, 10),
         (4, 1, 20),
         (5, 1, 20),
+        (20, 1, 21),
     ):
-        rounds(Bracket(seconds, num_compiled, least * 10**9, 30 * 10**9, True))
-    assert [line.split(" ")[0] for line in said] == ["1.0", "3.0", "4.0"]
+        progress.known(Bracket(seconds, num_compiled, least * 10**9, 30 * 10**9, True))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" ")[0] for line in said] == ["1.0", "3.0", "4.0", "20.0", "Ctrl-C"]
+    assert all(len(line) <= 80 for line in said)
+
+
+def test_stages_are_counted_over_rounds(capsys):
+    seconds = iter(range(0, 10**4, 20))
+    progress = SearchProgress(SimpleNamespace(quiet=False), lambda: next(seconds))
+    progress.jobs("stages of the plan", 0, 2)
+    progress.jobs("optimizer updates", 1, 2)
+    progress.jobs("stages of the plan", 2, 2)
+    progress.jobs("stages of the plan", 0, 3)
+    progress.jobs("stages of the plan", 1, 3)
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "compiled 3 of 5 stages" and said[0] == "compiled 0 of 2 stages"
 
 
 def test_on_the_command_line(tmp_path):
@@ -333,7 +349,7 @@ def test_on_the_command_line(tmp_path):
     found = capture(tmp_path, *verb, "--algorithm", BOUNDS_FIRST)
     assert found.document["search"]["optimal"]
     assert found.document["why"]["proven"]["within_fraction"] == 0
-    assert "the least peak is between" in found.err
+    assert "peak memory: lower bound" in found.err
     assert (tmp_path / "plan.json").exists()
     quick = capture(tmp_path, *verb, "--target", "h100", "--quick", "-o", "quick.json")
     assert quick.document["search"]["algorithm"] == BOUNDS_FIRST
@@ -356,7 +372,7 @@ def test_the_front_of_an_accelerator_is_compiled(tmp_path):
     workload = f"{user_models.__path__[0]}/tiny.py:model?layers=4"
     asked = ("plan", workload, *BATCH, *STORE, "--target", "h100", "--objective", "pareto")
     found = capture(tmp_path, *asked, "--algorithm", BOUNDS_FIRST)
-    assert "plan; the least peak is between" in found.err
+    assert "plan; peak memory: lower bound" in found.err
     why = found.document["why"]
     best = why["front"]["points"][-1]
     assert best["peak_bytes"] == max(

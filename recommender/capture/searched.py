@@ -1,0 +1,56 @@
+"""The space of a search in words, as a proof names it: what was fixed, by the user or by a default,
+and what was not searched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from capture.plan.choices import StageChoice
+from recommender.question import PlanQuestion
+
+
+def searched(question: PlanQuestion, choices: Collection[StageChoice]) -> str:
+    """Return what a proof holds for, as the end of its sentence.
+
+    Args:
+        question: What was asked; ``chosen`` names what of it is no default.
+        choices: Those that stages could have.
+
+    Example:
+        >>> from capture.machine.cluster import Cluster
+        >>> asked = PlanQuestion(Cluster((4,)), 32, 8, chosen=("microbatches",))
+        >>> searched(asked, [StageChoice(2, remat="cheap")])
+        'for remat=cheap (default), 8 micro-batches, 1F1B (default); not searched: other remat, other
+        micro-batches, other schedules, sharded optimizer state or parameters, sequence parallelism'
+    """
+    chosen, policies = set(question.chosen), sorted({choice.remat for choice in choices})
+
+    def by(name: str) -> str:
+        return "" if name in chosen else " (default)"
+
+    fixed, left_out = [], []
+    if len(policies) == 1:
+        fixed.append(f"remat={policies[0]}{by('remat')}")
+        left_out.append("other remat")
+    else:
+        fixed.append(f"remat of {', '.join(policies)}")
+    tried = "try_microbatches" in chosen
+    fixed.append(
+        f"{question.num_microbatches} micro-batches{' of those tried' * tried or by('microbatches')}"
+    )
+    left_out += ["other micro-batches"] * (not tried)
+    fixed.append(f"{question.schedule.upper()}{by('schedule')}")
+    left_out.append("other schedules")
+    sharded = [
+        name
+        for name, is_known in (
+            ("optimizer state", any(choice.shard_optimizer for choice in choices)),
+            ("parameters", any(choice.shard_params for choice in choices)),
+        )
+        if not is_known
+    ]
+    if sharded:
+        left_out.append(f"sharded {' or '.join(sharded)}")
+    if not any(choice.sequence_parallel for choice in choices):
+        left_out.append("sequence parallelism")
+    return f"for {', '.join(fixed)}; not searched: {', '.join(left_out)}"
