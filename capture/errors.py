@@ -111,6 +111,31 @@ class OptionError(CaptureError):
     """The command line itself: an unknown verb or option, a value that an option does not take."""
 
 
+def said_once(failures: Iterable[str], most: int = 3) -> str:
+    """Return failures as one text in which equal causes are said once, with their number and an
+    example.
+
+    Args:
+        failures: Each as ``"where: why"``.
+        most: Causes that are said; of the others the number.
+
+    Example:
+        >>> said_once(["stage 0: no memory", "stage 1: no memory", "stage 2: odd"])
+        '2 such as stage 0: no memory; stage 2: odd'
+    """
+    befell: dict[str, list[str]] = {}
+    for failure in failures:
+        where, _, why = failure.partition(": ")
+        befell.setdefault(plain(why)[:400], []).append(where)
+    causes = sorted(befell.items(), key=lambda item: -len(item[1]))
+    said = [
+        f"{f'{len(where)} such as ' * (len(where) > 1)}{where[0]}: {why}"
+        for why, where in causes[:most]
+    ]
+    said += [f"{len(causes) - most} other causes"] * (len(causes) > most)
+    return "; ".join(said)
+
+
 def plain(text: str) -> str:
     """A message without the codes at the ends of its lines, to be part of another one, which has
     its own."""

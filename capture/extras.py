@@ -31,6 +31,20 @@ def install_command(extra: str) -> str:
     return f"pip install -e {shlex.quote(f'{here}[{extra}]')}"
 
 
+def compilers_of(platform: str) -> tuple[str, ...]:
+    """Return the modules of which one compiles for a platform; none for virtual CPU devices.
+
+    Example:
+        >>> compilers_of("tpu"), compilers_of("cpu")
+        (('libtpu',), ())
+    """
+    return tuple(
+        module
+        for module, extra in EXTRA_OF.items()
+        if extra == f"{platform}-targets" and module != "flatbuffers"
+    )
+
+
 def missing_extra(error: ModuleNotFoundError) -> str | None:
     """What to do about a module that an extra brings; None for any other.
 

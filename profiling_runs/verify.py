@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from capture.errors import ProfileError
+from capture.errors import ProfileError, said_once
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
@@ -105,7 +105,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     ]
     if failed:
         raise ProfileError.of(
-            f"stages of the plan do not compile: {'; '.join(failed)}.", "verify-stage"
+            f"stages of the plan do not compile: {said_once(failed)}.", "verify-stage"
         )
     backend = measurements.backend
     sharding = backend.sharding(plan.microbatch_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
 from capture.profiler.paper import most_run_devices
-from capture.quantities import counted, parse_bytes
+from capture.quantities import counted, format_bytes, parse_bytes
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
 from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
 from profiling_runs.question import ProfileQuestion
 from recommender.capture.recommendation import predict_plan
+
+#: What the store and what compilers write need of a disk, with room to spare.
+LEAST_FREE_BYTES = 50_000_000
 
 #: Values of options by name; those of a verb are ``vars(options)``.
 Values = Mapping[str, Any]
@@ -158,7 +162,21 @@ def _prepare(needs: Iterable[tuple[int, str]]) -> None:
 
 
 def open_store(options: argparse.Namespace) -> Store:
-    return Store(options.store or environment.default_store_path())
+    """Open the store of measurements.
+
+    Raises:
+        ProfileError: ``store-write`` where the disk has no room for any.
+    """
+    path = options.store or environment.default_store_path()
+    folder = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
+        raise ProfileError.of(
+            f"{folder} has {format_bytes(free)} free, and measurements need "
+            f"{format_bytes(LEAST_FREE_BYTES)}; make room, or name a store elsewhere (--store "
+            "FILE).",
+            "store-write",
+        )
+    return Store(path)
 
 
 def where_of(options: argparse.Namespace) -> Where:

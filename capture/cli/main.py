@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn, TextIO
 
 from capture import __version__, environment
@@ -64,6 +65,10 @@ VERBS = (
     export,
     evaluate,
 )
+
+
+#: Of an error.
+MOST_CHARACTERS = 1400
 
 
 class Parser(argparse.ArgumentParser):
@@ -218,9 +223,16 @@ def _show_warning(
     )
 
 
+def _cut(message: str) -> str:
+    """Return a message of ``MOST_CHARACTERS`` at most."""
+    left = len(message) - MOST_CHARACTERS
+    return message if left <= 0 else f"{message[:MOST_CHARACTERS]}... ({left:,} characters more)"
+
+
 def _report(asks_json: bool, violations: Sequence[Violation]) -> None:
-    """Every broken rule on standard error; with ``--json`` a document on standard output as
-    well."""
+    """Print every broken rule on standard error; with ``--json`` also a document on standard
+    output. What is longer than anybody reads is cut."""
+    violations = [replace(violation, message=_cut(violation.message)) for violation in violations]
     clear_line()
     print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)
     if asks_json:

@@ -29,7 +29,7 @@ from capture.cli.progress import progress
 from capture.documents import write
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target
+from capture.machine.target import Target, check_compiler
 from capture.measured.profile import Profile
 from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
@@ -195,6 +195,8 @@ def main(options: argparse.Namespace) -> int:
     of_a_profile = bounds_first.of_a_profile(options, of_profile)
     question = _question(options, of_profile)
     _check_times(question)
+    if not (options.quick or options.no_compile or options.compiles == 0 or of_profile.executes):
+        check_compiler(Target.load(question.cluster.target))
     measurements = None
     if options.profile is not None:
         asked.check_profiles_nothing(vars(options))

@@ -193,8 +193,7 @@ class SearchProgress:
         stages, and not counted beside them."""
         if kind != "optimizer updates":
             if self._round and all(d == t for d, t in self._round.values()):
-                self._before = tuple(map(sum, zip(self._before, *self._round.values())))  # type: ignore[assignment]
-                self._round = {}
+                self._before, self._round = self._counts, {}
             self._round[kind] = done, total
         self._show()
 
@@ -204,8 +203,14 @@ class SearchProgress:
             clear_line()
             print(self._known, file=sys.stderr, flush=True)
 
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """Jobs that are done, and all of them, in all rounds."""
+        done, total = zip(self._before, *self._round.values(), strict=True)
+        return sum(done), sum(total)
+
     def _show(self) -> None:
-        done, total = map(sum, zip(self._before, *self._round.values()))
+        done, total = self._counts
         now = self._clock()
         if self._rewrites and not self._is_quiet:
             clear_line()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -22,8 +21,7 @@ from jax.experimental import topologies
 
 from capture import environment
 from capture.errors import TargetError
-from capture.extras import EXTRA_OF, install_command
-from capture.machine.target import Target
+from capture.machine.target import Target, check_compiler
 
 
 def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
@@ -49,17 +47,7 @@ def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
                 "target-devices",
             )
         return devices[:num_devices]
-    extra = f"{target.platform}-targets"
-    modules = [
-        module for module, brings in EXTRA_OF.items() if brings == extra and module != "flatbuffers"
-    ]
-    if not any(find_spec(module) for module in modules):
-        raise TargetError.of(
-            f"target={target.name!r} is compiled by the {target.platform.upper()} plugin of JAX, "
-            "which is not installed; it needs no "
-            f"device: {install_command(extra)}.",
-            "target-missing",
-        )
+    check_compiler(target)
     try:
         found = (
             _cuda_devices(target, num_devices)

@@ -32,11 +32,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from capture import documents
 from capture.errors import TargetError
+from capture.extras import EXTRA_OF, compilers_of, install_command
 from capture.machine.tiles import FULL_REUSE
 from capture.quantities import format_bytes
 
@@ -286,6 +288,22 @@ class Target:
     def compiler_options(self) -> dict[str, Any]:
         """Options that every program of the target is compiled with."""
         return dict(self.compiler.get("options", {}))
+
+
+def check_compiler(target: Target) -> None:
+    """Refuse a target whose compiler is not installed; virtual CPU devices need none.
+
+    Raises:
+        TargetError: ``target-missing``, with the command that installs it.
+    """
+    modules = compilers_of(target.platform)
+    if modules and not any(find_spec(module) for module in modules):
+        raise TargetError.of(
+            f"target={target.name!r} is compiled by the {target.platform.upper()} plugin of JAX, "
+            "which is not installed; it needs no "
+            f"device: {install_command(EXTRA_OF[modules[0]])}.",
+            "target-missing",
+        )
 
 
 def relative_target(name: str, directory: Path) -> str:

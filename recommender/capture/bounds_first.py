@@ -12,14 +12,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from capture.errors import ProfileError
+import numpy as np
+
+from capture.errors import ProfileError, said_once
 from capture.machine.target import Target
 from capture.measured.profile import REFUSED_BYTES, Profile, StageConfig
 from capture.plan.why import Bracket, CompiledPlans, Proven, Why
+from capture.predictor import AdditivePredictor
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.posed import search_problem
-from recommender.capture.recommendation import depends_on_cuts_behind, predict_plan, recommend
+from recommender.capture.problem import NEVER
+from recommender.capture.recommendation import (
+    depends_on_cuts_behind,
+    plan_of,
+    predict_plan,
+    recommend,
+    with_best_choices,
+)
 from recommender.capture.rounds import RESTS_ON, Effort, Rounds, StageCompiler
 from recommender.capture.search import search
 from recommender.capture.searched import searched
@@ -93,11 +103,14 @@ class _Search(Rounds[StageAnswer]):
             return ended
         if same_model(found.plan, self._known) in self._compiled_plans:
             return "search"
-        if configs := self._deciding(found):
+        if expected := self._expected():
+            found = expected
+        elif configs := self._deciding(found):
             count, known = self._compiler.probe(configs, self._known)
             self._num_compiled += count
             self._learn(known)
             return ""
+        assert found.plan is not None, "a plan was found"
         said = self._attempt(found.plan)
         if said is None:
             return ""
@@ -108,6 +121,34 @@ class _Search(Rounds[StageAnswer]):
         if self._best is None or answer.peak_bytes < self._best.peak_bytes:
             self._best = answer
         return ""
+
+    def _expected(self) -> StageAnswer | None:
+        """Return the plan that is expected to be the best, where it is not compiled and better than
+        the best compiled one; a stage is expected to need the geometric mean of its two bounds."""
+        known, question, best = self._known, self._question, self._best
+        most = replace(self._most, verified=known.verified, failures=known.failures)
+        problem, other = search_problem(known, question), search_problem(most, question)
+        cost = dict[int, np.ndarray]()
+        for d in problem.used_degrees:
+            least, mine = problem.cost[d], other.cost[d]
+            if not (isinstance(least, np.ndarray) and isinstance(mine, np.ndarray)):
+                return None  # only as many micro-batches as in a schedule of many stages
+            mean = np.sqrt(np.maximum(least, 0.0) * np.maximum(mine, 0.0))
+            cost[d] = np.where(np.maximum(least, mine) < NEVER, mean, NEVER).astype(np.int64)
+        result = search(replace(problem, cost={**problem.cost, **cost}), tie_break="none")
+        if result.status != "ok" or (best is not None and result.peak_bytes >= best.peak_bytes):
+            return None
+        plan = plan_of(known, question, result.stages)
+        stages = with_best_choices(
+            result.stages, problem, AdditivePredictor(known), plan, question.remat
+        )
+        plan = plan.with_(stages=stages)
+        if same_model(plan, known) in self._compiled_plans:
+            return None
+        prediction = predict_plan(known, plan)
+        memory = Target.load(plan.cluster.target).memory
+        headroom = prediction.headroom(question.memory_limit_bytes, memory)
+        return Answer("ok", plan.with_(prediction=prediction), result, Why(), headroom)
 
     def _deciding(self, found: StageAnswer) -> list[StageConfig]:
         """Return the stages to compile next: the largest of the plan that was found, and those that
@@ -153,7 +194,7 @@ class _Search(Rounds[StageAnswer]):
             least = search(search_problem(known, question, least=True), tie_break="none").peak_bytes
         if least >= REFUSED_BYTES:
             raise ProfileError.of(
-                f"every plan has a stage that does not compile: {'; '.join(known.failures)}.",
+                f"every plan has a stage that does not compile: {said_once(known.failures)}.",
                 "verify-stage",
             )
         assert found.plan is not None, "a plan was found"

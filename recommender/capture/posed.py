@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from capture.errors import ProfileError, plain
+from capture.errors import ProfileError, said_once
 from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
 from capture.predictor import AdditivePredictor
@@ -45,8 +45,9 @@ def search_problem(
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
     if not usable and profile.failures:
-        failed = "\n".join(f"failed: {plain(failure)}" for failure in profile.failures)
-        raise ProfileError.of(f"no measurement succeeded:\n{failed}", "profile-failed")
+        raise ProfileError.of(
+            f"no measurement succeeded: {said_once(profile.failures)}.", "profile-failed"
+        )
     if not usable:
         raise ProfileError.of(
             f"the profile has no choice for stages on {degrees} devices at "

@@ -69,7 +69,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         plan = plan_of(profile, question, result.stages)
         if mode == "default" and objective == "memory":
             plan = plan.with_(
-                stages=_with_best_choices(
+                stages=with_best_choices(
                     result.stages, problem, AdditivePredictor(profile), plan, question.remat
                 )
             )
@@ -203,7 +203,7 @@ def predict_plan(profile: Profile, plan: Plan) -> Prediction:
     return paper_predictor(profile).prediction(plan, profile.provenance)
 
 
-def _with_best_choices(
+def with_best_choices(
     stages: Sequence[PlacedStage],
     problem: SearchProblem,
     predictor: AdditivePredictor,

@@ -20,8 +20,9 @@ def searched(question: PlanQuestion, choices: Collection[StageChoice]) -> str:
         >>> from capture.machine.cluster import Cluster
         >>> asked = PlanQuestion(Cluster((4,)), 32, 8, chosen=("microbatches",))
         >>> searched(asked, [StageChoice(2, remat="cheap")])
-        'for remat=cheap (default), 8 micro-batches, 1F1B (default); not searched: other remat, other
-        micro-batches, other schedules, sharded optimizer state or parameters, sequence parallelism'
+        'for remat=cheap (default), 8 micro-batches, 1F1B (default); not searched: other remat,
+        other micro-batches, other schedules, sharded optimizer state or parameters, sequence
+        parallelism'
     """
     chosen, policies = set(question.chosen), sorted({choice.remat for choice in choices})
 
@@ -35,9 +36,8 @@ def searched(question: PlanQuestion, choices: Collection[StageChoice]) -> str:
     else:
         fixed.append(f"remat of {', '.join(policies)}")
     tried = "try_microbatches" in chosen
-    fixed.append(
-        f"{question.num_microbatches} micro-batches{' of those tried' * tried or by('microbatches')}"
-    )
+    of_those = " of those tried" if tried else by("microbatches")
+    fixed.append(f"{question.num_microbatches} micro-batches{of_those}")
     left_out += ["other micro-batches"] * (not tried)
     fixed.append(f"{question.schedule.upper()}{by('schedule')}")
     left_out.append("other schedules")
