@@ -26,9 +26,6 @@ from recommender import PlanQuestion, baseline_plan
 from recommender.capture.bounds_first import bounds_first
 from recommender.capture.rounds import Effort
 
-NAME = "demo"
-HELP = "the whole path on a small GPT"
-
 WORKLOAD = "capture.cli.tiny_gpt:gpt"
 CLUSTER = "2x4"
 MICROBATCHES, MICROBATCH_SIZE, SCHEDULE = 8, 4, "1f1b"

@@ -25,9 +25,6 @@ from capture.quantities import format_bytes
 if TYPE_CHECKING:
     from capture.report.data import ReportFacts
 
-NAME = "diff"
-HELP = "compare two plans: decisions, memory and time"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="A", help="plan file")

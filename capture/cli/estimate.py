@@ -24,9 +24,6 @@ from profiling_runs.collect import split_warnings
 from profiling_runs.estimate import TRAINING_PASSES, TrainingNeed, training_need
 from recommender.capture.least_state import fewest_stages
 
-NAME = "estimate"
-HELP = "what a model needs, and the fewest devices that can hold it, without compiling"
-
 #: What is kept of a forward pass, in words.
 _KEPT = {
     "none": "all kept",

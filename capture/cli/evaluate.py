@@ -22,9 +22,6 @@ from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from profiling_runs.collect import split_warnings
 from profiling_runs.evaluate import EvaluationQuestion, evaluate
 
-NAME = "evaluate"
-HELP = "compare predictions of random plans with compiled truth"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser)

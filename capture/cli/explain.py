@@ -22,9 +22,6 @@ from profiling_runs.collect import split_warnings
 #: Groups of buffers and layers of a stage in the text.
 NUM_SHOWN = 8
 
-NAME = "explain"
-HELP = "say who needs the memory, and what one change saves most"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)

@@ -19,9 +19,6 @@ from capture.report.difference import describe_name, describe_value, differences
 if TYPE_CHECKING:
     from capture.alpa.nearest import NearestPlan
 
-NAME = "export"
-HELP = "hand a plan to Alpa"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan_alone(parser)

@@ -13,9 +13,6 @@ from capture.cli import options as shared
 from capture.cli.output import emit, table
 from profiling_runs.listing import Listing, list_jobs
 
-NAME = "jobs"
-HELP = "list the jobs of a profile and what they cost"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser)

@@ -11,30 +11,12 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import NoReturn, TextIO
 
 from capture import __version__, environment
-from capture.cli import (
-    asked,
-    demo,
-    diff,
-    estimate,
-    evaluate,
-    explain,
-    export,
-    jobs,
-    osdp,
-    plan,
-    predict,
-    profile,
-    report,
-    run,
-    store,
-    verify,
-)
-from capture.cli import options as shared
 from capture.cli.library_log import LibraryLog
 from capture.cli.progress import clear_line
 from capture.errors import (
@@ -48,23 +30,25 @@ from capture.errors import (
 )
 from capture.quantities import nearest
 
-VERBS = (
-    demo,
-    estimate,
-    profile,
-    jobs,
-    store,
-    plan,
-    predict,
-    verify,
-    run,
-    osdp,
-    explain,
-    report,
-    diff,
-    export,
-    evaluate,
-)
+#: What each verb does; the module of that name in ``capture.cli`` has ``add_arguments`` and
+#: ``main``, and is loaded where the verb is asked for.
+VERBS = {
+    "demo": "the whole path on a small GPT",
+    "estimate": "what a model needs, and the fewest devices that can hold it, without compiling",
+    "profile": "measure a model's layers",
+    "jobs": "list the jobs of a profile and what they cost",
+    "store": "look after the store of measurements",
+    "plan": "recommend a plan: pipeline stages, packs of layers (offload), or a model array",
+    "predict": "predict a plan's memory from a profile",
+    "verify": "compile a plan's stages for its target: the exact peak per device",
+    "run": "execute a plan on the devices of this machine",
+    "osdp": "shard a model's operators over data-parallel devices: FSDP (ZeRO-3) where it pays",
+    "explain": "say who needs the memory, and what one change saves most",
+    "report": "show a plan: a table, a page with figures, a trace of the schedule",
+    "diff": "compare two plans: decisions, memory and time",
+    "export": "hand a plan to Alpa",
+    "evaluate": "compare predictions of random plans with compiled truth",
+}
 
 
 #: Of an error.
@@ -87,8 +71,12 @@ class Parser(argparse.ArgumentParser):
         raise OptionError.of(f"{text.rstrip('.')}; see {self.prog} --help.{meant}", code)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All verbs; each module has ``NAME``, ``HELP``, ``add_arguments`` and ``main``."""
+def build_parser(asked: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
+    """Return the parser of all verbs.
+
+    Args:
+        asked: Verbs whose options it knows; the modules of the others are not loaded.
+    """
     parser = Parser(
         prog="capture",
         description=(
@@ -102,13 +90,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"capture {__version__}")
     parser.set_defaults(main=None)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
-    for verb in VERBS:
+    for name, help in VERBS.items():
         sub = verbs.add_parser(
-            verb.NAME,
-            help=verb.HELP,
-            description=verb.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        if name not in asked:
+            continue
+        verb = import_module(f"capture.cli.{name}")
+        sub.description = verb.__doc__
         verb.add_arguments(sub)
         sub.add_argument(
             "--json", action="store_true", help="print one JSON document on standard output"
@@ -125,7 +114,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         OptionError: ``option-unknown`` for what its verb does not know, with the nearest name, and
             those of ``Parser.error``.
     """
-    parser = build_parser()
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser([word for word in given if word in VERBS][:1])
     options, unknown = parser.parse_known_args(arguments)
     if options.main is None and not unknown:
         parser.print_help()
@@ -139,6 +129,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "option-unknown",
         )
     return options
+
+
+def _verb(options: argparse.Namespace) -> str:
+    return options.parser.prog.split()[-1]
 
 
 def console() -> int:
@@ -159,7 +153,7 @@ def console() -> int:
     finally:
         # 1 is an answer, that nothing fits, but of ``profile``; and who interrupts a command knows
         # why it ended.
-        log.end(failed=code in (2, 3) or (code == 1 and options.main is profile.main))
+        log.end(failed=code in (2, 3) or (code == 1 and _verb(options) == "profile"))
     return code
 
 
@@ -180,8 +174,11 @@ def _refused(asks_json: bool, error: OptionError) -> int:
 def run_verb(options: argparse.Namespace) -> int:
     """The exit code of a verb; a broken rule of the user's input, or a file that cannot be used, is
     printed with its code alone."""
+    from capture.cli import asked
+    from capture.cli import options as shared
+
     try:
-        if options.main is not profile.main:  # which has the files of its jobs
+        if _verb(options) != "profile":  # which has the files of its jobs
             shared.check_outputs(options)
         code = options.main(options)
         asked.remember_named(options)

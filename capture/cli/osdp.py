@@ -25,9 +25,6 @@ from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
 from recommender.osdp.question import SMALLEST_BYTES
 
-NAME = "osdp"
-HELP = "shard a model's operators over data-parallel devices: FSDP (ZeRO-3) where it pays"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -75,9 +75,6 @@ _OF_SEVERAL = {
     for option in (*shared.CLUSTER[:2], shared.GLOBAL_BATCH, shared.NUM_LAYERS, *shared.BACKEND)
 }
 
-NAME = "plan"
-HELP = "recommend a plan: pipeline stages, packs of layers (offload), or a model array"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)

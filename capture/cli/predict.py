@@ -12,9 +12,6 @@ from capture.cli.output import emit, peak_line, stage_table
 from capture.measured.profile import Profile
 from capture.plan.kinds import load_plan, of_stages
 
-NAME = "predict"
-HELP = "predict a plan's memory from a profile"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan_alone(parser)

@@ -34,9 +34,6 @@ from profiling_runs.listing import list_jobs
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 
-NAME = "profile"
-HELP = "measure a model's layers"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)

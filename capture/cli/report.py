@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from capture.cli import array, asked, packs, sharding
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
@@ -18,9 +18,6 @@ from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
-
-NAME = "report"
-HELP = "show a plan: a table, a page with figures, a trace of the schedule"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
+        from capture.cli import sharding
+
         return sharding.report(options, plan)
     if isinstance(plan, PacksPlan):
+        from capture.cli import packs
+
         return packs.report(options, plan)
     if isinstance(plan, ArrayPlan):
+        from capture.cli import array
+
         return array.report(options, plan)
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title

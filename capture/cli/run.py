@@ -32,9 +32,6 @@ from capture.runtime.hosts.restarts import Restarts
 from capture.runtime.hosts.watching import SILENT_SECONDS
 from capture.step.trace_events import from_zero, save_events
 
-NAME = "run"
-HELP = "execute a plan on the devices of this machine"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)

@@ -30,9 +30,6 @@ from capture.quantities import counted
 #: Of the rows of an exported file.
 _STORE_BEGINS = "SQLite format 3"
 
-NAME = "store"
-HELP = "look after the store of measurements"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -22,9 +22,6 @@ from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes
 from profiling_runs.collect import split_warnings
 
-NAME = "verify"
-HELP = "compile a plan's stages for its target: the exact peak per device"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)

@@ -81,6 +81,26 @@ def test_what_needs_no_framework_loads_none():
         assert {module: found for module in modules if (found := loaded_by([module]))} == {}
 
 
+def test_help_loads_no_verb_and_a_verb_no_other():
+    """Starting is fast because what a command does not need is not there."""
+    modules = ("capture.cli.plan", "capture.cli.array", "capture.cli.report", "numpy")
+    for words, expected in ((["--help"], set()), (["report", "--help"], {*modules[2:]})):
+        said = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys\nfrom capture.cli.main import main\ntry: main(sys.argv[1:])\n"
+                f"except SystemExit: print(*({set(modules)} & sys.modules.keys()), file=sys.stderr)",
+                *words,
+            ],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        assert set(said.stderr.split()) == expected, words
+
+
 def test_the_check_sees_a_loaded_framework():
     assert loaded_by(["optax"]) == {"jax", "jaxlib", "optax"}
 
