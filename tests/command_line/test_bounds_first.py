@@ -15,10 +15,13 @@ import pytest
 from capture.cli.asked import profile_question
 from capture.cli.bounds_first import of_a_profile
 from capture.cli.main import main, parse
+from capture.cli.output import unused_note
 from capture.cli.progress import SearchProgress
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
+from capture.plan.headroom import Headroom
+from capture.plan.prediction import StepTime
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket
 from capture.predictor import AdditivePredictor
@@ -341,6 +344,21 @@ def test_stages_are_counted_over_rounds(capsys):
     progress.jobs("stages of the plan", 1, 3)
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "compiled 3 of 5 stages" and said[0] == "compiled 0 of 2 stages"
+
+
+@pytest.mark.parametrize(
+    ("limit", "bubbles", "objective", "said"),
+    [
+        (100, (0.5, 0.1), None, "80 B of 100 B per device are not used, and devices wait 30%"),
+        (100, (0.5, 0.1), "throughput", "more micro-batches wait less"),
+        (40, (0.5, 0.1), None, ""),
+        (100, (0.3, 0.1), None, ""),
+    ],
+)
+def test_memory_that_would_make_a_step_faster_is_named(limit, bubbles, objective, said):
+    headroom, time = Headroom(limit, "given", 20, 20, 1.0), StepTime(1.0, 1.0, 1.0, bubbles)
+    lines = unused_note(SimpleNamespace(objective=objective), headroom, time)
+    assert said in "".join(lines) and bool(said) == bool(lines)
 
 
 def test_on_the_command_line(tmp_path):

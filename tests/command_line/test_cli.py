@@ -453,6 +453,7 @@ def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
         return make_profile(*arguments, **changes)
 
     monkeypatch.setattr(plan, "make_profile", once)
+    monkeypatch.setattr(plan, "LONG_SECONDS", 0)
     code, out, err = run_here(
         capsys,
         "plan",
@@ -467,6 +468,8 @@ def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
     )
     assert code == 130 and made
     assert out.startswith("infeasible: Compiled, the plan needs ")
+    asked = "--neighbours 1 --calibration-plans 1"
+    assert f"{asked}: a profile is made first, " in err and f" min; without {asked} the plan" in err
     assert "looking for the cheapest change that fits" in err
 
 

@@ -12,7 +12,8 @@ from planned_model import BATCH, STORE
 from processes import user_model
 
 from capture.cli import asked
-from capture.cli.main import _show_warning, build_parser, main
+from capture.cli.main import _report, _show_warning, build_parser, main
+from capture.errors import Violation
 
 # ---- bad input -----------------------------------------------------------------------------------
 
@@ -335,3 +336,26 @@ def test_a_wrong_option_is_a_document_too(capsys, arguments, code, message):
     assert (status, document["status"]) == (2, "error")
     (error,) = document["errors"]
     assert error["code"] == code and message in error["message"] and error["message"] in err
+
+
+def test_a_target_without_its_compiler_is_refused_before_any_work(
+    inside_planned, capsys, monkeypatch
+):
+    monkeypatch.setattr("capture.machine.target.find_spec", lambda name: None)
+    monkeypatch.setattr("capture.cli.asked.open_measurements", lambda *given: 1 / 0)
+    command = ("plan", "tiny.py:model", *BATCH, "--target", "h100")
+    code, _, err = run_here(capsys, *command)
+    assert code == 2 and err.count("[target-missing]") == 1 and "pip install" in err
+    assert "division" in run_here(capsys, *command, "--quick")[2], "which compiles nothing"
+
+
+def test_a_full_disk_is_noticed_before_any_work(inside_planned, capsys, monkeypatch):
+    monkeypatch.setattr("capture.cli.asked.LEAST_FREE_BYTES", 10**18)
+    code, _, err = run_here(capsys, "plan", "tiny.py:model", *BATCH, *STORE)
+    assert code == 2 and "name a store elsewhere" in err and "[store-write]" in err
+
+
+def test_no_error_is_longer_than_anybody_reads(capsys):
+    _report(False, [Violation("it is odd. " * 900, "odd")])
+    said = capsys.readouterr().err
+    assert len(said) < 1500 and "characters more) [odd]" in said

@@ -107,8 +107,9 @@ def test_a_stage_that_is_refused_is_left_out_by_name():
     known = planted.all.without_stages({refused: ""})
     assert found.peak_bytes == recommend(known, QUESTION).peak_bytes
     every = Planted4(0, *planted.all.measurements)
-    with pytest.raises(ProfileError, match=r"it is odd.*\[verify-stage\]"):
+    with pytest.raises(ProfileError, match=r"such as .*: it is odd\. \[verify-stage\]") as error:
         every.search()
+    assert str(error.value).count("it is odd") == 1, "of many stages, for one cause"
 
 
 def test_an_interrupt_ends_with_the_best_so_far(monkeypatch):
