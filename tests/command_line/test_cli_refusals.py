@@ -352,7 +352,7 @@ def test_a_target_without_its_compiler_is_refused_before_any_work(
 def test_a_full_disk_is_noticed_before_any_work(inside_planned, capsys, monkeypatch):
     monkeypatch.setattr("capture.cli.asked.LEAST_FREE_BYTES", 10**18)
     code, _, err = run_here(capsys, "plan", "tiny.py:model", *BATCH, *STORE)
-    assert code == 2 and "name a store elsewhere" in err and "[store-write]" in err
+    assert code == 3 and "name a store elsewhere" in err and "[store-write]" in err
 
 
 def test_no_error_is_longer_than_anybody_reads(capsys):
