@@ -36,6 +36,9 @@ from recommender.capture.searched import searched
 from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
+#: How far the best compiled plan is above the lower bound where bounds say little.
+LOOSE = 1.2
+
 
 def bounds_first(
     least: Profile,
@@ -103,7 +106,7 @@ class _Search(Rounds[StageAnswer]):
             return ended
         if same_model(found.plan, self._known) in self._compiled_plans:
             return "search"
-        if expected := self._expected():
+        if self._is_loose and (expected := self._expected()):
             found = expected
         elif configs := self._deciding(found):
             count, known = self._compiler.probe(configs, self._known)
@@ -121,6 +124,13 @@ class _Search(Rounds[StageAnswer]):
         if self._best is None or answer.peak_bytes < self._best.peak_bytes:
             self._best = answer
         return ""
+
+    @property
+    def _is_loose(self) -> bool:
+        """Whether bounds are so far below what compilers say that the plan of the lowest bound is
+        hardly the best one."""
+        best = self._best
+        return best is not None and best.peak_bytes > LOOSE * self._trail[-1].least_bytes
 
     def _expected(self) -> StageAnswer | None:
         """Return the plan that is expected to be the best, where it is not compiled and better than
