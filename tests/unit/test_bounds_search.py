@@ -94,7 +94,7 @@ def test_stages_that_decide_are_compiled_first():
         assert all(len(each) <= at_once for each in planted.probed)
         counts.append((num_asked(planted), peak, len(planted.probed)))
     (one, peak, _), (two, same, probed), (all_of_them, other, _) = counts
-    assert one <= two < all_of_them and peak == same == other and probed > 1
+    assert one <= two < all_of_them and peak == same == other and probed > 0
 
 
 def test_a_stage_that_is_refused_is_left_out_by_name():
@@ -121,7 +121,7 @@ def test_an_interrupt_ends_with_the_best_so_far(monkeypatch):
     found = planted.search(cluster=FIVE)
     proven = found.why.proven
     assert (proven.ended, found.compiled) == ("interrupted", True)
-    assert len(planted.compiler.compiled) == 1
+    assert len(planted.compiler.compiled) == 2, "of the lowest bound, and expected to be best"
     assert proven.trail[-1].least_bytes < found.peak_bytes == proven.trail[-1].most_bytes
     assert proven.within_fraction > 0
     monkeypatch.setattr(Planted4, "attempt", interrupted)
@@ -179,7 +179,7 @@ def test_an_answer_says_how_it_was_found():
         "micro-batches (default), 1F1B (default); not searched: other remat, " in why.found
     )
     assert why.found.endswith(f" First: {first}. Last: {last}.")
-    assert "0.0 s: peak memory: lower bound" in str(first)
+    assert " s: peak memory: lower bound" in str(first)
     assert "so far about" in str(first) and "about" not in str(last)
     quick = planted.search(effort=Effort(compiles=0)).why
     assert quick.found == f"{quick.uncompiled} {quick.proven.trail[0]}."
