@@ -25,6 +25,7 @@ from benchmarks import (
     mutation,
     mutwo_saturation,
     published_runs,
+    recommended,
 )
 from benchmarks.capture_paper import count_again, figure_7, scenarios
 from benchmarks.mutwo_paper.settings import overlapped
@@ -419,3 +420,11 @@ def test_fusion_stops_paying_where_twice_as_many_save_less_than_a_fiftieth():
         for degree, seconds in [(1, 1.0), (2, 0.6), (4, 0.595), (8, 0.3)]
     ]
     assert mutwo_saturation.stops_at(rows) == 2 and mutwo_saturation.stops_at(rows[:2]) == 2
+
+
+@pytest.mark.slow
+def test_what_is_recommended_is_what_the_compiler_says(tmp_path):
+    """One of the forty plans of the benchmark."""
+    model = f"{Path(__file__).parents[1]}/user_models/widths.py:model"
+    row = recommended.compared(model, "1x2", tmp_path)
+    assert row["agrees"] and row["num_compiled"] >= 1 and len(row["verified_bytes_per_device"]) == 2
