@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 11
+BOUNDS_VERSION = 12
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -36,12 +35,9 @@ class BoundsBackend:
         target = backend.target
         # Of Triton's products nothing is known.
         uses_cublas = target.compiler_options.get("xla_gpu_enable_triton_gemm") is False
-        is_cpu = target.platform == "cpu"
         self._bounder = Bounder(
-            is_cpu,
-            keeps_products=not is_cpu,
-            keeps_operands=uses_cublas,
-            on_chip_bytes=math.ceil(target.on_chip_bytes.value),
+            target.platform == "cpu",
+            keeps_products=uses_cublas,
             product_scratch_bytes=_CUBLAS_BYTES * uses_cublas,
             counts_work=target.rates is not None,
         )

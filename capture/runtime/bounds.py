@@ -67,10 +67,10 @@ class Bounder:
     Attributes:
         is_cpu: XLA's CPU compiler orders operations so that they may run side by side, and gives
             every program its memory as a whole.
-        keeps_products: Whether the compiler puts the results of opaque products into memory: XLA's
-            for CPUs computes several in one operation, and what is in between in none.
-        keeps_operands: Whether their operands, too: those for TPUs compute them in the product.
-        on_chip_bytes: Of a memory that is not counted, in which values may stand.
+        keeps_products: Whether the compiler puts into memory what opaque products read and make.
+            XLA's for CPUs computes several in one operation, and what is in between in none; that
+            for TPUs computes operands in the product, takes broadcasts out of it, and holds values
+            on the chip.
         product_scratch_bytes: What a compiler gives to every matrix product while it runs, at
             least.
         counts_work: Whether to say what programs compute, at least: large matrix products, shared
@@ -79,8 +79,6 @@ class Bounder:
 
     is_cpu: bool = False
     keeps_products: bool = True
-    keeps_operands: bool = True
-    on_chip_bytes: int = 0
     product_scratch_bytes: int = 0
     counts_work: bool = False
 
@@ -213,7 +211,7 @@ class Memory:
         made = self._program.equations[product].outvars
         needed = self._opaque.needed(product)
         there = sum(self._nbytes[v] for v in needed.results)
-        there -= self._lent.nbytes(needed.arguments) + self._rules.on_chip_bytes
+        there -= self._lent.nbytes(needed.arguments)
         there += sum(self._left[v] for v in made)
         is_large = self._program.products.is_large(product, self._num_devices)
         return there + self._rules.product_scratch_bytes * is_large
@@ -278,7 +276,7 @@ class Memory:
         """The bytes of values that are computed and cannot be read as anything else, at their
         narrowest since: an argument that is only renamed, cast, moved or scaled may be read as it
         is."""
-        return self._widths(self._opaque.computing) if self._rules.keeps_operands else {}
+        return self._widths(self._opaque.computing)
 
     def _widths(self, steps: Iterable[Step]) -> dict[Any, int]:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""

@@ -21,7 +21,7 @@ from recommender.question import PlanQuestion
 
 #: On what rests that no plan fits, of the stages that were not compiled.
 RESTS_ON = (
-    "for all others, lower bounds from tracing, which count results and, on accelerators, what "
+    "for all others, lower bounds from tracing, which count results and, on GPUs, what "
     "large matrix products read and make"
 )
 #: The best that was compiled.
