@@ -24,6 +24,7 @@ from recommender.capture.posed import paper_predictor, search_problem, stage_cho
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult
 from recommender.capture.search import search
+from recommender.capture.searched import searched
 from recommender.capture.tables import TableSearch, nothing_fits
 from recommender.question import AUTOSTAGE, BOUNDS_FIRST, PlanQuestion
 
@@ -94,7 +95,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     why = (
         _infeasible(result)
         if result.status == "infeasible"
-        else _why(result, prediction, problem.memory_limit_bytes, _num_choices(problem))
+        else _why(result, prediction, question, profile, _num_choices(problem))
     )
     why = replace(why, front=front)
     plan = plan.with_(prediction=prediction, why=why)
@@ -115,7 +116,7 @@ def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -
     if result.status == "infeasible":
         why = _infeasible(result)
     else:
-        why = _why(result, prediction, question.limit_bytes, len(search.choices))
+        why = _why(result, prediction, question, profile, len(search.choices))
     if objective == "pareto":
         why = replace(why, front=_front_of_table(search, question, profile))
     headroom = prediction.headroom(
@@ -287,7 +288,11 @@ def _num_choices(problem: SearchProblem) -> int:
 
 
 def _why(
-    result: SearchResult, prediction: Prediction, limit_bytes: int | None, num_choices: int
+    result: SearchResult,
+    prediction: Prediction,
+    question: PlanQuestion,
+    profile: Profile,
+    num_choices: int,
 ) -> Why:
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
@@ -295,17 +300,17 @@ def _why(
     count = counted(len(result.stages), "stage")
     if result.step_seconds is None:
         proof = (
-            "no plan of this space is predicted to need less"
-            if result.optimal
-            else "the search is not a proof"
+            "no plan is predicted to need less" if result.optimal else "the search is not a proof"
         )
         proof += f" (tie-break: {result.tie_break})"
     else:
-        better = "no plan that fits" if limit_bytes is not None else "no plan of this space"
+        better = "no plan that fits" if question.limit_bytes is not None else "no plan"
         proof = f"{better} is predicted to be faster by the closed form, which leaves transfers out"
         proof += "" if result.optimal else f", or at most {result.bound_fraction:.1%} faster"
         if not result.optimal and not result.bound_fraction:
             proof = "the search is not a proof"
+    if question.mode == "default":
+        proof += f", {searched(question, profile.choices)}"
     return Why(
         f"{count}; the peak is {predicted.peak_bytes:,} bytes (predicted, not compiled) on stage "
         f"{stage_id} (layers {stage.first} to {stage.stop - 1}), most of it {largest}; {proof}.",

@@ -153,7 +153,9 @@ def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
     stages = result.stages
     stage_id = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
     stage = stages[stage_id]
-    least = "The least peak of any plan is" if result.optimal else "The best plan found needs"
+    least = (
+        "The lowest peak memory of any plan is" if result.optimal else "The best plan found needs"
+    )
     why = Infeasible(
         "memory-limit",
         f"{least} {result.peak_bytes:,} bytes, {result.peak_bytes - limit:,} above "

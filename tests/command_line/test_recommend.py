@@ -209,7 +209,7 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
     )
     assert result.proof.stages[why.stage_id].peak_bytes == least
     assert why.summary.startswith(
-        f"The least peak of any plan is {least:,} bytes, 1 above "
+        f"The lowest peak memory of any plan is {least:,} bytes, 1 above "
         f"memory_limit_bytes={least - 1:,}: stage_id="
     )
 

@@ -260,7 +260,7 @@ def test_memory_limit(algorithm):
     )
     assert result.why.stage == result.stages[result.why.stage_id]
     assert result.why.message == (
-        "The least peak of any plan is 30 bytes, 1 above memory_limit_bytes=29: stage_id=0 "
+        "The lowest peak memory of any plan is 30 bytes, 1 above memory_limit_bytes=29: stage_id=0 "
         "(layers 0 to 2 on devices 0 to 0, "
         "data_parallel=1, tensor_parallel=1). Raise the limit to 30 bytes, or use more devices, "
         "more micro-batches of a smaller size, or "
