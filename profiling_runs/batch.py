@@ -147,10 +147,12 @@ class Batch:
         job, failure = outcome.job, outcome.failure
         facts = {"seconds": round(outcome.seconds, 6), "worker": outcome.worker}
         if failure is None:
+            # Under another key it is of no job.
+            kind = {"kind": job.kind} if outcome.stored_key else {}
             self._store.finish(
                 job.key,
                 outcome.value,
-                provenance=self._provenance,
+                provenance={**self._provenance, **kind},
                 seconds=outcome.seconds,
                 worker=outcome.worker,
                 stored_key=outcome.stored_key,

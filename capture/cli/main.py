@@ -188,9 +188,8 @@ def run_verb(options: argparse.Namespace) -> int:
         return 3 if shared.ENDED_EARLY & set(error.codes) else 2
     except KeyboardInterrupt:
         clear_line()
-        print(
-            "interrupted; finished measurements are kept, the same command resumes", file=sys.stderr
-        )
+        kept = "; finished measurements are kept, the same command resumes"
+        print(f"interrupted{kept if hasattr(options, 'store') else ''}", file=sys.stderr)
         return 130
     except Exception as error:
         violations: tuple[Violation, ...] = violations_of(error)

@@ -9,14 +9,17 @@ nor compiler stand beside the sum: malloc during an ordinary step, and the proce
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from capture import environment
 from capture.cli import array, asked, sharding
 from capture.cli import options as shared
+from capture.cli.interrupted import Progress
 from capture.cli.library_log import output_is_ours
 from capture.cli.output import emit, say, table, warning_lines
+from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
 from capture.plan.array import ArrayPlan
@@ -29,6 +32,7 @@ from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
 from capture.runtime.hosts.ray_hosts import run_on_ray
 from capture.runtime.hosts.restarts import Restarts
+from capture.runtime.hosts.saved import check_folders
 from capture.runtime.hosts.watching import SILENT_SECONDS
 from capture.step.trace_events import from_zero, save_events
 
@@ -131,6 +135,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     _refuse_unread(options, plan)
+    if options.ray is None and options.hosts != "none":  # which may see other folders
+        check_folders(
+            options.save,
+            options.restore,
+            options.steps,
+            often=options.save_every is not None,
+            num_models=len(plan.models) if isinstance(plan, ArrayPlan) else 1,
+        )
+    progress = Progress.of(options, can_save_often=isinstance(plan, Plan | PacksPlan))
+    try:
+        return _run(options, plan)
+    except KeyboardInterrupt:
+        clear_line()
+        print(progress, file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
+    """Execute a plan of any kind, here or on several hosts."""
     if options.hosts is not None or options.ray is not None:
         return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):

@@ -101,7 +101,8 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
     counts = Counter(
         (
             row.state,
-            row.job.get("kind", row.provenance.get("kind", "unknown")),
+            # Versions before this one did not say what a measurement of no job is.
+            row.job.get("kind", row.provenance.get("kind", "measurement")),
             row.provenance.get("target", row.job.get("backend", "")),
         )
         for row in rows

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from capture.errors import ProfileError
+from capture.measured.claims import is_gone
 
 STORE_SCHEMA_VERSION = 2
-STATES = ("pending", "running", "done", "failed", "set aside")
+#: ``interrupted`` is ``running`` of a process that is no more: the next command takes it again.
+STATES = ("pending", "running", "interrupted", "done", "failed", "set aside")
 
 #: That a writer waits for others; each holds the database for milliseconds, if the machine lets it.
 _SECONDS_TO_LOCK = 600.0
@@ -306,14 +308,20 @@ class Store:
             "COALESCE(m.provenance, '{}'), "
             "COALESCE(m.seconds, 0), m.created, COALESCE(j.attempts, 1), COALESCE(j.error, ''), "
             "COALESCE(j.traceback, ''), "
-            "COALESCE(j.worker, '') FROM (SELECT key FROM measurements UNION SELECT key FROM jobs) "
+            "COALESCE(j.worker, ''), j.updated "
+            "FROM (SELECT key FROM measurements UNION SELECT key FROM jobs) "
             "LEFT JOIN measurements m USING (key) LEFT JOIN jobs j USING (key) "
             "WHERE (?1 IS NULL OR COALESCE(j.state, 'done') = ?1) AND substr(key, 1, length(?2)) "
             "= ?2 ORDER BY key"
         )
-        for key, found, job, value, provenance, *rest in self._database.execute(
-            query, (state, key_prefix)
+        kept = "running" if state == "interrupted" else state
+        for key, found, job, value, provenance, *rest, updated in self._database.execute(
+            query, (kept, key_prefix)
         ).fetchall():
+            if found == "running" and is_gone(rest[-1], updated):
+                found = "interrupted"
+            if state not in (None, found):
+                continue
             yield Row(
                 key,
                 found,

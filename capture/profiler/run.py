@@ -153,7 +153,7 @@ class RunBackend:
         self.store.put(
             key if executed.meter else replay_key(key),
             executed.to_json(),
-            provenance=self.provenance,
+            provenance={**self.provenance, "kind": "executed in place"},  # of no job
             seconds=seconds,
         )
         return self._limited(run, peaks, "measured" if executed.meter else "replayed")

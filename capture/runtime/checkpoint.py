@@ -36,6 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from capture.errors import CaptureError, ExecutionError, Violation
+from capture.model.workload import WorkloadProtocol
 from capture.runtime.array_state import ArrayState
 from capture.runtime.checkpoint_models import (
     CHECKPOINT,
@@ -44,6 +45,7 @@ from capture.runtime.checkpoint_models import (
     Sources,
     State,
     Trained,
+    by_path,
     described,
     filled,
     host_data,
@@ -51,8 +53,16 @@ from capture.runtime.checkpoint_models import (
     structs_of,
 )
 from capture.runtime.hosts.reading import Leaves, joined_leaves, own_leaves, read_marker
-from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps
-from capture.runtime.hosts.saving import Saver, exists
+from capture.runtime.hosts.saved import (
+    MARKER,
+    all_steps,
+    candidates,
+    check_models,
+    complete_steps,
+    exists,
+    latest,
+)
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.state import PipelineState
@@ -131,14 +141,14 @@ def restore(
             every leaf that differs from the model's.
     """
     directory, hosts = Path(directory), _hosts_of(step)
-    candidates = _candidates(directory, num_steps, hosts)
+    steps = _candidates(directory, num_steps, hosts)
     for number in reversed(all_steps(directory)):
-        if num_steps is None and number > candidates[0]:
+        if num_steps is None and number > steps[0]:
             report(
                 f"the checkpoint of step {number} in {str(directory)!r} was not written to its "
-                f"end; going on from that of step {candidates[0]}"
+                f"end; going on from that of step {steps[0]}"
             )
-    for chosen, before in zip(candidates, [*candidates[1:], None], strict=True):
+    for chosen, before in zip(steps, [*steps[1:], None], strict=True):
         made, wrong = _read(step, directory / str(chosen), models)
         wrongs = [wrong] if hosts is None else hosts.exchange("damage", wrong)
         if not any(wrongs):
@@ -158,28 +168,46 @@ def restore(
     raise AssertionError("there is at least one candidate")
 
 
+def check_restorable(
+    directory: Path, workload: WorkloadProtocol, hosts: Hosts | None = None
+) -> None:
+    """Refuse a folder that a plan of one model cannot go on from, before its step is traced.
+
+    Args:
+        directory: That ``save`` was given.
+        workload: The model, of which only the shapes are found.
+        hosts: The processes that share the training.
+
+    Raises:
+        ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``, ``checkpoint-models``,
+            ``checkpoint-other-model``, ``checkpoint-other-optimizer``.
+    """
+    _candidates(directory, None, hosts)
+    if (found := latest(directory)) is None:
+        return  # ``restore`` says what is damaged
+    step, metadata = found
+    replace(CHECKPOINT, name=f"checkpoint {str(directory / str(step))!r}").check(metadata)
+    check_models(metadata.get("num_models"), 1)
+    params = jax.eval_shape(workload.init, jax.random.key(0))
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    optimizer = jax.eval_shape(workload.optimizer.init, structs)
+    start = "" if metadata.get("num_models") is None else "[0]"
+    expected = [
+        {f"{start}{path}": leaf for path, leaf in by_path(tree).items()}
+        for tree in (structs, optimizer)
+    ]
+    _check_alike(expected, [metadata[part] for part in PARTS])
+
+
 def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> list[int]:
     """Complete checkpoints that may be read, the best first.
 
     Raises:
         ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``.
     """
-    found = complete_steps(directory)
     if hosts is not None:
-        hosts.check_alike(f"checkpoints in {str(directory)!r}", found)
-    if not directory.is_dir():
-        raise ExecutionError.of(
-            f"checkpoint directory {str(directory)!r} does not exist.", "checkpoint-missing"
-        )
-    if num_steps is None and found:
-        return found[::-1]
-    if num_steps in found:
-        return [num_steps]
-    wanted = "no complete checkpoint" if num_steps is None else f"no checkpoint of step {num_steps}"
-    there = ", ".join(map(str, found)) or "none"
-    raise ExecutionError.of(
-        f"{str(directory)!r} holds {wanted}; complete ones: {there}.", "checkpoint-missing"
-    )
+        hosts.check_alike(f"checkpoints in {str(directory)!r}", complete_steps(directory))
+    return candidates(directory, num_steps)
 
 
 def _read(
@@ -254,9 +282,9 @@ def _write(
     """
     num_steps = metadata["num_steps"]
     with _manager(directory, keep) as manager:
-        latest = manager.latest_step()
-        if latest is not None and latest >= num_steps:
-            raise exists(directory, latest, num_steps)
+        last = manager.latest_step()
+        if last is not None and last >= num_steps:
+            raise exists(directory, last, num_steps)
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
         )
@@ -321,17 +349,25 @@ def _checked(
     """
     replace(CHECKPOINT, name=f"checkpoint {str(path)!r}").check(metadata)
     sources = Sources(step, metadata, models)
+    _check_alike(sources.expected, sources.saved)
+    return sources
+
+
+def _check_alike(expected: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse parameters and optimizer state of other shapes.
+
+    Raises:
+        ExecutionError: ``checkpoint-other-model``, ``checkpoint-other-optimizer``.
+    """
     names = (
         ("the model", "checkpoint-other-model"),
         ("the model's optimizer state", "checkpoint-other-optimizer"),
     )
-    found = zip(names, sources.expected, sources.saved, strict=True)
     ExecutionError.check(
         violation
-        for (what, code), expected, saved in found
-        for violation in _differences(what, described(expected), saved, code)
+        for (what, code), wanted, there in zip(names, expected, saved, strict=True)
+        for violation in _differences(what, described(wanted), there, code)
     )
-    return sources
 
 
 def _differences(

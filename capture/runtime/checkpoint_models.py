@@ -13,6 +13,7 @@ import numpy as np
 from capture import documents
 from capture.errors import ExecutionError
 from capture.runtime.array_state import ArrayState
+from capture.runtime.hosts.saved import check_models
 from capture.runtime.layerwise import leaf_numbers
 from capture.runtime.meter import AnyStep
 from capture.runtime.multiplexed import ArrayTraining
@@ -164,18 +165,7 @@ def _prefixes(step: Trained, count: int | None, models: Sequence[int] | None) ->
     """For each model of a step, with what its paths begin in a checkpoint of so many models; None:
     of one alone, with which all begin."""
     wanted = len(step.plan.models) if isinstance(step, ArrayTraining) else 1
-    if count is None and models is None:
+    chosen = check_models(count, wanted, models)
+    if chosen is None:
         return [""] * wanted
-    there = count or 0
-    chosen = range(there) if models is None else models
-    if len(chosen) != wanted or not all(0 <= model < there for model in chosen):
-        had = f"an array of {there} models" if count else "one model, which has no number"
-        asked = "all of them" if models is None else f"models={list(models)}"
-        raise ExecutionError.of(
-            f"the checkpoint is of {had}, and {asked} cannot go on in a training of {wanted}; name "
-            f"{wanted} of models 0 to {there - 1} with models=[...]."
-            if count
-            else f"the checkpoint is of {had}; leave {asked} out.",
-            "checkpoint-models",
-        )
     return [f"[{model}]" for model in chosen]

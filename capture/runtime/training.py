@@ -19,13 +19,13 @@ import jax
 import numpy as np
 
 from capture import environment
-from capture.errors import ExecutionError, PlanError
+from capture.errors import PlanError
 from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.heap import measure_heap
-from capture.runtime.hosts.saved import complete_steps, set_aside
+from capture.runtime.hosts.saved import check_folders, set_aside
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AnyStep, Measurement, measure_step
@@ -113,7 +113,21 @@ def train(
 
     Of several processes each runs this: what was measured is then of this one's devices, and host 0
     compares with one device (``capture.runtime.hosts.documents`` joins what they say).
+
+    Raises:
+        ExecutionError: For folders that cannot be used, before anything is compiled: those of
+            ``checkpoint.check_restorable``, and ``checkpoint-exists`` if checkpoints of another
+            training are where this one's would go.
     """
+    if training.restore is not None:
+        checkpoint.check_restorable(training.restore, workload, hosts)
+    check_folders(
+        training.save,
+        training.restore,
+        training.num_steps,
+        often=training.save_every is not None,
+        until=training.until,
+    )
     report("compiling the stages")
     step: AnyStep = (
         streamed(workload, plan, fast_compile=training.fast_compile)
@@ -235,9 +249,6 @@ class _Saves:
         step: What is trained.
         training: With where and when its state is saved.
         done: Steps with which it begins.
-
-    Raises:
-        ExecutionError: ``checkpoint-exists`` if those of another training are there.
     """
 
     def __init__(self, step: AnyStep, training: Training, done: int):
@@ -245,16 +256,11 @@ class _Saves:
         self._step, self._directory, self._every = step, training.save, training.save_every
         self._last: Path | None = None
         together = step if isinstance(step, PipelinedStep) and step.hosts is not None else None
-        if training.restore is not None and training.restore.resolve() == training.save.resolve():
-            if together is None or jax.process_index() == 0:
-                set_aside(training.save, done)
-        elif (found := complete_steps(training.save)) and self._every is not None:
-            raise ExecutionError.of(
-                f"{str(training.save)!r} holds checkpoints of another training, of steps "
-                f"{', '.join(map(str, found))}; give an empty directory, or go on with that "
-                "training by --restore.",
-                "checkpoint-exists",
-            )
+        goes_on = training.restore is not None and (
+            training.restore.resolve() == training.save.resolve()
+        )
+        if goes_on and (together is None or jax.process_index() == 0):
+            set_aside(training.save, done)
         self._saver = None if together is None else Saver(together, training.save)
 
     def stepped(self, state: PipelineState, *, is_last: bool) -> None:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from capture import environment
 from capture.errors import CaptureError, ProfileError, users_traceback, violations_of
+from capture.measured.claims import name_of_process
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pools.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
-from profiling_runs.pools.worker import Worker, name_of_process
+from profiling_runs.pools.worker import Worker
 
 #: Of a process that was killed, or whose end of the pipe is closed.
 _SECONDS_TO_END = 60.0

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from capture import environment
 from capture.errors import ProfileError
+from capture.measured.claims import name_of_process
 from profiling_runs.jobs import Failure, Job, Outcome
 
 #: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at
@@ -193,10 +194,10 @@ class Here:
         backend: Knows the model.
     """
 
-    group, name = None, "this process"
+    group = None
 
     def __init__(self, backend: Any):
-        self._backend = backend
+        self._backend, self.name = backend, name_of_process()
         self._job: Job | None = None
 
     def idle(self) -> Sequence[Slot]:

@@ -24,9 +24,10 @@ from capture.machine.ray_cluster import (
     check_travels,
     node_of_this_process,
 )
+from capture.measured.claims import name_of_process
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pools.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
-from profiling_runs.pools.worker import Worker, name_of_process
+from profiling_runs.pools.worker import Worker
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 

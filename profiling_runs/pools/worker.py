@@ -3,8 +3,6 @@ one job after the other."""
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 import traceback
 from collections.abc import Mapping
@@ -17,6 +15,7 @@ from capture import environment
 from capture.documents import write
 from capture.errors import CaptureError, ProfileError, is_bug, violations_of
 from capture.machine.target import Target
+from capture.measured.claims import name_of_process
 from capture.profiler.execution import ProfilingRun, replay_key
 from profiling_runs.jobs import Failure, Job, Outcome, Setting
 
@@ -132,11 +131,6 @@ def _of_run(backend: Any, job: Job) -> Outcome:
     return Outcome(
         job, executed.to_json(), stored_key="" if executed.meter else replay_key(job.key)
     )
-
-
-def name_of_process() -> str:
-    """Host and process, such as ``node-3:4711``."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def versions_of(setting: Setting) -> dict[str, str]:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import run_json
 
 from capture.cli.main import main
+from capture.measured.claims import name_of_process
 from capture.measured.store import Store
+from capture.profiler.execution import Executed
+from capture.profiler.run import RunBackend
 from profiling_runs.batch import Batch
-from profiling_runs.jobs import Job
+from profiling_runs.jobs import Job, Outcome
 from profiling_runs.pools.pool import Here
+
+AGO = (("now", 0), ("two days", 2))
 
 # ---- the store -----------------------------------------------------------------------------------
 
 
 class Refusing:
-    """A backend that does one job and refuses another."""
+    """A backend whose compiler refuses every job."""
 
-    def execute(self, run):
-        raise AssertionError("no run here")
+    def measure(self, config):
+        raise RuntimeError("no room for it")
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def test_ls_show_and_retry(filled, capsys):
         ("set aside", 1),
     }
     aside = run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"]["bb"]
-    assert aside["attempts"] == 2 and aside["error"].startswith("AttributeError: ")
+    assert aside["attempts"] == 2 and "RuntimeError: no room" in aside["error"]
     shown = run_json(capsys, *store, "show", "b")[1]
     assert "Traceback" in shown["traceback"] and shown["value"] is None
     assert main([*store, "retry", "a"]) == 2  # is done
@@ -57,6 +66,54 @@ def test_ls_show_and_retry(filled, capsys):
     assert not run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"]
     assert main([*store, "show", "c"]) == 2
     assert capsys.readouterr().err.endswith("[store-key]\n")
+
+
+def test_ls_tells_jobs_of_a_process_that_is_gone_from_those_that_run(tmp_path, capsys):
+    store, gone = Store(tmp_path / "s.sqlite"), subprocess.Popen(["true"])
+    gone.wait()
+    host, today = socket.gethostname(), datetime.now(UTC)
+    ago = {name: f"{today - timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}" for name, days in AGO}
+    claims = {
+        "here": (name_of_process(), ago["now"]),
+        "gone": (f"{host}:{gone.pid}", ago["now"]),
+        "number taken by another": (name_of_process(), ago["two days"]),
+        "elsewhere": ("another:1", ago["now"]),
+        "elsewhere, given up": ("another:1", ago["two days"]),
+    }
+    store.enqueue({key: {"kind": "layer windows"} for key in claims})
+    for key, (worker, since) in claims.items():
+        store.start(key, worker)
+        store._database.execute("UPDATE jobs SET updated = ? WHERE key = ?", (since, key))
+    ls = ["store", "--store", str(store.path), "ls"]
+    assert set(run_json(capsys, *ls, "--state", "running")[1]["keys"]) == {"here", "elsewhere"}
+    lost = {"gone", "number taken by another", "elsewhere, given up"}
+    assert set(run_json(capsys, *ls, "--state", "interrupted")[1]["keys"]) == lost
+    counts = {job["state"]: job["count"] for job in run_json(capsys, *ls)[1]["jobs"]}
+    assert counts == {"running": 2, "interrupted": 3}
+    jobs = [Job("gone", None, "stage", "layer windows")]
+    list(Batch(jobs, store, {}).run(lambda: Here(Refusing())))
+    (row,) = store.rows(key_prefix="gone")
+    assert row.attempts, "it was taken again"
+
+
+def test_ls_names_what_belongs_to_no_job(tmp_path, capsys):
+    store = Store(tmp_path / "s.sqlite")
+    store.put("of an older version", 1, provenance={"target": "cpu"}, seconds=0.0)
+    outcome = Outcome(Job("run", None, "run", "runs of plans"), 1, stored_key="replay of it")
+    store.enqueue({"run": {"kind": "runs of plans"}})
+    Batch([], store, {"target": "cpu"})._judge(outcome)
+    runs = RunBackend.__new__(RunBackend)
+    runs.compiler, runs.memory_limit_bytes = SimpleNamespace(store=store), None
+    runs.__dict__["provenance"], runs.key = {"target": "cpu"}, lambda run: "executed"
+    runs.keep(None, Executed((1,), "a meter"), 0.0)
+    listed = run_json(capsys, "store", "--store", str(store.path), "ls")[1]["jobs"]
+    counts = {(job["kind"], job["target"]): job["count"] for job in listed}
+    assert counts == {
+        ("measurement", "cpu"): 1,
+        ("runs of plans", ""): 1,  # the job
+        ("runs of plans", "cpu"): 1,  # what it has measured
+        ("executed in place", "cpu"): 1,
+    }
 
 
 def test_export_import_and_merge_keep_everything(filled, tmp_path, capsys):

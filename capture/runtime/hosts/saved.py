@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from capture.errors import CaptureError, ExecutionError
 
 #: Of a checkpoint that processes have written together; it is renamed into place last.
 MARKER = "checkpoint.json"
@@ -25,6 +30,133 @@ def all_steps(directory: Path | str) -> list[int]:
 def is_complete(checkpoint: Path) -> bool:
     """Whether it was written to its end: Orbax renames the whole of what one process writes."""
     return (checkpoint / MARKER).is_file() or (checkpoint / "metadata").is_dir()
+
+
+def metadata_of(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what a complete checkpoint says that it holds, or None if that cannot be read."""
+    marker = checkpoint / MARKER
+    file = marker if marker.is_file() else checkpoint / "metadata" / "metadata"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def latest(directory: Path | str) -> tuple[int, dict[str, Any]] | None:
+    """Return the step and the metadata of the last complete checkpoint whose metadata can be
+    read."""
+    for step in reversed(complete_steps(directory)):
+        if (metadata := metadata_of(Path(directory) / str(step))) is not None:
+            return step, metadata
+    return None
+
+
+def candidates(directory: Path, num_steps: int | None = None) -> list[int]:
+    """Return the steps of complete checkpoints that may be read, the last first.
+
+    Args:
+        directory: Of the checkpoints of a training.
+        num_steps: The one that is wanted; None for any.
+
+    Raises:
+        ExecutionError: ``checkpoint-missing``.
+    """
+    if not directory.is_dir():
+        raise ExecutionError.of(
+            f"checkpoint directory {str(directory)!r} does not exist.", "checkpoint-missing"
+        )
+    found = complete_steps(directory)
+    if num_steps is None and found:
+        return found[::-1]
+    if num_steps in found:
+        return [num_steps]
+    wanted = "no complete checkpoint" if num_steps is None else f"no checkpoint of step {num_steps}"
+    there = ", ".join(map(str, found)) or "none"
+    raise ExecutionError.of(
+        f"{str(directory)!r} holds {wanted}; complete ones: {there}.", "checkpoint-missing"
+    )
+
+
+def check_folders(
+    save: Path | None,
+    restore: Path | None,
+    num_steps: int,
+    *,
+    often: bool = False,
+    until: int | None = None,
+    num_models: int = 1,
+) -> None:
+    """Refuse folders that a training cannot save in or go on from, before anything is compiled.
+
+    Args:
+        save: Where it saves its state; None for nowhere.
+        restore: Where it goes on from; None from its beginning.
+        num_steps: Its updates.
+        often: Whether it saves before its end, too.
+        until: The step after which it ends, instead of after ``num_steps`` more.
+        num_models: Of its plan.
+
+    Raises:
+        ExecutionError: ``checkpoint-missing``, ``checkpoint-exists``, ``checkpoint-models``.
+    """
+    begin = 0
+    if restore is not None:
+        candidates(restore)
+        if (found := latest(restore)) is not None:
+            begin, metadata = found
+            check_models(metadata.get("num_models"), num_models)
+    if save is None or (restore is not None and restore.resolve() == save.resolve()):
+        return
+    there, end = complete_steps(save), begin + num_steps if until is None else until
+    if there and often:
+        raise ExecutionError.of(
+            f"{str(save)!r} holds checkpoints of another training, of steps "
+            f"{', '.join(map(str, there))}; give an empty directory, or go on with that "
+            "training by --restore.",
+            "checkpoint-exists",
+        )
+    if there and there[-1] >= end:
+        raise exists(save, there[-1], end)
+
+
+def exists(directory: Path, latest: int, num_steps: int) -> CaptureError:
+    """Return the refusal to write a checkpoint before one that is there."""
+    return ExecutionError.of(
+        f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at step "
+        f"{num_steps}; save it into another directory, or restore from this one first.",
+        "checkpoint-exists",
+    )
+
+
+def check_models(
+    count: int | None, wanted: int, models: Sequence[int] | None = None
+) -> Sequence[int] | None:
+    """Return which models of a checkpoint go on; None for one that is of a single model.
+
+    Args:
+        count: Of the checkpoint's array; None for a single model.
+        wanted: Of the training.
+        models: Those that are asked for; None for all.
+
+    Raises:
+        ExecutionError: ``checkpoint-models`` if they are not as many as the training has.
+    """
+    if count is None and models is None:
+        return None
+    there = count or 0
+    chosen = range(there) if models is None else models
+    if len(chosen) != wanted or not all(0 <= model < there for model in chosen):
+        had = f"an array of {there} models" if count else "one model, which has no number"
+        asked = "all of them" if models is None else f"models={list(models)}"
+        raise ExecutionError.of(
+            f"the checkpoint is of {had}, and {asked} cannot go on in a training of {wanted}; name "
+            f"{wanted} of models 0 to {there - 1} with models=[...]."
+            if count
+            else f"the checkpoint is of {had}; leave {asked} out.",
+            "checkpoint-models",
+        )
+    return chosen
 
 
 def remove(checkpoint: Path) -> None:

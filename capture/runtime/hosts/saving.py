@@ -26,7 +26,7 @@ from capture import environment
 from capture.errors import CaptureError, ExecutionError, Violation
 from capture.runtime.checkpoint_models import CHECKPOINT, by_path, described, is_key
 from capture.runtime.hosts.items import Shards, files_of, write_item
-from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps, remove
+from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps, exists, remove
 from capture.runtime.state import PipelineState
 
 if TYPE_CHECKING:
@@ -183,15 +183,6 @@ class Saver:
         kept = complete_steps(self._directory)[-self._keep :]
         for step in set(all_steps(self._directory)).difference(kept):
             remove(self._directory / str(step))
-
-
-def exists(directory: Path, latest: int, num_steps: int) -> CaptureError:
-    """The refusal to write a checkpoint before one that is there."""
-    return ExecutionError.of(
-        f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at step "
-        f"{num_steps}; save it into another directory, or restore from this one first.",
-        "checkpoint-exists",
-    )
 
 
 def item_name(stage: int) -> str:

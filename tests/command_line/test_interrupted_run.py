@@ -1,0 +1,167 @@
+"""A run that is interrupted says what it has saved and the command that goes on; folders of
+checkpoints that cannot be used are refused before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import run_here
+from processes import REPOSITORY
+
+import capture.runtime.training
+from capture.cli import array, run, sharding
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+
+MODELS = REPOSITORY / "tests/pipeline_models.py"
+FILES = REPOSITORY / "tests/recorded/files"
+OFTEN = ("--save", "my run", "--save-every", "2")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """With the plan of a model of four layers on one device."""
+    monkeypatch.chdir(tmp_path)
+    Plan(
+        cluster=Cluster((1,)),
+        num_layers=4,
+        stages=(Stage(0, 4, (0,), StageChoice()),),
+        global_batch_size=8,
+        num_microbatches=2,
+        workload=WorkloadSpec.parse(f"{MODELS}:mlp"),
+    ).save(Path("plan.json"))
+
+
+def checkpoint(directory: str, step: int, **metadata) -> None:
+    """Make one that is complete, as far as a folder tells."""
+    path = Path(directory, str(step), "metadata", "metadata")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"schema_version": 1, "num_steps": step, **metadata}))
+
+
+def interrupted(monkeypatch, capsys, *options: str, saved: int = 0) -> str:
+    """Return the last line of a run that is interrupted when it has saved a step."""
+
+    def train(*_, **__):
+        if saved:
+            checkpoint(options[options.index("--save") + 1], saved)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(capture.runtime.training, "train", train)
+    monkeypatch.setattr(run, "run_on_this_machine", train)
+    code, out, err = run_here(capsys, "run", "plan.json", "--trust", *options)
+    assert (code, out) == (130, "")
+    return err.splitlines()[-1]
+
+
+def test_an_interrupted_run_goes_on_by_the_command_that_it_says(capsys, monkeypatch):
+    asked = ("run", "plan.json", "--trust", "--seed", "3", "--steps", "4", "--quiet", "--json")
+    _, whole, _ = run_here(capsys, *asked)
+    with monkeypatch.context() as patch:
+
+        def say(options, text):
+            if text.startswith("step 3"):
+                raise KeyboardInterrupt
+
+        patch.setattr(run, "say", say)
+        code, out, err = run_here(capsys, *asked, *OFTEN)
+    said, _, command = err.strip().partition(". To go on: ")
+    assert (code, out, said) == (130, "", "interrupted; step 2 is saved in 'my run'")
+    _, *arguments = shlex.split(command)
+    code, rest, _ = run_here(capsys, *arguments)
+    assert code == 0 and json.loads(rest)["loss"] == json.loads(whole)["loss"][2:]
+    assert json.loads(rest)["saved"] == "my run/4"
+
+
+@pytest.mark.parametrize(
+    ("options", "saved", "says"),
+    [
+        (
+            [*OFTEN, "--check", "--trace", "t.json", "--steps=9"],
+            8,
+            "interrupted; step 8 is saved in 'my run'. To go on: capture run plan.json --trust "
+            "--steps 1 --save 'my run' --restore 'my run' --save-every 2",
+        ),
+        (
+            ["--save", "my run", "--steps", "9"],
+            9,
+            "interrupted; step 9 is saved in 'my run', which was the last step that was asked for",
+        ),
+        (
+            ["--check"],
+            0,
+            "interrupted; nothing was saved (--save DIR --save-every K saves as it goes). To start "
+            "again: capture run plan.json --trust --check",
+        ),
+        (
+            [*OFTEN, "--hosts", "local", "--steps", "12"],
+            6,
+            "interrupted; step 6 is saved in 'my run'. To go on: capture run plan.json --trust "
+            "--steps 6 --save 'my run' --restore 'my run' --save-every 2 --hosts local",
+        ),
+        (
+            ["--save", "new", "--save-every", "2", "--restore", "old", "--steps", "10"],
+            8,
+            "interrupted; step 8 is saved in 'new'. To go on: capture run plan.json --trust "
+            "--steps 6 --save new --restore new --save-every 2",
+        ),
+        (
+            ["--save", "old", "--save-every", "2", "--rest", "old", "--steps", "10"],
+            0,
+            "interrupted; nothing was saved since step 4. To start again: capture run plan.json "
+            "--trust --steps 10 --save old --restore old --save-every 2",
+        ),
+    ],
+)
+def test_what_was_saved_is_said(capsys, monkeypatch, options, saved, says):
+    if "old" in options:
+        checkpoint("old", 4)
+    assert interrupted(monkeypatch, capsys, *options, saved=saved) == says
+
+
+@pytest.mark.parametrize(("kind", "verb"), [("array", array), ("sharding", sharding)])
+def test_kinds_of_plans_that_save_at_the_end_alone_or_never(capsys, monkeypatch, kind, verb):
+    def train(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verb, "run", train)
+    path = str(FILES / f"{kind}.plan.json")
+    code, _, err = run_here(capsys, "run", path)
+    assert code == 130
+    assert err == f"interrupted; nothing was saved. To start again: capture run {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ([*OFTEN], "checkpoint-exists"),
+        (["--save", "my run"], "checkpoint-exists"),
+        (["--restore", "nowhere"], "checkpoint-missing"),
+        (["--restore", "."], "checkpoint-missing"),
+        (["--restore", "array"], "checkpoint-models"),
+        (["--save", "plan.json"], "option-output"),
+    ],
+)
+@pytest.mark.parametrize("where", [[], ["--hosts", "local"]])
+def test_a_folder_that_cannot_be_used_is_refused_first(capsys, monkeypatch, options, code, where):
+    checkpoint("my run", 3)
+    checkpoint("array", 2, num_models=3)
+    monkeypatch.setattr(run, "_run", None)
+    status, _, err = run_here(capsys, "run", "plan.json", *where, *options)
+    assert status == 2 and err.endswith(f"[{code}]\n")
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_step_is_traced(capsys, monkeypatch):
+    monkeypatch.setattr(capture.runtime.training, "pipeshard", None)
+    params = {"[0]['bias']": [[64], "float32"]}
+    checkpoint("other", 2, params=params, optimizer={})
+    status, _, err = run_here(capsys, "run", "plan.json", "--trust", "--restore", "other")
+    assert status == 2
+    assert "the checkpoint has no [0]['down'] and the model [0]['down'] float32[" in err
+    assert "[checkpoint-other-model]" in err and "checkpoint-other-optimizer" not in err
