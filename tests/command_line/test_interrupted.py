@@ -1,16 +1,24 @@
 """A run that is interrupted says what it has saved and the command that goes on; folders of
-checkpoints that cannot be used are refused before anything is compiled."""
+checkpoints that cannot be used are refused before anything is compiled; and nothing is left of what
+was interrupted."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from array_models import array_plan
 from commands import run_here
-from processes import REPOSITORY
+from planned_model import BATCH
+from processes import REPOSITORY, environment_apart, user_model
+from timeouts import TIMEOUT_SECONDS
 
 import capture.runtime.training
 from capture.cli import array, run, sharding
@@ -168,3 +176,54 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_step_is_traced(caps
     assert status == 2
     assert "the checkpoint has no [0]['down'] and the model [0]['down'] float32[" in err
     assert "[checkpoint-other-model]" in err and "checkpoint-other-optimizer" not in err
+
+
+#: A model that makes, where it is loaded, what a compiling process makes; in a worker it never ends.
+COMPILING = """
+import tempfile
+import time
+from multiprocessing import parent_process
+from pathlib import Path
+
+from capture.profiler.compile import CompileBackend
+from tiny import model as tiny
+
+backend = CompileBackend.__new__(CompileBackend)
+
+
+def model():
+    Path(backend._scratch.name, "kernels").touch()
+    if parent_process() is not None:
+        tempfile.mkdtemp()
+        Path(__file__).with_name("compiles").touch()
+        time.sleep(10_000)
+    return tiny()
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_interrupted_leaves_nothing_in_the_temporary_directory(tmp_path):
+    Path("tiny.py").write_text(user_model("tiny"))
+    Path("compiling.py").write_text(COMPILING)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    question = ["compiling.py:model", *BATCH, "--store", "s.sqlite", "--workers", "1"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "capture", "plan", *question, "-o", "found.json"],
+        env=environment_apart(tmp_path, TMPDIR=str(folder), XDG_CACHE_HOME=str(tmp_path)),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while not Path("compiles").exists() and time.monotonic() < end and command.poll() is None:
+        time.sleep(0.05)
+    assert sorted(path.name[:15] for path in folder.iterdir()) == [
+        "capture-kernels",  # the command's
+        "capture-worker-",
+    ]
+    os.killpg(command.pid, signal.SIGINT)
+    _, said = command.communicate(timeout=TIMEOUT_SECONDS)
+    assert command.returncode == 130, said
+    assert not list(folder.iterdir())
