@@ -22,7 +22,7 @@ from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.trust import remember
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec, named_workload
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
@@ -250,11 +250,17 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
     if plan.prediction is not None:
         environment.prepare_host_memory(plan.prediction.host_peak_bytes)
     environment.prepare(num_devices=1)
+    from capture.runtime import checkpoint
     from capture.runtime.array_check import run_array
     from capture.runtime.multiplexed import train_array
 
+    workload = spec.load()
+    if options.restore is not None:
+        given = {"": workload}
+        each = [named_workload(task.workload, given, plan.named_by) for task in plan.trained]
+        checkpoint.check_restorable(options.restore, each, of_array=True)
     document = run_array(
-        train_array(spec.load(), plan),
+        train_array(workload, plan),
         options.steps,
         check=options.check,
         save=options.save,

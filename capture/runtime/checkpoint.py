@@ -169,34 +169,45 @@ def restore(
 
 
 def check_restorable(
-    directory: Path, workload: WorkloadProtocol, hosts: Hosts | None = None
+    directory: Path,
+    workloads: Sequence[WorkloadProtocol],
+    hosts: Hosts | None = None,
+    *,
+    of_array: bool = False,
 ) -> None:
-    """Refuse a folder that a plan of one model cannot go on from, before its step is traced.
+    """Refuse a folder that a training cannot go on from, before its step is traced.
 
     Args:
         directory: That ``save`` was given.
-        workload: The model, of which only the shapes are found.
+        workloads: Of each model, of which only the shapes are found.
         hosts: The processes that share the training.
+        of_array: Whether it trains an array, whose optimizer states are compared by ``restore``
+            alone.
 
     Raises:
-        ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``, ``checkpoint-models``,
-            ``checkpoint-other-model``, ``checkpoint-other-optimizer``.
+        ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``, ``checkpoint-schema``,
+            ``checkpoint-models``, ``checkpoint-other-model``, ``checkpoint-other-optimizer``.
     """
     _candidates(directory, None, hosts)
     if (found := latest(directory)) is None:
         return  # ``restore`` says what is damaged
     step, metadata = found
     replace(CHECKPOINT, name=f"checkpoint {str(directory / str(step))!r}").check(metadata)
-    check_models(metadata.get("num_models"), 1)
-    params = jax.eval_shape(workload.init, jax.random.key(0))
-    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    optimizer = jax.eval_shape(workload.optimizer.init, structs)
-    start = "" if metadata.get("num_models") is None else "[0]"
-    expected = [
-        {f"{start}{path}": leaf for path, leaf in by_path(tree).items()}
-        for tree in (structs, optimizer)
-    ]
-    _check_alike(expected, [metadata[part] for part in PARTS])
+    there = metadata["params"]
+    models = check_models(metadata.get("num_models"), len(workloads))
+    params, optimizer = dict[str, Any](), dict[str, Any]()
+    for model, workload in enumerate(workloads):
+        begin = "" if models is None else f"[{models[model]}]"
+        tree = jax.eval_shape(workload.init, jax.random.key(0))
+        structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        for path, leaf in by_path(structs).items():
+            # What all models of an array share is with its first.
+            is_shared = begin and f"{begin}{path}" not in there and f"[0]{path}" in there
+            params[f"[0]{path}" if is_shared else f"{begin}{path}"] = leaf
+        if not of_array:
+            states = by_path(jax.eval_shape(workload.optimizer.init, structs))
+            optimizer |= {f"{begin}{path}": leaf for path, leaf in states.items()}
+    _check_alike([params, optimizer], [there, {} if of_array else metadata["optimizer"]])
 
 
 def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> list[int]:

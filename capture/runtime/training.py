@@ -120,7 +120,7 @@ def train(
             training are where this one's would go.
     """
     if training.restore is not None:
-        checkpoint.check_restorable(training.restore, workload, hosts)
+        checkpoint.check_restorable(training.restore, [workload], hosts)
     check_folders(
         training.save,
         training.restore,

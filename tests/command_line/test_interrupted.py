@@ -20,6 +20,7 @@ from planned_model import BATCH
 from processes import REPOSITORY, environment_apart, user_model
 from timeouts import TIMEOUT_SECONDS
 
+import capture.runtime.multiplexed
 import capture.runtime.training
 from capture.cli import array, run, sharding
 from capture.machine.cluster import Cluster
@@ -152,6 +153,7 @@ def test_plans_that_save_at_the_end_alone_or_never(capsys, monkeypatch, verb):
     ("options", "code"),
     [
         ([*OFTEN], "checkpoint-exists"),
+        ([*OFTEN, "--steps", "9"], "checkpoint-exists"),
         (["--save", "my run"], "checkpoint-exists"),
         (["--restore", "nowhere"], "checkpoint-missing"),
         (["--restore", "."], "checkpoint-missing"),
@@ -176,6 +178,23 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_step_is_traced(caps
     assert status == 2
     assert "the checkpoint has no [0]['down'] and the model [0]['down'] float32[" in err
     assert "[checkpoint-other-model]" in err and "checkpoint-other-optimizer" not in err
+
+
+def test_a_checkpoint_of_other_models_is_refused_before_the_array_is_compiled(capsys, monkeypatch):
+    monkeypatch.setattr(capture.runtime.multiplexed, "train_array", None)
+    models = REPOSITORY / "tests/array_models.py"
+    array_plan(workload=WorkloadSpec.parse(f"{models}:mlp")).save(Path("array.json"))
+    shapes = {"a": [4, 6], "b": [6, 6], "c": [6, 1]}
+    params = {f"[{m}]['{n}']": [shape, "float32"] for m in range(4) for n, shape in shapes.items()}
+    params["[2]['c']"] = [[6, 2], "float32"]
+    del params["[1]['a']"]  # as of a parameter that all share
+    checkpoint("other", 2, num_models=4, params=params, optimizer={})
+    status, _, err = run_here(capsys, "run", "array.json", "--trust", "--restore", "other")
+    assert (status, err.splitlines()[-1]) == (
+        2,
+        "error: the checkpoint has [2]['c'] float32[6, 2] and the model [2]['c'] float32[6, 1]. "
+        "[checkpoint-other-model]",
+    )
 
 
 #: A model that makes, where it is loaded, what a compiling process makes; in a worker it never ends.
