@@ -61,6 +61,7 @@ from capture.runtime.hosts.saved import (
     complete_steps,
     exists,
     latest,
+    remove,
 )
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.multiplexed import ArrayTraining
@@ -292,6 +293,9 @@ def _write(
         ExecutionError: ``checkpoint-exists``.
     """
     num_steps = metadata["num_steps"]
+    # Orbax would take what several processes have not written to its end for a checkpoint.
+    for step in set(all_steps(directory)).difference(complete_steps(directory)):
+        remove(directory / str(step))
     with _manager(directory, keep) as manager:
         last = manager.latest_step()
         if last is not None and last >= num_steps:

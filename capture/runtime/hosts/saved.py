@@ -109,15 +109,13 @@ def check_folders(
     if save is None or (restore is not None and restore.resolve() == save.resolve()):
         return
     there, end = complete_steps(save), begin + num_steps if until is None else until
-    if there and often:
+    if there and (often or there[-1] >= end):
         raise ExecutionError.of(
             f"{str(save)!r} holds checkpoints of another training, of steps "
             f"{', '.join(map(str, there))}; give an empty directory, or go on with that "
             "training by --restore.",
             "checkpoint-exists",
         )
-    if there and there[-1] >= end:
-        raise exists(save, there[-1], end)
 
 
 def exists(directory: Path, latest: int, num_steps: int) -> CaptureError:
