@@ -110,7 +110,7 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
     )
     common = [
         "plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo", "--models", "sweep.json",
-        "--target", "slow.json", "--global-batch", BATCH, "--workers", 0, "--store", "store.sqlite",
+        "--trust", "--target", "slow.json", "--global-batch", BATCH, "--workers", 0, "--store", "store.sqlite",
     ]  # fmt: skip
     code, free = asked(capsys, *common)
     assert (code, free["status"]) == (0, "ok")
