@@ -371,7 +371,7 @@ def odd_model(
     def loss(params, batch):
         x = batch.reshape(-1, width)
         for i, (layer, own) in enumerate(zip(layers, params, strict=True)):
-            x = LAYERS[layer.name](own, x, layer.size).astype(dtype)
+            x = LAYERS[layer.name](own, x, min(layer.size, width)).astype(dtype)
             is_marked = i + 1 < len(layers) or i == 0
             x = checkpoint_name(x, "layer_boundary") if is_marked else x
         return jnp.mean(jnp.tanh(x.astype(jnp.float32)) ** 2)
