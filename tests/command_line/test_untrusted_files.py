@@ -3,6 +3,7 @@ models that name code, through every verb. What would run leaves a file behind."
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -189,7 +190,14 @@ def write_files(documents: dict[str, dict[str, Any]], variant: str) -> None:
 
 _OWN = "../own/mine.py:model"
 #: Of which most of a command's time would go into the making.
-_parser = cache(build_parser)
+_whole_parser = cache(build_parser)
+
+
+def _parser(asked: object = ()) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, made once."""
+    return _whole_parser()
+
+
 #: By verb: command lines that would load what a file names, and others that read such a file.
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "demo": ([], []),
@@ -239,7 +247,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
 
 
 def test_every_verb_has_its_command_lines():
-    assert COMMANDS.keys() == {verb.NAME for verb in VERBS}
+    assert COMMANDS.keys() == set(VERBS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -260,7 +268,7 @@ def test_what_a_file_of_a_stranger_names_is_not_run(strangers, documents, capsys
     assert is_remembered("../own/net.py", "model") and not is_remembered("net.py", "model")
 
 
-@pytest.mark.parametrize("verb", [verb.NAME for verb in VERBS])
+@pytest.mark.parametrize("verb", list(VERBS))
 def test_help_loads_nothing(strangers, documents, capsys, verb):
     write_files(documents, "beside")
     files = [] if verb in ("demo", "store") else ["stages.json"]
