@@ -73,10 +73,8 @@ def _sure(facts: ReportFacts) -> list[str]:
             key=abs,
             default=0.0,
         )
-        return [
-            "Every stage was compiled, so the peaks are exact; the prediction was off by at most "
-            f"{abs(error):.2%}."
-        ]
+        off = f"; the prediction was off by at most {abs(error):.2%}" * (abs(error) >= 5e-5)
+        return [f"Every stage was compiled, so the peaks are exact{off}."]
     high = max(stage.interval_bytes[1] for stage in facts.stages)
     end = f"The upper end of the intervals is {format_bytes(high)}"
     if facts.headroom is not None:

@@ -21,6 +21,9 @@ from recommender.capture.throughput import throughput
 from recommender.capture.timed_rounds import CLOSED_FORM, CompiledPlan, TimedRounds
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
+#: A plan that may be slower by this part than another one is not called proven.
+_PROVES_NOTHING = 1.0
+
 
 def fastest_first(
     least: Profile,
@@ -112,9 +115,15 @@ class _Search(TimedRounds[CompiledPlan]):
             why = Why(said, uncompiled=said, proven=proven)
         else:
             said = f"proven fastest within {within:.1%}" if within else "proven fastest"
+            said += " of the plans that fit"
+            if within > _PROVES_NOTHING:
+                said = (
+                    "the fastest of these, not proven: no plan that fits takes less than "
+                    f"{format_seconds(least)}"
+                )
             summary = (
                 f"{counted(num_plans, 'plan')} with {counted(self._num_compiled, 'new stage')} "
-                f"compiled; {said} of the plans that fit, {CLOSED_FORM}, "
+                f"compiled; {said}, {CLOSED_FORM}, "
                 f"{searched(self._question, self._known.choices)}."
             )
             what = (

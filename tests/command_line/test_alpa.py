@@ -526,6 +526,7 @@ def test_the_command_plans_as_alpa_would(tmp_path, capsys):
         "-o",
         str(tmp_path / "plan.json"),
         "--json",
+        "--no-compile",
     ]
     assert main([*asked, "--algorithm", "autostage"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -304,8 +304,9 @@ def test_the_precision_of_products_is_read(product, expected):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatch, platform):
     from capture.compiler import target_devices
+    from capture.machine import target
 
-    monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(target, "find_spec", lambda name: None)
     says = re.escape(
         f"it needs no device: {install_command(f'{platform}-targets')}. [target-missing]"
     )

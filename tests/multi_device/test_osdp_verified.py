@@ -13,7 +13,6 @@ import optax
 import pytest
 
 from capture.cli.main import main
-from capture.compiler import target_devices
 from capture.extras import install_command
 from capture.machine.cluster import Cluster
 from capture.machine.target import TARGETS_FOLDER, Target
@@ -187,7 +186,7 @@ def of_the_users_loop(workload: Workload, plan: ShardingPlan, batch_size: int) -
 
 
 def test_a_target_whose_compiler_is_missing_gives_an_estimate_and_says_so(monkeypatch):
-    monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
+    monkeypatch.setattr("capture.machine.target.find_spec", lambda name: None)
     found = osdp(
         ShardingQuestion(WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100"), "1GB", batch_size=1)
     )

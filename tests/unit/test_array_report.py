@@ -69,7 +69,7 @@ def test_every_program_has_a_curve_of_what_fusing_it_is_worth(facts):
 
 def test_the_page_has_its_figures_and_says_that_nothing_was_measured(facts):
     pytest.importorskip("plotly")
-    text = page(facts, ["a line", "a\ntable"], None)
+    text = page(facts, ["a line", "a\ntable"], None, interactive=True)
     start = text.index('id="figures">') + len('id="figures">')
     figures = json.loads(text[start : text.index("</script>", start)].replace("\\u003c", "<"))
     assert [figure["name"] for figure in figures] == ["step", "memory", "saturation"]

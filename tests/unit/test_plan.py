@@ -175,6 +175,7 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
         "prediction": None,
         "why": None,
         "verification": None,
+        "time": None,
     }
 
 
