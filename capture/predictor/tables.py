@@ -230,7 +230,23 @@ class ComponentTables:
                 continue
             table[row], drift[row] = np.where(np.isnan(known), least, known), 0
         longest = max(stop - first for first, stop in windows)
-        table[self.components.index("kept")] -= _kept_twice(graph, longest, choice)
+        row = self.components.index("kept")
+        table[row] -= _kept_twice(graph, longest, choice)
+        if choice.tensor_parallel > 1:
+            least = self._kept_of_parts(choice, microbatch_size, measured[row])
+            table[row] = np.where(np.isnan(measured[row]), np.fmin(table[row], least), table[row])
+
+    def _kept_of_parts(
+        self, choice: StageChoice, microbatch_size: int, known: np.ndarray
+    ) -> np.ndarray:
+        """Return what stages keep at least where tensors are split: an even part of what they keep
+        where none is. A value that a window is given whole may be split where its maker is in the
+        stage, so sums over windows say too much. Without that choice, the largest part counts."""
+        whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
+        if (whole, microbatch_size) not in self._windows:
+            return _largest_part(known)
+        table, _ = self._measured_table(whole, microbatch_size)
+        return table[self.components.index("kept")] / choice.tensor_parallel
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.

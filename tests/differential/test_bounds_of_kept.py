@@ -1,0 +1,39 @@
+"""What long stages keep is bounded by sums over parts: never more than the whole stage keeps."""
+
+from __future__ import annotations
+
+import pytest
+from processes import REPOSITORY
+
+from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.predictor import AdditivePredictor
+from capture.predictor.formula import kept_bytes
+from capture.profiler.bounds import BoundsBackend
+from profiling_runs.bounds import bounds
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
+
+SIZE = 8
+
+
+@pytest.mark.parametrize("remat", ["cheap", "full"])
+def test_long_stages_keep_no_less_than_their_bound_however_tensors_are_split(remat):
+    """A transformer without marks, cut inside its blocks: values that are split where they are made
+    cross several layers."""
+    spec = WorkloadSpec.parse(f"{REPOSITORY / 'tests' / 'user_models' / 'vit_nnx.py'}:vit")
+    choices = tuple(StageChoice(1, degree, remat) for degree in (1, 2))
+    question = ProfileQuestion(spec, Cluster((4,)), SIZE, choices=choices, calibration_plans=0)
+    measurements = open_measurements(question, store=Store(None))
+    predictor = AdditivePredictor(bounds(question, measurements).least)
+    backend, num_layers = BoundsBackend(measurements.backend), predictor.profile.graph.num_layers
+    for choice in choices:
+        graph = measurements.backend.sharding(SIZE).graph([choice])
+        for first, stop in ((0, num_layers // 2), (1, num_layers - 1), (0, num_layers)):
+            cost = backend.measure(StageConfig(first, stop, choice, SIZE)).least
+            kept = kept_bytes(graph, first, stop, choice, cost)
+            bound = int(predictor.memory(choice, SIZE).kept[first, stop])
+            assert 0 < bound <= kept, (choice, first, stop)
