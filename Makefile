@@ -135,7 +135,7 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	@touch $@
 
 .PHONY: check
-check: lint test test-slow ray alpa ## What .ci/run runs: lint, the tests, Ray clusters, and Alpa as a judge
+check: lint test test-slow ray alpa ## What .ci/run runs after its walk through the pages: lint, the tests, Ray clusters, and Alpa as a judge
 
 .PHONY: test-newest
 ifeq ($(strip $(PYTHON_NEWEST)),)

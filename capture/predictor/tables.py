@@ -241,10 +241,11 @@ class ComponentTables:
     ) -> np.ndarray:
         """Return what stages keep at least where tensors are split: an even part of what they keep
         where none is. A value that a window is given whole may be split where its maker is in the
-        stage, so sums over windows say too much. Without that choice, the largest part counts."""
+        stage, so sums over windows say too much. Without that choice, the largest part counts so.
+        """
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
         if (whole, microbatch_size) not in self._windows:
-            return _largest_part(known)
+            return _largest_part(known) / choice.tensor_parallel
         table, _ = self._measured_table(whole, microbatch_size)
         return table[self.components.index("kept")] / choice.tensor_parallel
 
