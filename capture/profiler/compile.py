@@ -280,7 +280,10 @@ class CompileBackend:
             self.traced(size).slice(config.first, config.stop),
         )
         values = (*layers.inputs, *layers.outputs)
-        return [SEQUENCE_VERSION, [graph.value_dim(v, choice.value_split) for v in values]]
+        # What passes between layers is pinned as it is split, see StagePrograms.
+        pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)
+        dims = [graph.value_dim(v, choice.value_split) for v in values]
+        return [SEQUENCE_VERSION, dims, *pinned]
 
     def update_key(self, config: StageConfig) -> str:
         """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers

@@ -102,9 +102,13 @@ class StageLayout:
 
     def value_sharding(self, value: int) -> NamedSharding:
         """As any tensor, and along the sequence where its maker and all its readers split it so."""
+        return self.split_sharding(value, self.graph.value_dim(value, self.choice.value_split))
+
+    def split_sharding(self, value: int, dim: int | None) -> NamedSharding:
+        """Return the sharding of a value that is also split along ``dim`` over the devices of a
+        tensor-parallel group; None: along no other dimension than that of the examples."""
         tensor = self.graph.values[value]
         sharding = self.tensor_sharding(tensor)
-        dim = self.graph.value_dim(value, self.choice.value_split)
         if dim is None:
             return sharding
         axes = [*sharding.spec, *[None] * (len(tensor.shape) - len(sharding.spec))]

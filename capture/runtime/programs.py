@@ -132,7 +132,7 @@ class StagePrograms(StageLayout):
         remat = "none" if only_cut else self._remat
         results = self.layers(*given, remat=remat, pin=self._pinned, runs=self._split_runs)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
-        for v in self._split_values.intersection(by_value):
+        for v in self._split_values.keys() & by_value.keys():
             if not self._passes_split(v):
                 by_value[v] = jax.lax.with_sharding_constraint(by_value[v], self.value_sharding(v))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
@@ -148,11 +148,10 @@ class StagePrograms(StageLayout):
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         if not is_key and (self._remat == "full" or num_full_layers(self._remat)):
             array = checkpoint_name(array, f"{_BETWEEN_LAYERS}{value}")
-        return (
-            jax.lax.with_sharding_constraint(array, self.value_sharding(value))
-            if self.choice.shard_params and value not in self._split_values
-            else array
-        )
+        if not self.choice.shard_params:
+            return array
+        lies = self.split_sharding(value, self._split_values.get(value))
+        return jax.lax.with_sharding_constraint(array, lies)
 
     @cached_property
     def _stored_shardings(self) -> list[Any]:
@@ -189,15 +188,16 @@ class StagePrograms(StageLayout):
         return self.graph.value_dim(value, self.choice.value_split) is not None
 
     @cached_property
-    def _split_values(self) -> frozenset[int]:
-        """Values of the graph that leave their layer split along the sequence."""
-        return frozenset(
-            v
+    def _split_values(self) -> dict[int, int]:
+        """Values of the graph that leave their layer split along the sequence, and the dimension
+        along which they are."""
+        return {
+            v: dim
             for call, run in zip(self.layers.calls, self._split_runs, strict=False)
             if run is not None
             for v, dim in zip(call.outputs, run.outputs, strict=True)
             if dim is not None
-        )
+        }
 
     def _forward_and_vjp(self, params, inputs, batch):
         differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]

@@ -12,6 +12,7 @@ import optax
 import pytest
 from pipeline_models import mark, mlp, pipeline, tied
 from test_pipeline import compare
+from zoo_models import load
 
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
@@ -223,6 +224,30 @@ def test_a_layer_that_is_run_again_gathers_once_more_and_computes_no_more(monkey
     more = found[0] - found[1]
     assert more["gather"] == 2 and not {"dot_general", "exp", "tanh", "rsqrt"} & more.keys()
     assert costs[0] < costs[1]
+
+
+@pytest.mark.parametrize("remat", ["none", "cheap", "dots", "full", "full:2"])
+@pytest.mark.parametrize(
+    ("tp", "on"),
+    [
+        (2, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_in_parts_change_nothing_of_what_is_kept(remat, tp, on):
+    """Of a whole model: nothing that it is given or makes tells the compiler how values lie in the
+    middle, where it would else split features as it finds parameters split."""
+    backend, size = CompileBackend(load("gpt", "size=tiny&num_layers=4"), store=Store()), 8
+    lying = []
+    for shard_params in (False, True):
+        choice = StageChoice(4, tp, remat, shard_params, shard_params, on)
+        stage = backend.programs(StageConfig(0, 4, choice, size))
+        planned = sum(map(stage.residuals._split.nbytes, stage.residuals.stored))
+        kept = stage.forward.outputs[1]
+        assert planned * 0.85 <= sum(map(shard_bytes, kept)) <= planned
+        lying.append(Counter((s.shape, s.sharding.shard_shape(s.shape)) for s in kept))
+    assert lying[0] == lying[1]
 
 
 WORKLOADS = {
