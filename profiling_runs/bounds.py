@@ -3,18 +3,21 @@ was asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from capture.environment import without_collecting
+from capture import environment
 from capture.errors import ProfileError
 from capture.measured.profile import Profile, StageConfig
-from capture.measured.stage_cost import StageBounds
-from capture.plan.choices import remat_time_fraction
-from capture.profiler.windows import window_configs
+from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from profiling_runs.batch import Progress
-from profiling_runs.measurements import Measurements, unmeasured
+from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
+
+if TYPE_CHECKING:
+    from capture.profiler.facts import LayerFacts
 
 BOUNDS = "bounds from tracing"
 
@@ -32,58 +35,93 @@ class Bounds:
     most: Profile
 
 
-@without_collecting()
+class ModelBounds:
+    """The stages of a model between two bounds, at any micro-batch size, from a few traces of its
+    distinct layers (``capture.profiler.facts``).
+
+    Args:
+        measurements: Of the workload, of which nothing is compiled; the store keeps the bounds.
+        examples: On a device, as many as will be asked for.
+        num_devices: Most of a stage.
+        progress: Told how far tracing is.
+        begin: Called before anything is traced.
+    """
+
+    def __init__(
+        self,
+        measurements: Measurements,
+        examples: Iterable[int],
+        num_devices: int,
+        progress: Progress = lambda kind, done, total: None,
+        begin: Callable[[], None] = lambda: None,
+    ):
+        self._measurements, self._progress, self._begin = measurements, progress, begin
+        self._examples, self._num_devices = tuple(examples), num_devices
+
+    @cached_property
+    def facts(self) -> LayerFacts:
+        """What is traced."""
+        from capture.profiler.facts import LayerFacts
+
+        self._begin()
+        return LayerFacts(self._measurements.backend, self._examples, self._num_devices)
+
+    def at(self, choices: Sequence[StageChoice], microbatch_size: int) -> Bounds:
+        """The two bounds, for stages with any of some choices.
+
+        Raises:
+            ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
+        """
+        if timed := [choice.remat for choice in choices if remat_time_fraction(choice.remat)]:
+            raise ProfileError.of(
+                f"remat={timed[0]!r}: what a longer stage recomputes in so much time does not "
+                "follow from what its layers do, so it has no bounds; name another, or leave out "
+                "--algorithm bounds-first.",
+                "profile-remat",
+            )
+        facts, measured = self.facts, measured_choices(choices)
+        with environment.without_collecting():
+            facts.learn(
+                measured, microbatch_size, lambda done, total: self._progress(BOUNDS, done, total)
+            )
+            found = {
+                StageConfig(*window, choice, microbatch_size): facts.bounds(
+                    window, choice, microbatch_size
+                )
+                for choice in measured
+                for window in facts.windows
+            }
+        backend, rule = self._measurements.backend, self._measurements.rule
+        splits = sorted({choice.param_split for choice in choices})
+
+        def profile(name: str) -> Profile:
+            return Profile(
+                graph=facts.graph_of(choices),
+                measurements={config: getattr(each, name) for config, each in found.items()},
+                param_bytes={split: facts.param_bytes(split) for split in splits},
+                provenance={**backend.provenance, "created": environment.now(), "bounds": name},
+                workload=self._measurements.spec,
+                auto_layers=backend.num_layers is not None,
+                tensor_parallel_rule=rule,
+                microbatch_sizes=(microbatch_size,),
+                model_hashes=backend.model_hashes,
+            )
+
+        return Bounds(profile("least"), profile("most"))
+
+
 def bounds(
     question: ProfileQuestion,
     measurements: Measurements,
     progress: Progress = lambda kind, done, total: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Bounds:
-    """Trace the windows of layers that predictions are built from, at the question's micro-batch
-    size; nothing is compiled.
-
-    Args:
-        question: What is asked.
-        measurements: Of its workload; the store keeps the bounds.
-        progress: Told how far it is.
-        begin: Called before the first stage is traced, where the store does not have them.
+    """The bounds at the micro-batch size of a question; arguments as of ``ModelBounds``.
 
     Raises:
-        ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
+        ProfileError: ``profile-remat``, as ``ModelBounds.at``.
     """
-    from capture.profiler.bounds import BoundsBackend
-
-    size, choices = question.microbatch_size, question.profiled_choices
-    if timed := [choice.remat for choice in choices if remat_time_fraction(choice.remat)]:
-        raise ProfileError.of(
-            f"remat={timed[0]!r}: what a longer stage recomputes in so much time does not follow "
-            "from what its layers do, so it has no bounds; name another, or leave out --algorithm "
-            "bounds-first.",
-            "profile-remat",
-        )
-    num_layers = measurements.backend.traced(size).graph.num_layers
-    configs = [
-        config
-        for config in window_configs(num_layers, choices, [size], question.num_neighbours)
-        # Longer ones correct sums of what is not additive, which bounds do not add up.
-        if config.num_layers <= question.num_neighbours + 1
-    ]
-    backend = BoundsBackend(measurements.backend)
-    # Those that differ in degrees alone one after the other: they share their traces.
-    configs.sort(key=lambda c: (c.num_layers, c.first, c.choice.remat))
-    if configs and not backend.knows(configs[-1]):
-        begin()
-    found: dict[StageConfig, StageBounds] = {}
-    for done, config in enumerate(configs, start=1):
-        found[config] = backend.measure(config)
-        progress(BOUNDS, done, len(configs))
-    facts = unmeasured(question, measurements, (size,))
-
-    def profile(name: str) -> Profile:
-        return replace(
-            facts,
-            measurements={config: getattr(each, name) for config, each in found.items()},
-            provenance={**facts.provenance, "bounds": name},
-        )
-
-    return Bounds(profile("least"), profile("most"))
+    size, choices = question.microbatch_size, question.stage_choices
+    examples = (size // choice.data_parallel for choice in choices)
+    known = ModelBounds(measurements, examples, question.cluster.num_devices, progress, begin)
+    return known.at(choices, size)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from capture.compiler.target_devices import devices_of
 from capture.documents import read, write
-from capture.machine.target import Target
 from capture.measured.profile import StageConfig
-from capture.measured.stage_cost import StageBounds
+from capture.measured.stage_cost import StageBounds, UpdateCost
 from capture.model.graph import content_hash
 from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import BoundedProgram, Bounder
@@ -22,15 +21,26 @@ BOUNDS_VERSION = 12
 _CUBLAS_BYTES = 4 * 2**20
 
 
+@dataclass(frozen=True)
+class EndBounds:
+    """As ``StageBounds``, of the end of a step."""
+
+    least: UpdateCost
+    most: UpdateCost
+
+
+B = TypeVar("B", StageBounds, EndBounds)
+
+
 class BoundsBackend:
     """The bounds of stage configs that a backend would compile, kept in its store.
 
     Args:
-        backend: Knows the model, the target and the store. Programs are traced for virtual CPU
-            devices, of which this process needs as many as a stage has.
+        backend: Knows the model, the target and the store. Programs are traced for no devices.
+        for_devices: See ``Bounder``.
     """
 
-    def __init__(self, backend: CompileBackend):
+    def __init__(self, backend: CompileBackend, for_devices: int = 1):
         self._backend = backend
         target = backend.target
         # Of Triton's products nothing is known.
@@ -40,42 +50,67 @@ class BoundsBackend:
             keeps_products=uses_cublas,
             product_scratch_bytes=_CUBLAS_BYTES * uses_cublas,
             counts_work=target.rates is not None,
+            for_devices=for_devices,
         )
         self._traces: tuple[Any, StageTraces] = None, StageTraces()
 
-    def key(self, config: StageConfig) -> str:
-        """Content hash of everything that can change the bounds."""
-        return content_hash([self._backend.key(config), "bounds", BOUNDS_VERSION])
-
-    def knows(self, config: StageConfig) -> bool:
-        """Say whether the store has the bounds of a stage config."""
-        return bool(self._backend.store.get([self.key(config)]))
-
     def measure(self, config: StageConfig) -> StageBounds:
-        """The bounds of a stage config, from the store or traced.
+        """The bounds of a stage config."""
+        return self.of_passes(config, self.of_ends(config))
 
-        Raises:
-            TargetError: ``target-devices`` if this process has too few virtual CPU devices.
+    def of_ends(self, config: StageConfig, traces: StageTraces | None = None) -> EndBounds:
+        """Bounds of the end of a step alone, which depends on parameters and optimizer; from the
+        store, or traced.
+
+        Args:
+            config: The stage.
+            traces: What was traced of it so far; None for that of the stage before.
         """
-        key, store = self.key(config), self._backend.store
+        return self._stored(
+            EndBounds,
+            [self._backend.update_key(config)],
+            lambda: self._traced_ends(config, traces),
+        )
+
+    def of_passes(
+        self, config: StageConfig, ends: EndBounds, traces: StageTraces | None = None
+    ) -> StageBounds:
+        """Bounds of a stage whose end of a step is known; arguments as of ``of_ends``."""
+        return self._stored(
+            StageBounds,
+            [self._backend.key(config), write(ends)],
+            lambda: self._traced_passes(config, ends, traces),
+        )
+
+    def _stored(self, kind: type[B], facts: list[Any], trace: Callable[[], B]) -> B:
+        """What the store has under a content hash of everything that can change it, or what is
+        traced then."""
+        key = content_hash(["bounds", BOUNDS_VERSION, self._bounder.for_devices, *facts])
+        store = self._backend.store
         found = store.get([key])
         if key not in found:
             start = time.perf_counter()
-            found[key] = write(self._traced(config))
+            found[key] = write(trace())
             seconds = time.perf_counter() - start
-            facts = {**self._backend.provenance, "kind": "bounds"}  # of no job
-            store.put(key, found[key], provenance=facts, seconds=seconds)
-        return read(found[key], StageBounds)
+            provenance = {**self._backend.provenance, "kind": "bounds"}  # of no job
+            store.put(key, found[key], provenance=provenance, seconds=seconds)
+        return read(found[key], kind)
 
-    def _traced(self, config: StageConfig) -> StageBounds:
-        devices = devices_of(Target.load("cpu"), config.choice.num_devices)
-        programs = self._backend.programs(
-            config, devices=devices, compiler=self._bounder, kind=TracedStage
+    def _traced_ends(self, config: StageConfig, traces: StageTraces | None) -> EndBounds:
+        programs = self._programs(config, traces)
+        most, summarize = programs.update_cost, programs.summarize
+        least = replace(
+            most,
+            update_bytes=_traced(programs.update).least_bytes,
+            summarize_bytes=_traced(summarize).least_bytes if summarize else 0,
         )
-        assert isinstance(programs, TracedStage), "it was asked for"
-        programs.traces = self._traces_of(config)
-        most, summarize = programs.cost, programs.summarize
-        num_stored = len(programs.residuals.stored)
+        return EndBounds(least, most)
+
+    def _traced_passes(
+        self, config: StageConfig, ends: EndBounds, traces: StageTraces | None
+    ) -> StageBounds:
+        programs = self._programs(config, traces)
+        most, num_stored = programs.cost_given_update(ends.most), len(programs.residuals.stored)
         least = replace(
             most,
             residual_bytes=sum(_traced(programs.forward).least_outputs[-num_stored:])
@@ -83,10 +118,18 @@ class BoundsBackend:
             else 0,
             forward_bytes=_traced(programs.forward).least_bytes,
             backward_bytes=_traced(programs.backward).least_bytes,
-            update_bytes=_traced(programs.update).least_bytes,
-            summarize_bytes=_traced(summarize).least_bytes if summarize else 0,
+            update_bytes=ends.least.update_bytes,
+            summarize_bytes=ends.least.summarize_bytes,
         )
         return StageBounds(least, most)
+
+    def _programs(self, config: StageConfig, traces: StageTraces | None) -> TracedStage:
+        programs = self._backend.programs(
+            config, devices=(), compiler=self._bounder, kind=TracedStage
+        )
+        assert isinstance(programs, TracedStage), "it was asked for"
+        programs.traces = self._traces_of(config) if traces is None else traces
+        return programs
 
     def _traces_of(self, config: StageConfig) -> StageTraces:
         """Those of the stage before where only its degrees were others, and of the same layers the

@@ -141,6 +141,11 @@ class CompileBackend:
         return self._traced[microbatch_size]
 
     @property
+    def model_hashes(self) -> dict[int, str]:
+        """Hash of the model at every micro-batch size at which it is traced."""
+        return {size: traced.graph.model_hash for size, traced in self._traced.items()}
+
+    @property
     def num_layers(self) -> int | None:
         """Into how many layers the model is cut automatically, None at its marks; without marks it
         is known once the model is traced."""

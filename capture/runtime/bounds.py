@@ -44,6 +44,8 @@ from capture.tracing.jaxprs import is_variable
 #: experts and convolutions for h100: copies and gradients that wait, and scratch of libraries.
 _MARGIN, _SCRATCH_BYTES = 1.15, 8 * 2**20
 _CPU_SCRATCH_BYTES = 2**16
+#: What makes values whose split is that of what they are read with.
+_LIE_AS_READ = ("scatter", "broadcast_in_dim", "iota")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +77,15 @@ class Bounder:
             least.
         counts_work: Whether to say what programs compute, at least: large matrix products, shared
             out evenly.
+        for_devices: Products are taken to be split over no fewer devices: what is said then holds
+            of programs with the same examples on each of up to so many.
     """
 
     is_cpu: bool = False
     keeps_products: bool = True
     product_scratch_bytes: int = 0
     counts_work: bool = False
+    for_devices: int = 1
 
     def __call__(
         self,
@@ -153,7 +158,8 @@ class Bounder:
             if i not in held
         }
         lent = lendable(program, donated, [(keys[i], nbytes) for i, nbytes in held.items()])
-        memory = Memory(program, split, fresh, least_fresh, lent, self, mesh.size)
+        num_devices = max(mesh.size, self.for_devices)
+        memory = Memory(program, split, fresh, least_fresh, lent, self, num_devices)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
@@ -299,15 +305,22 @@ class Memory:
                 dead[last[value]].append(value)
         live = peak = 0
         for at in sorted({*made, *dead}):
-            live += sum(map(self._split.nbytes, made[at]))
+            live += sum(map(self._expected, made[at]))
             peak = max(peak, live)
-            live -= sum(map(self._split.nbytes, dead[at]))
+            live -= sum(map(self._expected, dead[at]))
         return math.ceil(_MARGIN * peak) + _SCRATCH_BYTES + sum(self._fresh.values())
+
+    def _expected(self, value: Any) -> int:
+        """Bytes per device of what stands in memory: what is scattered goes to zeros, which lie as
+        it does."""
+        maker = self._program.flow.maker(value)
+        is_given = maker is None or not maker.primitive.name.startswith(_LIE_AS_READ)
+        return (self._split.nbytes if is_given else self._split.least_bytes)(value)
 
     def all(self) -> int:
         """The same where nothing makes room for anything else."""
         first, _ = self._program.lives(stores_reduced=False)
-        stored = sum(map(self._split.nbytes, first.keys() - self._program.elsewhere))
+        stored = sum(map(self._expected, first.keys() - self._program.elsewhere))
         return stored + _CPU_SCRATCH_BYTES + sum(self._fresh.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
 from capture.errors import ExecutionError
@@ -70,7 +70,7 @@ class StageLayout:
     Args:
         graph: The model's layers, as ``ModelSharding.graph`` of the choice.
         choice: How the devices share the work.
-        devices: Replicas first.
+        devices: Replicas first; none for programs that are traced and never compiled.
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"``.
         update: The stage's slice of the optimizer.
     """
@@ -84,9 +84,11 @@ class StageLayout:
         update: StageUpdate,
     ):
         self.graph, self.choice, self.specs, self.optimizer = graph, choice, specs, update
-        self.mesh = Mesh(
-            np.asarray(devices).reshape(choice.data_parallel, choice.tensor_parallel),
-            (DATA_AXIS, MODEL_AXIS),
+        shape, axes = (choice.data_parallel, choice.tensor_parallel), (DATA_AXIS, MODEL_AXIS)
+        self.mesh: Any = (
+            Mesh(np.asarray(devices).reshape(shape), axes)
+            if len(devices)
+            else AbstractMesh(shape, axes)
         )
 
     @cached_property

@@ -1,0 +1,289 @@
+"""Bounds of the windows of a model from a few traces of its distinct layers: 32 equal layers are
+one layer, at any degrees and any number of micro-batches.
+
+A window of one or two layers is traced once for all that are the same but for their position. It is
+traced at a micro-batch size that stands for several: programs with as many examples on each device
+are the same, however many replicas there are, where examples go their own way through the layers.
+``LayerFacts`` looks whether they do, and else traces every micro-batch size by itself.
+
+What splits parameters over replicas (ZeRO) or activations along the sequence follows by rules:
+
+    ZeRO 3      passes need no less than those of whole parameters: accumulators that are split have
+                less memory to lend. They are expected to need the parameters and the gradients of a
+                layer beside it
+    sequence    an even part of what the layer needs on one device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+from capture.environment import without_collecting
+from capture.measured.profile import StageConfig, rescaled
+from capture.measured.stage_cost import StageBounds, StageCost, UpdateCost
+from capture.measured.work import ProgramWork
+from capture.model.graph import LayerGraph
+from capture.partition.sharding import ModelSharding
+from capture.plan.choices import ParamSplit, StageChoice
+from capture.predictor.formula import kept_bytes
+from capture.profiler.bounds import BoundsBackend, EndBounds
+from capture.profiler.compile import CompileBackend
+from capture.runtime.traced_stage import StageTraces
+
+Window = tuple[int, int]
+"""Layers [first, stop)."""
+
+#: Layers of a window, at most: sums over longer stages are built from those of one and two.
+LONGEST = 2
+#: Replicas of a traced program stand for others with as many examples on each; with many more,
+#: fewer of its products would be large on every device.
+_MOST_REPLICAS = 16
+_NO_END = EndBounds(UpdateCost(0, 0), UpdateCost(0, 0))
+
+
+@dataclass(frozen=True, order=True)
+class _Traced:
+    """Passes of a window as they are traced, in the order in which traces are shared."""
+
+    window: Window
+    size: int
+    remat: str
+    tensor_parallel: int
+    data_parallel: int
+
+    @property
+    def config(self) -> StageConfig:
+        choice = StageChoice(self.data_parallel, self.tensor_parallel, self.remat)
+        return StageConfig(*self.window, choice, self.size)
+
+
+class LayerFacts:
+    """Bounds of windows of one and two layers, whatever their degrees and micro-batch size.
+
+    Args:
+        backend: Knows the model and the target.
+        examples: On a device, as many as are asked for.
+        num_devices: Most of a stage.
+
+    Attributes:
+        graph: The model's layers, at the largest micro-batch size that is traced.
+    """
+
+    def __init__(self, backend: CompileBackend, examples: Iterable[int], num_devices: int):
+        self._backend = backend
+        self._bounds = BoundsBackend(backend, for_devices=num_devices)
+        self._sizes = _sizes(examples)
+        self.graph: LayerGraph = backend.traced(max(self._sizes.values())).graph
+        self._passes: dict[_Traced, StageBounds] = {}
+        self._traces: dict[Any, StageTraces] = {}
+        self._ends: dict[tuple[Window, StageChoice], EndBounds] = {}
+        self._found: dict[tuple[Window, StageChoice, int], StageBounds] = {}
+        self._graphs: dict[int, LayerGraph] = {}
+        self._param_bytes: dict[ParamSplit, tuple[int, ...]] = {}
+
+    @cached_property
+    def windows(self) -> dict[Window, Window]:
+        """Of all windows, the one that stands for those that are alike."""
+        size, num_layers = self.graph.microbatch_size, self.graph.num_layers
+        found: dict[Window, Window] = {}
+        first_of: dict[Any, Window] = {}
+        for n in range(1, LONGEST + 1):
+            for first in range(num_layers - n + 1):
+                window = (first, first + n)
+                key = tuple(
+                    self._backend.key(StageConfig(*window, StageChoice(1, tp), size))
+                    for tp in (1, 2)
+                )
+                found[window] = first_of.setdefault(key, window)
+        return found
+
+    @cached_property
+    def is_by_example(self) -> bool:
+        """Whether what a device needs depends on its own examples alone, and not on how many the
+        micro-batch has."""
+        size = self.graph.microbatch_size
+        if size % 4:
+            return False
+        layers = {window for window in self.windows.values() if window[1] - window[0] == 1}
+
+        def facts(window: Window, size: int, replicas: int) -> tuple[int, ...]:
+            found = self._trace(_Traced(window, size, "none", 1, replicas)).most
+            return found.residual_bytes, found.forward_bytes, found.backward_bytes
+
+        return all(facts(w, size, 4) == facts(w, size // 2, 2) for w in layers)
+
+    @cached_property
+    def _sharding(self) -> ModelSharding:
+        return self._backend.sharding(self.graph.microbatch_size)
+
+    def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
+        """Of every parameter, per device."""
+        if split not in self._param_bytes:
+            self._param_bytes[split] = self._sharding.param_bytes(split)
+        return self._param_bytes[split]
+
+    def graph_at(self, microbatch_size: int) -> LayerGraph:
+        """The layers at another micro-batch size."""
+        if microbatch_size not in self._graphs:
+            self._graphs[microbatch_size] = rescaled(self.graph, microbatch_size)
+        return self._graphs[microbatch_size]
+
+    def graph_of(self, choices: Iterable[StageChoice]) -> LayerGraph:
+        """The graph that knows how stages with these choices split what passes between them."""
+        return self._sharding.graph(choices)
+
+    @without_collecting()
+    def learn(
+        self,
+        choices: Iterable[StageChoice],
+        microbatch_size: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Trace what ``bounds`` of these choices needs and is not known.
+
+        Args:
+            choices: Of stages, no mixtures.
+            microbatch_size: Over all replicas.
+            progress: Told (programs that are known, all of them).
+        """
+        choices, windows = list(choices), sorted(set(self.windows.values()))
+        wanted = {
+            passes
+            for choice in choices
+            for window in windows
+            for passes in self._needed(window, choice, microbatch_size)
+        }
+        missing = sorted(wanted - self._passes.keys())
+        for done, passes in enumerate(missing, start=1):
+            self._trace(passes)
+            progress(done, len(missing))
+
+    def _needed(self, window: Window, choice: StageChoice, microbatch_size: int) -> list[_Traced]:
+        """What is traced to know a window: its passes, and where it splits along the sequence those
+        on one device to a replica."""
+        examples, size = microbatch_size // choice.data_parallel, microbatch_size
+        replicas = choice.data_parallel
+        if self.is_by_example:
+            size = self._sizes.setdefault(examples, 2 * examples)
+            replicas = size // examples
+        plain = _Traced(window, size, choice.remat, choice.tensor_parallel, replicas)
+        return [plain, *[replace(plain, tensor_parallel=1)] * choice.sequence_parallel]
+
+    def _trace(self, passes: _Traced) -> StageBounds:
+        if passes not in self._passes:
+            shared = (passes.window, passes.size, passes.remat)
+            traces = self._traces.setdefault(shared, StageTraces())
+            self._passes[passes] = self._bounds.of_passes(passes.config, _NO_END, traces)
+        return self._passes[passes]
+
+    def bounds(self, window: Window, choice: StageChoice, microbatch_size: int) -> StageBounds:
+        """Of a window of one or two layers; of those that are alike the same object.
+
+        Args:
+            window: Layers [first, stop).
+            choice: No mixture.
+            microbatch_size: Over all replicas.
+        """
+        key = (self.windows[window], choice, microbatch_size)
+        if key not in self._found:
+            self._found[key] = self._combined(*key)
+        return self._found[key]
+
+    def _combined(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
+        plain, *whole = map(self._trace, self._needed(window, choice, size))
+        if whole:
+            plain = self._along_sequence(window, choice, size, plain, whole[0])
+        ends = self._end(window, choice)
+        gathered = self._largest_layer(window, choice) if choice.shard_params else 0
+        return StageBounds(
+            _put_together(plain.least, ends.least, choice),
+            _put_together(
+                replace(
+                    plain.most,
+                    forward_bytes=plain.most.forward_bytes + gathered,
+                    backward_bytes=plain.most.backward_bytes + 2 * gathered,
+                ),
+                ends.most,
+                choice,
+            ),
+        )
+
+    def _end(self, window: Window, choice: StageChoice) -> EndBounds:
+        """Of the end of a step, which is the same for replicas that share nothing."""
+        replicas = choice.data_parallel if choice.shard_optimizer else 1
+        same = replace(choice, data_parallel=replicas, remat="none", sequence_parallel=False)
+        if (window, same) not in self._ends:
+            config = StageConfig(*window, same, self.graph.microbatch_size)
+            traces = self._traces.setdefault(window, StageTraces())
+            self._ends[window, same] = self._bounds.of_ends(config, traces)
+        return self._ends[window, same]
+
+    def _largest_layer(self, window: Window, choice: StageChoice) -> int:
+        """Bytes of the parameters of a layer once they are gathered."""
+        sizes = self.param_bytes((choice.tensor_parallel, 1))
+        layers = self.graph.layers[window[0] : window[1]]
+        return max(sum(sizes[p] for p in layer.params) for layer in layers)
+
+    def _along_sequence(
+        self, window: Window, choice: StageChoice, size: int, plain: StageBounds, whole: StageBounds
+    ) -> StageBounds:
+        """An even part of what one device needs; it is expected to need what it does without."""
+        one = replace(choice, tensor_parallel=1, sequence_parallel=False)
+        graph, degree = self.graph_at(size), choice.tensor_parallel
+        kept = ceil(kept_bytes(graph, *window, one, whole.least) / degree)
+        nothing = {"kept_inputs": (), "kept_outputs": (), "kept_batch": ()}
+        least = replace(
+            plain.least,
+            residual_bytes=kept,
+            forward_bytes=min(plain.least.forward_bytes, whole.least.forward_bytes // degree),
+            backward_bytes=min(plain.least.backward_bytes, whole.least.backward_bytes // degree),
+            **nothing,
+        )
+        return StageBounds(least, replace(plain.most, residual_bytes=kept, **nothing))
+
+
+def _sizes(examples: Iterable[int]) -> dict[int, int]:
+    """Per number of examples on a device, the micro-batch size at which programs are traced: as few
+    different ones as have from 2 to ``_MOST_REPLICAS`` replicas.
+
+    Example:
+        >>> _sizes([1, 2, 4, 8, 16, 32])
+        {32: 64, 16: 64, 8: 64, 4: 64, 2: 4, 1: 4}
+    """
+    found: dict[int, int] = {}
+    for each in sorted(set(examples), reverse=True):
+        sizes = (s for s in found.values() if s % each == 0 and s <= _MOST_REPLICAS * each)
+        found[each] = next(sizes, 2 * each)
+    return found
+
+
+def _put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:
+    """The cost of a stage from that of its passes and of the end of its step."""
+    return replace(
+        passes,
+        optimizer_bytes=end.optimizer_bytes,
+        update_bytes=end.update_bytes,
+        summarize_bytes=end.summarize_bytes,
+        summary_bytes=end.summary_bytes,
+        update_work=end.update_work,
+        forward_work=_among_replicas(passes.forward_work, choice),
+        backward_work=_among_replicas(passes.backward_work, choice),
+    )
+
+
+def _among_replicas(work: ProgramWork | None, choice: StageChoice) -> ProgramWork | None:
+    """The work of a program with other replicas than it was traced for."""
+    if work is None:
+        return None
+    found = []
+    for one in work.collectives:
+        is_of_replicas = one.stride == choice.tensor_parallel and one.group_size > 1
+        if not is_of_replicas:
+            found.append(one)
+        elif choice.data_parallel > 1:
+            found.append(replace(one, group_size=choice.data_parallel))
+    return replace(work, collectives=tuple(found))

@@ -1,0 +1,127 @@
+"""Facts of distinct layers against traces of the windows themselves."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.workload import Workload
+from capture.plan.choices import StageChoice
+from capture.predictor.formula import kept_bytes
+from capture.profiler.bounds import BoundsBackend
+from capture.profiler.compile import CompileBackend
+from capture.profiler.facts import LayerFacts
+from tests import pipeline_models, zoo_models
+from tests.pipeline_models import mark
+
+NUM_DEVICES = 4
+MODELS = {
+    "tied": pipeline_models.tied,
+    "gpt": lambda: zoo_models.load("gpt"),
+    "moe": lambda: zoo_models.load("moe"),
+    "wide_resnet": lambda: zoo_models.load("wide_resnet"),
+}
+PLAIN = [StageChoice(2, 1, "cheap"), StageChoice(1, 2, "full"), StageChoice(2, 2, "none")]
+SIZES = (4, 8)
+
+
+#: The others take a minute.
+QUICK = ("tied", "gpt")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MODELS],
+)
+def known(request):
+    """The facts of a model, and what traces every window by itself."""
+    backend = CompileBackend(MODELS[request.param](), store=Store(), num_devices=NUM_DEVICES)
+    examples = {size // choice.data_parallel for size in SIZES for choice in PLAIN}
+    facts = LayerFacts(backend, examples, NUM_DEVICES)
+    return facts, BoundsBackend(backend, for_devices=NUM_DEVICES)
+
+
+def windows_of(facts):
+    num_layers = facts.graph.num_layers
+    return [(0, 1), (num_layers - 2, num_layers - 1), (0, 2), (num_layers - 2, num_layers)]
+
+
+def agree(found, traced):
+    """What is kept is the same, and what is expected; the least may be less, for the products of
+    these tiny layers are small on many devices."""
+    of_least = {f"{part}_{what}": getattr(found.least, f"{part}_{what}") for part, what in LOOSER}
+    for name, value in of_least.items():
+        assert value is None or name.endswith("work") or value <= getattr(traced.least, name), name
+    assert replace(traced.least, **of_least) == found.least
+    works = {
+        f"{part}_work": getattr(traced.most, f"{part}_work") for part in ("forward", "backward")
+    }
+    assert replace(found.most, **works) == traced.most
+
+
+#: Fields that depend on which products are large.
+LOOSER = list(itertools.product(("forward", "backward"), ("bytes", "work")))
+
+
+def test_windows_with_as_many_examples_on_each_device_are_the_same(known):
+    facts, alone = known
+    for size, choice, window in itertools.product(SIZES, PLAIN, windows_of(facts)):
+        agree(facts.bounds(window, choice, size), alone.measure(StageConfig(*window, choice, size)))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        StageChoice(2, 1, "cheap", shard_optimizer=True),
+        StageChoice(2, 2, "full", shard_optimizer=True, shard_params=True),
+        StageChoice(1, 2, "none", sequence_parallel=True),
+        StageChoice(2, 2, "full", True, True, True),
+    ],
+    ids=str,
+)
+def test_what_follows_by_rules_is_not_above_what_its_own_trace_says(known, choice):
+    facts, alone = known
+    for size, window in itertools.product(SIZES, windows_of(facts)):
+        found = facts.bounds(window, choice, size).least
+        traced = alone.measure(StageConfig(*window, choice, size)).least
+        graph = replace(facts.graph_at(size), value_dims=facts.graph_of([choice]).value_dims)
+        kept = [kept_bytes(graph, *window, choice, each) for each in (found, traced)]
+        assert kept[0] <= kept[1], window
+        for part in ("forward", "backward", "update", "optimizer"):
+            name = f"{part}_bytes"
+            assert getattr(found, name) <= getattr(traced, name), (part, window)
+
+
+def test_equal_layers_are_traced_once():
+    backend = CompileBackend(zoo_models.load("gpt"), store=Store(), num_devices=NUM_DEVICES)
+    facts = LayerFacts(backend, [4], NUM_DEVICES)
+    assert facts.graph.num_layers > 3
+    assert set(facts.windows.values()) <= {
+        (first, first + n) for n in (1, 2) for first in (0, 1, *range(facts.graph.num_layers)[-2:])
+    }
+
+
+def test_a_model_whose_examples_meet_is_traced_at_every_size():
+    """The products grow with the square of the micro-batch, whatever the replicas."""
+
+    def loss(params, x):
+        for weights in params:
+            x = mark(jax.nn.softmax(x @ x.T) @ jnp.tanh(x @ weights))
+        return jnp.mean(x**2)
+
+    def init(key):
+        return [jax.random.normal(each, (64, 64)) for each in jax.random.split(key, 4)]
+
+    model = Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 64)), optax.sgd(0.1))
+    backend = CompileBackend(model, store=Store(), num_devices=NUM_DEVICES)
+    facts = LayerFacts(backend, [2, 4], NUM_DEVICES)
+    assert not facts.is_by_example
+    alone, choice = BoundsBackend(backend, for_devices=NUM_DEVICES), StageChoice(2, 1, "none")
+    for size in SIZES:
+        found = facts.bounds((1, 2), choice, size)
+        assert found == alone.measure(StageConfig(1, 2, choice, size))
