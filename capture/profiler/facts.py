@@ -235,15 +235,12 @@ class LayerFacts:
         one = replace(choice, tensor_parallel=1, sequence_parallel=False)
         graph, degree = self.graph_at(size), choice.tensor_parallel
         kept = ceil(kept_bytes(graph, *window, one, whole.least) / degree)
-        nothing = {"kept_inputs": (), "kept_outputs": (), "kept_batch": ()}
         least = replace(
-            plain.least,
-            residual_bytes=kept,
+            _keeping(plain.least, kept),
             forward_bytes=min(plain.least.forward_bytes, whole.least.forward_bytes // degree),
             backward_bytes=min(plain.least.backward_bytes, whole.least.backward_bytes // degree),
-            **nothing,
         )
-        return StageBounds(least, replace(plain.most, residual_bytes=kept, **nothing))
+        return StageBounds(least, _keeping(plain.most, kept))
 
 
 def _sizes(examples: Iterable[int]) -> dict[int, int]:
@@ -259,6 +256,11 @@ def _sizes(examples: Iterable[int]) -> dict[int, int]:
         sizes = (s for s in found.values() if s % each == 0 and s <= _MOST_REPLICAS * each)
         found[each] = next(sizes, 2 * each)
     return found
+
+
+def _keeping(cost: StageCost, nbytes: int) -> StageCost:
+    """A cost that keeps so much for the backward pass, all named residuals."""
+    return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
 
 
 def _put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:
