@@ -21,6 +21,8 @@ class Collective:
         stride: Distance of neighbours in the stage's device order: 1 for tensor-parallel groups,
             the tensor-parallel degree for replicas.
         count: How many there are.
+        is_part: Whether a compiler may put it into another one, so that its latency does not count;
+            of lower bounds.
     """
 
     kind: str
@@ -28,6 +30,11 @@ class Collective:
     group_size: int
     stride: int
     count: int = 1
+    is_part: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        found = documents.fields_of(self, "kind", "nbytes", "group_size", "stride", "count")
+        return found | ({"is_part": True} if self.is_part else {})
 
 
 @dataclass(frozen=True, order=True)

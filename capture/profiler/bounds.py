@@ -16,7 +16,7 @@ from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 12
+BOUNDS_VERSION = 14
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -103,6 +103,7 @@ class BoundsBackend:
             most,
             update_bytes=_traced(programs.update).least_bytes,
             summarize_bytes=_traced(summarize).least_bytes if summarize else 0,
+            update_work=programs.with_zeros(_traced(programs.update).least_work),
         )
         return EndBounds(least, most)
 
@@ -120,6 +121,9 @@ class BoundsBackend:
             backward_bytes=_traced(programs.backward).least_bytes,
             update_bytes=ends.least.update_bytes,
             summarize_bytes=ends.least.summarize_bytes,
+            forward_work=_traced(programs.forward).least_work,
+            backward_work=_traced(programs.backward).least_work,
+            update_work=ends.least.update_work,
         )
         return StageBounds(least, most)
 

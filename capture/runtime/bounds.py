@@ -37,7 +37,7 @@ from capture.runtime.lent import Lent, held_results, lendable
 from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import Opaque, Step, TracedProgram
-from capture.tracing.flops import equation_flops
+from capture.runtime.traced_work import TracedWork
 from capture.tracing.jaxprs import is_variable
 
 #: What compilers were seen to need beside a live set, of programs of transformers, mixtures of
@@ -50,16 +50,18 @@ _LIE_AS_READ = ("scatter", "broadcast_in_dim", "iota")
 
 @dataclass(frozen=True, eq=False)
 class BoundedProgram(Executable):
-    """A program that was traced and not compiled: it cannot be called, and ``transient_bytes`` is
-    what it is expected to take at most.
+    """A program that was traced and not compiled: it cannot be called, ``transient_bytes`` is what
+    it is expected to take at most, and ``work`` what it is expected to do.
 
     Attributes:
         least_bytes: The lower bound of the same.
         least_outputs: Those of its results, one by one.
+        least_work: What the program does at least; None where that is not counted.
     """
 
     least_bytes: int = 0
     least_outputs: tuple[int, ...] = ()
+    least_work: ProgramWork | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ class Bounder:
             on the chip.
         product_scratch_bytes: What a compiler gives to every matrix product while it runs, at
             least.
-        counts_work: Whether to say what programs compute, at least: large matrix products, shared
-            out evenly.
+        counts_work: Whether to say what programs compute, read, write and send.
         for_devices: Products are taken to be split over no fewer devices: what is said then holds
             of programs with the same examples on each of up to so many.
     """
@@ -99,8 +100,9 @@ class Bounder:
     ) -> BoundedProgram:
         """See ``AnyCompiler``."""
         if not jax.tree.leaves(tuple(args)):  # a layer without parameters has nothing to update
-            nothing = ProgramWork(0, "float32", 0, 0) if self.counts_work else None
-            return BoundedProgram(_not_compiled, jax.eval_shape(function, *args), 0, nothing)
+            nothing = ProgramWork(0, "float32", 0, 0, kernels=()) if self.counts_work else None
+            results = jax.eval_shape(function, *args)
+            return BoundedProgram(_not_compiled, results, 0, nothing, least_work=nothing)
         return self.bounds(TracedProgram(function, args), args, donate, out_shardings)
 
     def bounds(
@@ -160,13 +162,17 @@ class Bounder:
         lent = lendable(program, donated, [(keys[i], nbytes) for i, nbytes in held.items()])
         num_devices = max(mesh.size, self.for_devices)
         memory = Memory(program, split, fresh, least_fresh, lent, self, num_devices)
+        work = None
+        if self.counts_work:
+            work = TracedWork(program, split, memory.computed, mesh.shape, self.keeps_products)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
             memory.all() if self.is_cpu else memory.most(),
-            _least_work(program, mesh.size) if self.counts_work else None,
+            None if work is None else work.expected(),
             least_bytes=memory.least(),
             least_outputs=tuple(least),
+            least_work=None if work is None else work.least(),
         )
 
 
@@ -235,7 +241,7 @@ class Memory:
         return sum(
             max(
                 max(width.get(v, 0) for v in values),
-                max((self._computed.get(v, 0) for v in operands), default=0),
+                max((self.computed.get(v, 0) for v in operands), default=0),
             )
             for values, operands in needed.groups
         )
@@ -278,7 +284,7 @@ class Memory:
         return found
 
     @cached_property
-    def _computed(self) -> Mapping[Any, int]:
+    def computed(self) -> Mapping[Any, int]:
         """The bytes of values that are computed and cannot be read as anything else, at their
         narrowest since: an argument that is only renamed, cast, moved or scaled may be read as it
         is."""
@@ -322,17 +328,6 @@ class Memory:
         first, _ = self._program.lives(stores_reduced=False)
         stored = sum(map(self._expected, first.keys() - self._program.elsewhere))
         return stored + _CPU_SCRATCH_BYTES + sum(self._fresh.values())
-
-
-def _least_work(program: TracedProgram, num_devices: int) -> ProgramWork:
-    """What every device computes at least, in the data type that is fastest of those there are;
-    what it reads and sends is not known."""
-    flops = sum(
-        equation_flops(program.equations[at])
-        for at in program.products.at(num_devices)
-        if program.products.is_large(at, num_devices)
-    )
-    return ProgramWork(flops // num_devices, program.narrowest_dtype, 0, 0)
 
 
 def _chosen(split: ValueSplit, mesh: Any, value: Any) -> NamedSharding:

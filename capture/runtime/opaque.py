@@ -86,16 +86,25 @@ class OpaqueProducts:
     def candidates(self) -> Mapping[int, tuple[int, int, int]]:
         """Rows, columns and terms of the products that may be opaque, by position: of those whose
         operands are equal but for scale and order, which may be one, none."""
-        operands = {
+        count = Counter(self._operands.values())
+        return {
+            at: product_sizes(self._equations[at])
+            for at, read in self._operands.items()
+            if count[read] == 1
+        }
+
+    @cached_property
+    def distinct_products(self) -> Mapping[int, tuple[int, int, int]]:
+        """As ``candidates``, but of those that may be one, the first."""
+        first = {read: at for at, read in reversed(self._operands.items())}
+        return {at: product_sizes(self._equations[at]) for at in sorted(first.values())}
+
+    @cached_property
+    def _operands(self) -> Mapping[int, frozenset[Any]]:
+        return {
             at: frozenset(map(self._rooted, equation.invars))
             for at, equation in enumerate(self._equations)
             if at in self._useful and self._is_product(equation)
-        }
-        count = Counter(operands.values())
-        return {
-            at: product_sizes(self._equations[at])
-            for at, read in operands.items()
-            if count[read] == 1
         }
 
     def is_large(self, at: int, num_devices: int) -> bool:

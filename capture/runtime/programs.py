@@ -410,12 +410,14 @@ class StagePrograms(StageLayout):
             optimizer_bytes=sum(map(shard_bytes, self._own[1])),
             summarize_bytes=summarize.transient_bytes if summarize else 0,
             summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
-            update_work=None if update.work is None else self._with_zeros(update.work),
+            update_work=self.with_zeros(update.work),
         )
 
-    def _with_zeros(self, update: ProgramWork) -> ProgramWork:
+    def with_zeros(self, update: ProgramWork | None) -> ProgramWork | None:
         """What happens once per step: zeros are written, with a kernel for each gradient, which is
-        known without compiling them."""
+        known without compiling them; None where the update is not known."""
+        if update is None:
+            return None
         sizes = Counter(map(shard_bytes, self.param_structs(self.params)))
         written = [Kernel(nbytes, count=count) for nbytes, count in sizes.items()]
         kernels = None if update.kernels is None else (*update.kernels, *written)

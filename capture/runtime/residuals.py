@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -114,6 +114,23 @@ def _places(kept: Collection[Any], group: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sorted(k for v, k in first.items() if v in kept))
 
 
+class SplitAxis(NamedTuple):
+    """An axis of a mesh that splits values of a program.
+
+    Attributes:
+        name, degree: The axis, and its devices.
+        dims: Per value, the dimension along which it is expected to be split; None where it is not.
+        reached: The values that a compiler may split.
+        asked: Per result for which that is asked, whether it is to be split.
+    """
+
+    name: str
+    degree: int
+    dims: Mapping[Any, int | None]
+    reached: Collection[Any]
+    asked: Mapping[Any, bool]
+
+
 class ValueSplit:
     """How the values of a program are expected to lie on a stage's mesh: as the partition walk
     follows the shardings of its inputs. The compiler decides.
@@ -140,6 +157,26 @@ class ValueSplit:
     def _axes(self) -> list[tuple[int, Mapping[Any, int | None]]]:
         return [
             (degree, self._spread.dims(dims, degree, axis)) for axis, degree, dims in self._split
+        ]
+
+    @cached_property
+    def axes(self) -> Sequence[SplitAxis]:
+        """The axes of the mesh that split anything, in their order."""
+        return [
+            SplitAxis(
+                name,
+                degree,
+                dims,
+                reached,
+                {
+                    v: bool(_dims_of(spec, name))
+                    for v, spec in zip(self._flow.outputs, self._asked, strict=False)
+                    if spec is not None and is_variable(v)
+                },
+            )
+            for (name, degree, _), (_, dims), reached in zip(
+                self._split, self._axes, self._reached, strict=True
+            )
         ]
 
     def before_gather(self, value: Any) -> Any:

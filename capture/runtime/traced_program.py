@@ -12,6 +12,7 @@ import jax
 
 from capture.partition.spread import Spread
 from capture.runtime.opaque import OpaqueProducts
+from capture.runtime.views import Views
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.recompute import (
@@ -70,6 +71,7 @@ class TracedProgram:
     Attributes:
         shapes: Of its results, in its own tree.
         flow: Everything opened.
+        given: Variables that are arguments.
         results: Variables that are results and no arguments.
         elsewhere: Those that have memory of the caller: arguments and results.
     """
@@ -79,7 +81,8 @@ class TracedProgram:
         self.flow = DataFlow(closed, open_remats=True)
         self.spread = Spread(self.flow.jaxpr)
         self.equations: Sequence[Any] = self.flow.jaxpr.eqns
-        self.results = frozenset(variables(self.flow.outputs)) - {*self.flow.inputs}
+        self.given = frozenset(self.flow.inputs)
+        self.results = frozenset(variables(self.flow.outputs)) - self.given
         self.elsewhere = {*self.flow.inputs, *self.results}
         self._opaque: dict[frozenset[int], Opaque] = {}
         self._lives: dict[bool, tuple[Mapping[Any, int], Mapping[Any, int]]] = {}
@@ -97,16 +100,28 @@ class TracedProgram:
         return OpaqueProducts(self.equations, self.flow.inputs, self.useful)
 
     @cached_property
+    def views(self) -> Views:
+        """Which values are others under another name."""
+        return Views(self.equations)
+
+    @cached_property
+    def readers(self) -> Mapping[Any, Sequence[Any]]:
+        """Per value, the operations that read it and that results depend on."""
+        found: dict[Any, list[Any]] = {}
+        for at in sorted(self.useful):
+            for value in {*variables(self.equations[at].invars)}:
+                found.setdefault(value, []).append(self.equations[at])
+        return found
+
+    @cached_property
     def inner_reads(self) -> Sequence[Sequence[Any]]:
         """Per operation, what it reads that is no argument."""
-        given = frozenset(self.flow.inputs)
-        return [[v for v in variables(e.invars) if v not in given] for e in self.equations]
+        return [[v for v in variables(e.invars) if v not in self.given] for e in self.equations]
 
     @cached_property
     def given_reads(self) -> Sequence[Sequence[Any]]:
         """Per operation, the arguments that it reads."""
-        given = frozenset(self.flow.inputs)
-        return [[v for v in variables(e.invars) if v in given] for e in self.equations]
+        return [[v for v in variables(e.invars) if v in self.given] for e in self.equations]
 
     @cached_property
     def narrowest_dtype(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from capture.compiler.executable import Executable
+from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.bounds import Bounder
 from capture.runtime.programs import StagePrograms
 from capture.runtime.saved_pass import SavedPass
@@ -88,7 +89,10 @@ class TracedStage(StagePrograms):
             (str(each.sharding.spec), each.sharding.shard_shape(each.shape))
             for each in jax.tree.leaves(tuple(args))
         ]
-        key = (name, *splits, self.mesh.size * bool(ends[name].products.candidates))
+        # Neighbours of a replica are as far apart as it has devices.
+        is_split = DATA_AXIS in str(splits)
+        stride = self.mesh.shape[MODEL_AXIS] * is_split
+        key = (name, *splits, self.mesh.size * bool(ends[name].products.candidates), stride)
         if key not in ends:
             ends[key] = self._compiler.bounds(ends[name], args, donate, out_shardings)
         return ends[key]

@@ -35,7 +35,7 @@ from capture.machine.links import Links
 from capture.machine.target import Rates
 from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
-from capture.measured.work import Kernel, ProgramWork
+from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.plan.schedule import Schedule, TaskKind
 
 
@@ -88,16 +88,19 @@ class TimeModel:
 
     def program_seconds(self, work: ProgramWork) -> float:
         """One execution on every device of a stage."""
-        sent = sum(
-            one.count * self.links.seconds(one.kind, one.nbytes, one.group_size, one.stride)
-            for one in work.collectives
-        )
+        sent = sum(map(self.collective_seconds, work.collectives))
         if work.kernels is not None:
             return sum(one.count * self.kernel_seconds(one) for one in work.kernels) + sent
         flops_per_second = self.rates.reached_flops_per_second(work.dtype, work.precision)
         bytes_per_second = self.rates.reached_bytes_per_second
         products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
         return products + work.other_bytes / bytes_per_second + sent
+
+    def collective_seconds(self, sent: Collective) -> float:
+        """All of them, one after the other."""
+        group = (sent.group_size, sent.stride)
+        seconds = self.links.seconds(sent.kind, sent.nbytes, *group)
+        return sent.count * (seconds - sent.is_part * self.links.seconds(sent.kind, 0, *group))
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """One kernel, alone on its device."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from capture.measured.profile import REFUSED_BYTES, Profile, StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.measured.work import ProgramWork
 from capture.predictor import AdditivePredictor
 
 #: The fields of a cost that a bound has, by what a message calls them.
@@ -87,5 +88,5 @@ def _without(cost: StageCost, parts: Collection[str]) -> StageCost:
     if "seconds" in parts:
         for name in ("forward_work", "backward_work", "update_work"):
             work = getattr(cost, name)
-            changes[name] = work and replace(work, flops=0)
+            changes[name] = work and ProgramWork(0, work.dtype, 0, 0, kernels=())
     return replace(cost, **changes)

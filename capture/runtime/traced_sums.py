@@ -1,0 +1,324 @@
+"""What the devices of a traced program send each other: at least, and as expected.
+
+    sums      results that are parts of a sum over an axis that splits what is summed, once all that
+              is added to them first is; narrower where they are cast first. If the sum may stay
+              split, it is a reduce-scatter; else an all-reduce, which takes as long as that and an
+              all-gather
+    gathers   what a constraint makes whole; parameters that are split over replicas, where a
+              product reads them beside the examples of a replica; results of an update that are
+              whole, of states that are split
+
+Those that do not depend on each other may be put together, so that their latencies count once; of
+small ones over replicas, which may be put together with those of other layers, not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from capture.measured.work import Collective
+from capture.runtime.residuals import SplitAxis, ValueSplit
+from capture.runtime.traced_products import Products, part_of
+from capture.runtime.traced_program import TracedProgram, variables
+from capture.runtime.views import item_bytes
+from capture.tracing.recompute import RENAMED
+
+#: What parts of a sum may go through before they are summed over devices.
+_LINEAR = (RENAMED - {"broadcast_in_dim", "broadcast_to"}) | {
+    "neg",
+    "reduce_sum",
+    "slice",
+    "transpose",
+}
+_ADDED = frozenset({"add", "add_any", "sub"})
+#: Of a collective that is certain; smaller ones may be avoided.
+_FEWEST_BYTES = 2**16
+#: Up to which collectives of several layers may be put together.
+_TOGETHER_BYTES = 2**25
+
+
+@dataclass
+class Sent:
+    """One collective.
+
+    Attributes:
+        kind: As of ``Collective``.
+        nbytes: Of the whole array.
+        level: How many of the kind are there before it, on its way.
+    """
+
+    kind: str
+    nbytes: int
+    level: int
+
+
+@dataclass
+class _Parts:
+    """Parts of one sum, and of what is added to them before it is made.
+
+    Attributes:
+        level: How many sums come before it.
+        others: Bytes that might be sent in its place, where it stays split.
+        nbytes: Of what is summed.
+        may_be_split, is_split: Whether it may stay split, or is expected to.
+        is_done: Whether something is computed of the sum.
+        joined: The one that it is added to.
+    """
+
+    level: int
+    others: int
+    nbytes: int = 0
+    may_be_split: bool = False
+    is_split: bool = False
+    is_done: bool = False
+    joined: _Parts | None = None
+
+    def last(self) -> _Parts:
+        return self if self.joined is None else self.joined.last()
+
+    def leave(self, nbytes: int) -> None:
+        """Note that something is computed of the sum, or of a part of it of so many bytes."""
+        self.is_done, self.nbytes = True, max(self.nbytes, nbytes)
+
+
+def _together(parts: Sequence[_Parts], level: int) -> _Parts:
+    """What is added up, as one sum."""
+    one, *others = parts
+    one.level = max(level, *(each.level for each in parts))
+    one.others = min(each.others for each in parts)
+    for other in others:
+        other.joined = one
+        one.may_be_split |= other.may_be_split
+        one.is_split |= other.is_split
+    return one
+
+
+class Exchanges:
+    """The collectives of a program over one axis of a mesh.
+
+    Args:
+        program: What does not depend on the split.
+        split: How its values lie on the devices.
+        products: Its products.
+        axis: The axis.
+        stride: Distance of its neighbours in the order of the devices.
+        over_replicas: Whether it splits examples.
+    """
+
+    def __init__(
+        self,
+        program: TracedProgram,
+        split: ValueSplit,
+        products: Products,
+        axis: SplitAxis,
+        stride: int,
+        over_replicas: bool,
+    ):
+        self._program, self._split, self._products = program, split, products
+        self._axis, self._stride, self._over_replicas = axis, stride, over_replicas
+
+    def least(self) -> list[Collective]:
+        """Return those that nothing avoids, in order."""
+        sums = [
+            Sent("reduce-scatter" if each.may_be_split else "all-reduce", each.nbytes, each.level)
+            for each in self._sums()
+            if each.nbytes >= _FEWEST_BYTES
+            if not each.may_be_split or each.nbytes <= each.others
+        ]
+        gathers = [
+            Sent("all-gather", nbytes, level)
+            for nbytes, others, level in self._gathers()
+            if _FEWEST_BYTES <= nbytes <= others
+        ]
+        return self._collectives([*sums, *gathers])
+
+    def expected(self) -> list[Collective]:
+        """Return those that are expected, in order."""
+        sums = [
+            Sent("reduce-scatter" if each.is_split else "all-reduce", each.nbytes, each.level)
+            for each in self._sums()
+        ]
+        gathers = [
+            Sent("all-gather", min(nbytes, others), level)
+            for nbytes, others, level in self._gathers()
+        ]
+        return self._collectives([*sums, *gathers])
+
+    def _collectives(self, sent: list[Sent]) -> list[Collective]:
+        found: dict[tuple[str, int], list[int]] = {}
+        for each in sent:
+            found.setdefault((each.kind, each.level), []).append(each.nbytes)
+        return [
+            Collective(
+                kind,
+                sum(nbytes),
+                self._axis.degree,
+                self._stride,
+                is_part=self._over_replicas and max(nbytes) <= _TOGETHER_BYTES,
+            )
+            for (kind, _), nbytes in sorted(found.items(), key=lambda item: item[0][1])
+        ]
+
+    def _sums(self) -> list[_Parts]:
+        """Sums over the devices, as they begin."""
+        found: list[_Parts] = []
+        of: dict[Any, _Parts] = {}
+        least: dict[Any, int] = {}  # bytes of what is summed, where it is narrowest so far
+        level: dict[Any, int] = {}
+        for at in sorted(self._program.useful):
+            equation, name = self._program.equations[at], self._program.equations[at].primitive.name
+            reads = [v for v in variables(equation.invars) if v in of]
+            parts = [*{id(one): one for v in reads if not (one := of[v].last()).is_done}.values()]
+            if name not in _ADDED and name not in _LINEAR:
+                for v in reads:
+                    of[v].last().leave(least[v])
+                parts = []
+            before = max((level.get(v, 0) for v in variables(equation.invars)), default=0)
+            before = max([before, *(o.level + 1 for v in reads if (o := of[v].last()).is_done)])
+            level.update(dict.fromkeys(equation.outvars, before))
+            if len(equation.outvars) != 1:
+                continue
+            [out] = equation.outvars
+            whole = self._whole_bytes(out)
+            if self._begins(at, equation):
+                of[out], least[out] = _Parts(before, self._others(equation)), whole
+                found.append(of[out])
+            elif parts:
+                of[out] = _together(parts, before)
+                least[out] = min(whole, *(least[v] for v in reads if of[v].last() is of[out]))
+            if out in of:
+                one = of[out].last()
+                one.may_be_split |= out in self._axis.reached or self._axis.asked.get(out, False)
+                one.is_split |= self._axis.dims.get(out) is not None
+                one.is_split |= self._axis.asked.get(out, False)
+        for v in variables(self._program.flow.outputs):
+            if v in of:
+                of[v].last().leave(least[v])
+        return [each for each in found if each.joined is None]
+
+    def _others(self, equation: Any) -> int:
+        """Bytes that devices might send instead of a sum that stays split: operands of a product,
+        of which each device makes a part of the whole result. Of one with a parameter, which stays
+        where it is, the other operand; none is certain of what is no such product."""
+        if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+            return 0
+        reads, views = variables(equation.invars), self._program.views
+        if self._over_replicas:
+            return min(map(self._whole_bytes, reads))
+        params = [v for v in reads if views.of(v).base in self._program.given]
+        return min((self._whole_bytes(v) for v in reads if v not in params), default=0)
+
+    def _begins(self, at: int, equation: Any) -> bool:
+        """Whether its results are parts of a sum over the devices."""
+        name, dims = equation.primitive.name, self._axis.dims
+        if dims.get(equation.outvars[0]) is not None:
+            return False
+        if name in ("dot_general", "conv_general_dilated"):
+            return part_of(equation, self._axis) == "terms"
+        reads = variables(equation.invars)
+        if name == "reduce_sum":
+            return any(dims.get(v) in equation.params["axes"] for v in reads)
+        if name in ("scatter-add", "scatter_add"):
+            return dims.get(equation.invars[2]) is not None if len(equation.invars) > 2 else False
+        if name == "gather":
+            looked_up, table = equation.params["dimension_numbers"].start_index_map, reads[:1]
+            return any(dims.get(v) in looked_up for v in table) and not any(
+                axis.dims.get(v) is not None
+                for axis in self._split.axes
+                for v in table
+                if axis.name != self._axis.name
+            )
+        return False
+
+    def _whole_bytes(self, value: Any) -> int:
+        """Bytes of a value that this axis does not split, in its narrowest type."""
+        others = math.prod(
+            axis.degree
+            for axis in self._split.axes
+            if axis.name != self._axis.name and value in axis.reached
+        )
+        itemsize = self._program.views.written_itemsize.get(value, item_bytes(value))
+        itemsize = min(itemsize, self._program.views.of(value).itemsize)
+        return math.prod(value.aval.shape) * itemsize // others
+
+    def _gathers(self) -> Iterator[tuple[int, float, int]]:
+        """Yield bytes of what is gathered; of what might be sent in its place; and how many come
+        before it."""
+        yield from self._made_whole()
+        if self._over_replicas:
+            yield from self._params()
+            yield from self._updated()
+
+    def _made_whole(self) -> Iterator[tuple[int, float, int]]:
+        """What constraints make whole."""
+        dims, level, known = self._axis.dims, dict[Any, int](), set[Any]()
+        for at in sorted(self._program.useful):
+            equation = self._program.equations[at]
+            reads = variables(equation.invars)
+            before = max((level.get(v, 0) for v in reads), default=0)
+            if equation.primitive.name == "sharding_constraint":
+                [value], [out] = reads, equation.outvars
+                is_whole = dims.get(value) is not None and dims.get(out) is None
+                if is_whole and self._is_operand(out):
+                    base = self._program.views.of(value).base
+                    if base not in known:
+                        yield self._whole_bytes(value), math.inf, before
+                    known.add(base)
+                    before += 1
+            level.update(dict.fromkeys(equation.outvars, before))
+
+    def _is_operand(self, value: Any) -> bool:
+        """Whether a product reads a value as it is: else it may only be split another way."""
+        readers = self._program.readers.get(value, ())
+        return any(
+            at.outvars[0] in self._results
+            or (
+                (self._program.views.of(at.outvars[0]).base is self._program.views.of(value).base)
+                and self._is_operand(at.outvars[0])
+            )
+            for at in readers
+        )
+
+    @cached_property
+    def _results(self) -> Collection[Any]:
+        return {product.result for product in self._products.large.values()}
+
+    def _params(self) -> Iterator[tuple[int, float, int]]:
+        """Arguments that a product needs whole, as its results are split like another operand."""
+        known: set[Any] = set()
+        for product in self._products.large.values():
+            sides = product.equation.invars
+            for side, value in enumerate(sides):
+                base, other = self._program.views.of(value).base, sides[1 - side]
+                if base not in self._program.given or base in known:
+                    continue
+                dim, part = self._axis.dims.get(value), _part_of_side(product.equation, side)
+                if dim is None or self._axis.dims.get(other) is None or dim in part:
+                    continue
+                if part_of(product.equation, self._axis) == "terms":
+                    continue
+                known.add(base)
+                activations = min(self._whole_bytes(other), self._whole_bytes(product.result))
+                yield self._whole_bytes(value), activations, 0
+
+    def _updated(self) -> Iterator[tuple[int, float, int]]:
+        """Results that are whole, made of arguments that are split."""
+        dims, flow = self._axis.dims, self._program.flow
+        split = [i for i, v in enumerate(flow.inputs) if dims.get(v) is not None]
+        sources = flow.propagate({flow.inputs[i]: frozenset([i]) for i in split})
+        for value, is_split in self._axis.asked.items():
+            if is_split or dims.get(value) is None or value in self._program.given:
+                continue
+            states = sum(self._whole_bytes(flow.inputs[i]) for i in sources[value])
+            yield min(states, self._whole_bytes(value)), math.inf, 0
+
+
+def _part_of_side(equation: Any, side: int) -> Sequence[int]:
+    """The dimensions of an operand that both operands and the result have."""
+    if equation.primitive.name != "dot_general":
+        return ()
+    return equation.params["dimension_numbers"][1][side]

@@ -1,0 +1,260 @@
+"""What a traced program reads and writes beside its large products, per device: bytes that no
+fusion avoids.
+
+What is computed element by element stands in memory only where a product, or the caller, reads it.
+What stands there was written once, and computed from values that stand in memory and are read once.
+A library's product may end with what is added to its result, scaled, or computed of it alone: that
+is neither written nor read apart. Nothing counts twice: several results may be computed at once,
+and whole rows may stay on the chip while they are summed up and read again.
+
+As expected, every sum ends a kernel, and what follows reads its operands again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from capture.measured.work import Kernel
+from capture.runtime.residuals import ValueSplit
+from capture.runtime.traced_program import TracedProgram, variables
+from capture.runtime.views import item_bytes
+from capture.tracing.recompute import (
+    ARITHMETIC,
+    FUNCTIONS,
+    LONG_FUNCTIONS,
+    MOVES,
+    REDUCTIONS,
+    RENAMED,
+)
+
+#: Computed element by element: may be the end of the product that it reads.
+_ELEMENTS = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS | {"transpose"}
+#: A library's product may add a matrix to its result.
+_ADDED = RENAMED | {"add", "add_any", "sub", "neg", "transpose"}
+#: What no library is known to end a product with.
+_SLOW = (FUNCTIONS | LONG_FUNCTIONS) - {"tanh", "erf"}
+#: A library may have them, however small they are.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+#: Read no more of an operand than they make.
+_PARTS = frozenset({"gather", "slice", "dynamic_slice", "split"})
+#: May write no more than a part of what they are given.
+_IN_PLACE = ("scatter", "dynamic_update_slice")
+#: Operations whose results are made of all of their operands.
+_KNOWN = _ELEMENTS | REDUCTIONS | (MOVES - {"dynamic_update_slice"})
+
+
+@dataclass
+class Traffic:
+    """The traffic of a program on a mesh.
+
+    Args:
+        program: What does not depend on the split.
+        split: How its values lie on the devices.
+        products: Positions of the large products.
+        summed: Those of them whose results are parts of a sum over devices: nothing follows in
+            them.
+        computed: Bytes of values that are computed and cannot be read as anything else.
+    """
+
+    program: TracedProgram
+    split: ValueSplit
+    products: Collection[int]
+    summed: Collection[int]
+    computed: Mapping[Any, int]
+    _ends: dict[Any, frozenset[Any]] = field(default_factory=dict)
+    _written: dict[Any, int] = field(default_factory=dict)
+    _slow: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._narrowest = np.dtype(self.program.narrowest_dtype).itemsize
+        self._made = {v for at in self.products for v in self.program.equations[at].outvars}
+        for at, equation in enumerate(self.program.equations):
+            if equation.primitive.name in _PRODUCTS:
+                if at not in self.summed:
+                    self._ends[equation.outvars[0]] = frozenset(equation.outvars)
+            elif ends := self._ends_of(equation):
+                self._ends[equation.outvars[0]] = ends
+                reads = variables(equation.invars)
+                if equation.primitive.name in _SLOW or not self._slow.isdisjoint(reads):
+                    self._slow.update(equation.outvars)
+        self._find_written()
+
+    def _ends_of(self, equation: Any) -> frozenset[Any]:
+        """The products that an operation may be the end of."""
+        name, none = equation.primitive.name, frozenset[Any]()
+        if name not in _ELEMENTS or len(equation.outvars) > 1:
+            return none
+        reads = [v for v in equation.invars if self.program.products.distinct(v) > 1]
+        ends = {self._ends.get(v, none) for v in reads}
+        if len(ends) > 1 and name not in _ADDED:
+            size = math.prod(equation.outvars[0].aval.shape)
+            large = {
+                self._ends.get(v, none)
+                for v in reads
+                if 2 * self.program.products.distinct(v) > size or v in self._ends
+            }
+            if len(large) > 1:
+                return none
+        return none.union(*ends)
+
+    def _find_written(self) -> None:
+        """What products and the caller read, and nothing else holds."""
+        program = self.program
+        for at in self.products:
+            for value in variables(program.equations[at].invars):
+                base, is_cast = self._base(value)
+                if base not in self._ends:
+                    own = self.split.least_bytes(value)
+                    self._write(base, own if is_cast else min(own, self.computed.get(value, 0)))
+        for value in program.results:
+            base, _ = self._base(value)
+            maker = program.flow.maker(base)
+            in_place = maker is not None and maker.primitive.name.startswith(_IN_PLACE)
+            if base not in self._ends and not in_place and self._is_made(base):
+                self._write(base, self.split.least_bytes(base))
+
+    def _is_made(self, value: Any) -> bool:
+        """Whether a value is more than an argument, scaled, or a constant."""
+        while value not in self.program.given:
+            maker = self.program.flow.maker(value)
+            if maker is None or not self.program.products.distinct(value):
+                return False
+            reads = [v for v in maker.invars if self.program.products.distinct(v) > 1]
+            if maker.primitive.name not in _ELEMENTS or len(reads) != 1:
+                return True
+            [value] = reads
+        return False
+
+    def _write(self, value: Any, nbytes: int) -> None:
+        if value not in self.program.given and value not in self._made and nbytes:
+            self._written[value] = max(self._written.get(value, 0), nbytes)
+
+    def _base(self, value: Any) -> tuple[Any, bool]:
+        """What a value is in memory, and whether that is a cast to a narrower type."""
+        views, flow = self.program.views, self.program.flow
+        while (maker := flow.maker(value)) is not None and views.of(value).base is not value:
+            [source, *_] = maker.invars
+            if item_bytes(source) > item_bytes(value):
+                is_given = views.of(source).base in self.program.given
+                return value, is_given
+            value = source
+        return value, False
+
+    def least(self) -> int:
+        """Return the bytes that are written and read, at least."""
+        read: dict[Any, int] = {}
+        sources: dict[Any, Mapping[Any, int]] = {}
+        wanted = self._wanted()
+        for equation in self.program.equations:
+            out = equation.outvars[0] if equation.outvars else None
+            if out is None or out in self._made or wanted.isdisjoint(equation.outvars):
+                continue
+            found = self._sources(equation, sources)
+            is_sum = equation.primitive.name in REDUCTIONS
+            if is_sum or not self._written.keys().isdisjoint(equation.outvars):
+                for source, nbytes in found.items():
+                    read[source] = max(read.get(source, 0), nbytes)
+            sources.update(dict.fromkeys(equation.outvars, {} if is_sum else found))
+        return sum(self._written.values()) + sum(read.values())
+
+    def _wanted(self) -> Collection[Any]:
+        """All that the written values are computed from, between what stands in memory."""
+        found = set(self._written)
+        for equation in reversed(self.program.equations):
+            if found.isdisjoint(equation.outvars) or equation.outvars[0] in self._made:
+                continue
+            found.update(v for v in variables(equation.invars) if v not in self.program.given)
+        return found
+
+    def _sources(self, equation: Any, sources: Mapping[Any, Mapping[Any, int]]) -> dict[Any, int]:
+        """Values in memory that an operation is computed from, and the bytes of them."""
+        if equation.primitive.name not in _KNOWN:
+            return {}
+        found: dict[Any, int] = {}
+        for value in variables(equation.invars):
+            for source, nbytes in self._read(value, sources).items():
+                found[source] = max(found.get(source, 0), nbytes)
+        if equation.primitive.name in _PARTS:
+            most = sum(map(self.split.least_bytes, equation.outvars))
+            found = {source: min(nbytes, most) for source, nbytes in found.items()}
+        return found
+
+    def _read(self, value: Any, sources: Mapping[Any, Mapping[Any, int]]) -> Mapping[Any, int]:
+        split = self.split
+        if value in self.program.given:
+            return {value: split.least_bytes(value)}
+        if ends := self._ends.get(value):
+            one = min(ends, key=self.program.flow.order)
+            if one not in self._made:
+                return {}
+            narrow = min(item_bytes(value), self._narrowest)
+            most = min(split.least_bytes(value), split.least_bytes(one))
+            return {one: most * narrow // item_bytes(value)}
+        if value in self._made:
+            itemsize = self.program.views.written_itemsize.get(value, item_bytes(value))
+            return {value: split.least_bytes(value) * itemsize // item_bytes(value)}
+        return sources.get(value, {})
+
+    def expected(self) -> list[Kernel]:
+        """Return a kernel for all that is expected to be stored, in order; what is made of the same
+        values, and of none that come later, is made together."""
+        program, split = self.program, self.split
+        stored = {
+            self._base(v)[0]
+            for at in self.products
+            for v in variables(program.equations[at].invars)
+        }
+        stored |= {self._base(v)[0] for v in program.results}
+        stored -= {
+            value
+            for value, ends in self._ends.items()
+            if value not in self._slow and item_bytes(value) <= max(map(item_bytes, ends))
+        }
+        found: list[_Stored] = []
+        made_by: dict[Any, int] = {}
+        sources: dict[Any, Mapping[Any, int]] = {}
+        for at in sorted(program.useful):
+            equation = program.equations[at]
+            name, outs = equation.primitive.name, equation.outvars
+            if at in self.products:
+                made_by.update(dict.fromkeys(outs, len(found)))
+                continue
+            read: dict[Any, int] = {}
+            for value in variables(equation.invars):
+                read |= sources[value] if value in sources else {value: split.nbytes(value)}
+            if name in _PARTS:
+                most = sum(map(split.nbytes, outs))
+                read = {source: min(nbytes, most) for source, nbytes in read.items()}
+            if name in _ELEMENTS | MOVES and stored.isdisjoint(outs):
+                sources.update(dict.fromkeys(outs, read))
+                continue
+            after = max((made_by.get(v, 0) for v in read), default=0)
+            together = next(
+                (i for i in range(after, len(found)) if found[i].reads_like(read)), None
+            )
+            if together is None:
+                together = len(found)
+                found.append(_Stored())
+            one = found[together]
+            one.made += sum(map(split.nbytes, outs))
+            one.read |= {v: nbytes for v, nbytes in read.items() if made_by.get(v) != together + 1}
+            made_by.update(dict.fromkeys(outs, together + 1))
+        return [Kernel(one.made + sum(one.read.values())) for one in found]
+
+
+@dataclass
+class _Stored:
+    """What one kernel is expected to read and make."""
+
+    read: dict[Any, int] = field(default_factory=dict)
+    made: int = 0
+
+    def reads_like(self, read: Mapping[Any, int]) -> bool:
+        """Whether most of what is read is what this kernel reads."""
+        common = sum(nbytes for v, nbytes in read.items() if v in self.read)
+        return 2 * common >= max(sum(read.values()), sum(self.read.values())) > 0
