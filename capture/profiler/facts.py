@@ -10,8 +10,10 @@ What splits parameters over replicas (ZeRO) or activations along the sequence fo
 
     ZeRO 3      passes need no less than those of whole parameters: accumulators that are split have
                 less memory to lend. They are expected to need the parameters and the gradients of a
-                layer beside it
-    sequence    an even part of what the layer needs on one device
+                layer beside it. Neither traffic of parameters and gradients nor what replicas send
+                each other is part of the least seconds
+    sequence    an even part of what the layer needs on one device, and of the traffic of those that
+                do not split the sequence
 """
 
 from __future__ import annotations
@@ -200,7 +202,13 @@ class LayerFacts:
         ends = self._end(window, choice)
         gathered = self._largest_layer(window, choice) if choice.shard_params else 0
         return StageBounds(
-            _put_together(plain.least, ends.least, choice),
+            _put_together(
+                _of_split_params(plain.least, choice.tensor_parallel)
+                if choice.shard_params
+                else plain.least,
+                ends.least,
+                choice,
+            ),
             _put_together(
                 replace(
                     plain.most,
@@ -239,6 +247,8 @@ class LayerFacts:
             _keeping(plain.least, kept),
             forward_bytes=min(plain.least.forward_bytes, whole.least.forward_bytes // degree),
             backward_bytes=min(plain.least.backward_bytes, whole.least.backward_bytes // degree),
+            forward_work=_in_even_parts(plain.least.forward_work, degree),
+            backward_work=_in_even_parts(plain.least.backward_work, degree),
         )
         return StageBounds(least, _keeping(plain.most, kept))
 
@@ -261,6 +271,37 @@ def _sizes(examples: Iterable[int]) -> dict[int, int]:
 def _keeping(cost: StageCost, nbytes: int) -> StageCost:
     """A cost that keeps so much for the backward pass, all named residuals."""
     return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
+
+
+def _of_split_params(passes: StageCost, tensor_parallel: int) -> StageCost:
+    """The least of passes whose parameters are split, from that of others."""
+    return replace(
+        passes,
+        forward_work=_without_params(passes.forward_work, tensor_parallel),
+        backward_work=_without_params(passes.backward_work, tensor_parallel),
+    )
+
+
+def _without_params(work: ProgramWork | None, tensor_parallel: int) -> ProgramWork | None:
+    """The least work of a program without the traffic of what is the same on all replicas, its last
+    kernel, and without what they send each other."""
+    if work is None or work.kernels is None:
+        return None
+    traffic = [kernel for kernel in work.kernels if not kernel.dtype]
+    kernels = [kernel for kernel in work.kernels if kernel.dtype]
+    sent = [one for one in work.collectives if one.stride != tensor_parallel]
+    return replace(work, kernels=(*kernels, *traffic[:1]), collectives=tuple(sent))
+
+
+def _in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:
+    """The least work of a program whose traffic beside products is split over devices."""
+    if work is None or work.kernels is None:
+        return None
+    kernels = [
+        kernel if kernel.dtype else replace(kernel, nbytes=kernel.nbytes // degree)
+        for kernel in work.kernels
+    ]
+    return replace(work, kernels=tuple(kernels))
 
 
 def _put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from capture.measured.work import Kernel
+from capture.partition.tensor_parallel import DATA_AXIS
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import TracedProgram, variables
 from capture.runtime.views import item_bytes
@@ -145,8 +146,9 @@ class Traffic:
             value = source
         return value, False
 
-    def least(self) -> int:
-        """Return the bytes that are written and read, at least."""
+    def least(self) -> list[Kernel]:
+        """Return what is written and read at least: of what replicas split, and of what is the same
+        on each (parameters and gradients), with a count of 0 where there is none of it."""
         read: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
         wanted = self._wanted()
@@ -160,7 +162,16 @@ class Traffic:
                 for source, nbytes in found.items():
                     read[source] = max(read.get(source, 0), nbytes)
             sources.update(dict.fromkeys(equation.outvars, {} if is_sum else found))
-        return sum(self._written.values()) + sum(read.values())
+        split, parts = self._split_over_replicas, [0, 0]
+        for value, nbytes in (*self._written.items(), *read.items()):
+            parts[split is not None and value not in split] += nbytes
+        return [Kernel(nbytes, count=int(nbytes > 0)) for nbytes in parts]
+
+    @property
+    def _split_over_replicas(self) -> Collection[Any] | None:
+        """The values that may be split over replicas; None where there are none."""
+        axes = self.split.axes
+        return next((axis.reached for axis in axes if axis.name == DATA_AXIS), None)
 
     def _wanted(self) -> Collection[Any]:
         """All that the written values are computed from, between what stands in memory."""

@@ -2,7 +2,8 @@
 and what is expected.
 
     products    ``capture.runtime.traced_products``
-    traffic     ``capture.runtime.traced_traffic``: one kernel, at least
+    traffic     ``capture.runtime.traced_traffic``: at least, one kernel of what replicas split, and
+                one of what is the same on each
     collectives ``capture.runtime.traced_sums``
 
 The terms are in the order of the program, and each grows with the number of examples by a line, as
@@ -63,9 +64,9 @@ class TracedWork:
         """Return what nothing avoids."""
         # Elsewhere, what is computed element by element may be part of a product.
         counts = self._keeps_products or not self._products.large
-        nbytes = self._traffic.least() if counts else 0
+        others = self._traffic.least() if counts else []
         sent = [each for exchanges in self._exchanges for each in exchanges.least()]
-        return _work(self._products.least(), [Kernel(nbytes)] if nbytes else [], sent)
+        return _work(self._products.least(), others, sent)
 
     def expected(self) -> ProgramWork:
         """Return what is expected."""
