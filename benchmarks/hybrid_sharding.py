@@ -64,7 +64,7 @@ from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify, with_verified
 from recommender import PlanQuestion
 from recommender.answer import Answer
-from recommender.capture.verified import recommend_verified
+from recommender.capture.knowledge import recommend_verified
 
 WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=6.7B&num_layers=7&dtype=bfloat16")
 TARGET = "a100-40g"

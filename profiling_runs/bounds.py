@@ -4,12 +4,12 @@ was asked."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from capture import environment
 from capture.errors import ProfileError
+from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from profiling_runs.batch import Progress
@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from capture.profiler.facts import LayerFacts
 
 BOUNDS = "bounds from tracing"
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The stages of a model between two bounds, at one micro-batch size.
-
-    Attributes:
-        least: No stage of a plan needs less, once it is compiled.
-        most: As much as compilers were seen to need.
-    """
-
-    least: Profile
-    most: Profile
 
 
 class ModelBounds:

@@ -208,7 +208,7 @@ def check_profile(profile: Profile, measurements: Measurements) -> None:
 
 class PlanCompiler:
     """Compiles plans, so that no answer rests on an extrapolation
-    (``recommender.capture.verified.Compile``); the workload is loaded with the first.
+    (``recommender.capture.knowledge.Compile``); the workload is loaded with the first.
 
     Args:
         profile: That answers are asked of; the workload must be its own.
@@ -239,7 +239,7 @@ class PlanCompiler:
 
     def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
         """As a call; but of a stage that does not compile it is known from then on that no memory
-        suffices, and why (``recommender.capture.bounds_first.StageCompiler``)."""
+        suffices, and why (``recommender.capture.refine.StageCompiler``)."""
         try:
             return self(plan, known)
         except ProfileError:

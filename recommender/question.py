@@ -16,8 +16,7 @@ from capture.plan.stages import batch_violations
 #: is asked with the profile.
 AUTOSTAGE = "autostage"
 #: The least peak in compiled bytes, the fastest plan that fits, or the front of both, from bounds
-#: and few compiles (``recommender.capture.bounds_first``, ``fastest_first``, ``front_first``): it
-#: is asked without a profile.
+#: and few compiles (``recommender.capture.refine``): it is asked without a profile.
 BOUNDS_FIRST = "bounds-first"
 #: What answers a question, as (objective, mode, algorithm). Of the entries that agree with what is
 #: asked, the first is taken.

@@ -64,8 +64,8 @@ from profiling_runs.verify import Verification, verify, with_verified
 from recommender import PlanQuestion, recommend
 from recommender.answer import Answer
 from recommender.capture.autostage import LABEL, autostage
+from recommender.capture.knowledge import recommend_verified
 from recommender.capture.recommendation import baseline_plan
-from recommender.capture.verified import recommend_verified
 
 TARGET = "a100-40g"
 CLUSTER = Cluster((4, 4, 4, 4), TARGET)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from capture.cli import asked
@@ -37,19 +38,19 @@ from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
-from recommender.capture.bounds_first import BoundedKnowledge, bounds_first
 from recommender.capture.changes import FittingChange, cheapest_change
 from recommender.capture.extent import (
     Attempt,
-    best_of,
     check_limited,
     largest_batch,
+    over_microbatches,
     smallest_cluster,
 )
-from recommender.capture.fastest_first import fastest_first
-from recommender.capture.front_first import front_first
+from recommender.capture.knowledge import BoundedKnowledge
+from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.recommendation import recommend
-from recommender.capture.rounds import Effort
+from recommender.capture.refine import Effort, Part, Policy, refine
+from recommender.capture.speed import Timed
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 
@@ -86,7 +87,9 @@ OPTIONS = (
     ),
     Option(
         "seconds",
-        f"{BOUNDS_FIRST}: compile the stages of no further plan after so long",
+        f"{BOUNDS_FIRST}: compile the stages of no further plan once this process and its workers "
+        "on this machine have computed for so long, however busy it is (without /proc: this "
+        "process alone)",
         read=shared.at_least(1),
         metavar="S",
     ),
@@ -171,7 +174,6 @@ class _Asking:
     ):
         self._options, self._of_profile = options, of_profile
         self._measurements, self._bounds = measurements, dict[int, Bounds]()
-        self._below: int | None = None
 
     def bounds(self, microbatch_size: int) -> Bounds:
         """Of all stages at a micro-batch size."""
@@ -194,21 +196,20 @@ class _Asking:
     def compiler(self, least: Profile) -> PlanCompiler:
         return PlanCompiler(least, lambda: self._measurements)
 
-    def answer(self, question: PlanQuestion) -> StageAnswer:
-        """The plan of least peak, or the fastest, or the front."""
-        options, between = self._options, self.bounds(question.microbatch_size)
-        searches = {"throughput": fastest_first, "pareto": front_first}
-        search = searches.get(question.objective or "", bounds_first)
+    def answer(self, *questions: PlanQuestion) -> StageAnswer:
+        """The plan of least peak, or the fastest, or the front, over questions of one objective."""
+        options, objective = self._options, questions[0].search[0]
+        policy: Policy = LowestPeak() if objective == "memory" else Timed(objective == "pareto")
+        parts = [Part(each, partial(self.bounds, each.microbatch_size)) for each in questions]
         effort = Effort(
             DEFAULT_WITHIN if options.within is None else options.within,
             0 if options.quick else options.compiles,
             options.seconds,
-            self._below,
             at_once=options.workers or DEFAULT_LOCAL_WORKERS,
         )
         with self._telling() as told:
-            compiler = self.compiler(between.least)
-            return search(between.least, between.most, question, compiler, effort, told=told.known)
+            compiler = self.compiler(self.bounds(questions[0].microbatch_size).least)
+            return refine(policy, parts, compiler, effort, told.known)
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
@@ -242,13 +243,6 @@ class _Asking:
             raise KeyboardInterrupt
         return found
 
-    def if_better(self, question: PlanQuestion) -> StageAnswer:
-        """The plan of least peak, where it may be below those of the questions before."""
-        found = self.one_of_several(question)
-        if found.status == "ok" and found.compiled and question.search[0] == "memory":
-            self._below = min(found.peak_bytes, self._below or found.peak_bytes)
-        return found
-
     def best(self, question: PlanQuestion) -> tuple[StageAnswer, Sequence[Attempt]]:
         """The answer to what the options ask for, and what was tried for it."""
         options = self._options
@@ -266,17 +260,14 @@ class _Asking:
             if best is not None:
                 chosen = replace(best.question, objective=question.objective)
                 return self.answer(chosen), attempts
-        elif options.try_microbatches:
-            best, attempts = best_of(
-                self.if_better,
-                self.if_better,
-                question,
-                options.try_microbatches,
-                (question.schedule,),
-            )
         else:
-            return self.answer(question), ()
+            return self.answer(*self.asked_of(question)), ()
         return (attempts[-1] if best is None else best).result, attempts
+
+    def asked_of(self, question: PlanQuestion) -> Sequence[PlanQuestion]:
+        """The questions of several numbers of micro-batches, where they are to be tried."""
+        tried = self._options.try_microbatches
+        return over_microbatches(question, tried) if tried else [question]
 
     def cheapest_change(self, question: PlanQuestion) -> FittingChange | None:
         """What fits instead, compiled; by its state alone where nothing may be compiled."""
@@ -340,7 +331,8 @@ def _told(
     ]
     if _ended(result) == "memory" and not attempts:
         tell(options, lines)  # what follows may compile
-        lines = [name_change(document, asking.cheapest_change(question), "fits")]
+        most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
+        lines = [name_change(document, asking.cheapest_change(most), "fits")]
     emit(options, document, "\n".join(lines))
     if _ended(result) == "interrupted":
         return 130

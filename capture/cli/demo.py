@@ -23,8 +23,8 @@ from profiling_runs import ProfileQuestion
 from profiling_runs.bounds import bounds
 from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, baseline_plan
-from recommender.capture.bounds_first import bounds_first
-from recommender.capture.rounds import Effort
+from recommender.capture.lowest_peak import LowestPeak
+from recommender.capture.refine import Effort, Part, refine
 
 WORKLOAD = "capture.cli.tiny_gpt:gpt"
 CLUSTER = "2x4"
@@ -56,10 +56,9 @@ def main(options: argparse.Namespace) -> int:
     measurements = asked.open_measurements(options, asking)
     with measurements.keeping_workers():
         between = bounds(asking, measurements, progress(options))
-        recommended = bounds_first(
-            between.least,
-            between.most,
-            question,
+        recommended = refine(
+            LowestPeak(),
+            [Part(question, lambda: between)],
             PlanCompiler(between.least, lambda: measurements),
             Effort(compiles=MOST_COMPILES),
             told=lambda bracket: say(options, f"  {bracket}"),

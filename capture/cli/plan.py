@@ -51,9 +51,9 @@ from recommender.capture.extent import (
     largest_batch,
     smallest_cluster,
 )
+from recommender.capture.knowledge import MOST_PLANS, Knowledge
 from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
-from recommender.capture.verified import MOST_PLANS, Knowledge
 from recommender.question import (
     AUTOSTAGE,
     MODES,
@@ -396,7 +396,7 @@ def _refused(
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:
-    """What is known, and what compiles the rest (``recommender.capture.verified.Knowledge``).
+    """What is known, and what compiles the rest (``recommender.capture.knowledge.Knowledge``).
 
     Raises:
         ProfileError: ``verify-mode`` for ``--verify`` with the paper's predictor, or with

@@ -22,9 +22,9 @@ from capture.measured.stage_cost import StageCost
 from capture.plan.choices import REMAT_POLICIES, Remat, num_full_layers
 from capture.plan.schedule import SCHEDULES
 from capture.quantities import format_bytes
+from recommender.capture.knowledge import Knowledge
 from recommender.capture.minmax import minmax
 from recommender.capture.posed import search_problem
-from recommender.capture.verified import Knowledge
 from recommender.question import PlanQuestion
 
 #: Changes of what stages are measured with, by field of a ``ProfileQuestion``.

@@ -3,7 +3,7 @@ devices, the largest batch.
 
 Each is a loop over searches; every search is exact, and so is the answer over what was asked.
 Predictions of micro-batch sizes that were not profiled only say where to look: ``settled`` answers
-with what is compiled (``recommender.capture.verified.Knowledge``), and only such an answer is
+with what is compiled (``recommender.capture.knowledge.Knowledge``), and only such an answer is
 given.
 """
 
@@ -75,15 +75,10 @@ def best_of(
     Raises:
         PlanError: ``plan-batch`` if a number of micro-batches does not divide the batch.
     """
-    PlanError.check(
-        violation
-        for m in microbatches
-        for violation in batch_violations(question.global_batch_size, m)
-    )
     asked = [
-        replace(question, num_microbatches=m, schedule=schedule)
+        replace(one, schedule=schedule)
         for schedule in schedules
-        for m in microbatches
+        for one in over_microbatches(question, microbatches)
     ]
     attempts = [Attempt(one, ask(one)) for one in asked]
     stands = [is_settled(attempt.result) for attempt in attempts]
@@ -91,6 +86,17 @@ def best_of(
         attempts[best] = replace(attempts[best], result=settled(asked[best]))
         stands[best] = True
     return attempts[best], tuple(attempts)
+
+
+def over_microbatches(question: PlanQuestion, counts: Sequence[int]) -> Sequence[PlanQuestion]:
+    """The question with each of several numbers of micro-batches.
+
+    Raises:
+        PlanError: ``plan-batch`` if one does not divide the batch.
+    """
+    batch = question.global_batch_size
+    PlanError.check(violation for m in counts for violation in batch_violations(batch, m))
+    return [replace(question, num_microbatches=m) for m in counts]
 
 
 def front_of(attempts: Sequence[Attempt]) -> Front | None:

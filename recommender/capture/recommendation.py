@@ -38,7 +38,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
 
     Returns:
         At a micro-batch size that was not profiled the numbers are an extrapolation, and say so
-        (``Answer.extrapolated``); ``recommender.capture.verified.Knowledge`` asks until they are
+        (``Answer.extrapolated``); ``recommender.capture.knowledge.Knowledge`` asks until they are
         compiled.
 
     Raises:
@@ -310,7 +310,7 @@ def _why(
         if not result.optimal and not result.bound_fraction:
             proof = "the search is not a proof"
     if question.mode == "default":
-        proof += f", {searched(question, profile.choices)}"
+        proof += f", {searched([question], profile.choices)}"
     return Why(
         f"{count}; the peak is {predicted.peak_bytes:,} bytes (predicted, not compiled) on stage "
         f"{stage_id} (layers {stage.first} to {stage.stop - 1}), most of it {largest}; {proof}.",

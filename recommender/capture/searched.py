@@ -3,28 +3,29 @@ and what was not searched."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from capture.plan.choices import StageChoice
 from recommender.question import PlanQuestion
 
 
-def searched(question: PlanQuestion, choices: Collection[StageChoice]) -> str:
+def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]) -> str:
     """Return what a proof holds for, as the end of its sentence.
 
     Args:
-        question: What was asked; ``chosen`` names what of it is no default.
+        questions: What was asked, for several numbers of micro-batches and schedules; ``chosen``
+            names what of them is no default.
         choices: Those that stages could have.
 
     Example:
         >>> from capture.machine.cluster import Cluster
         >>> asked = PlanQuestion(Cluster((4,)), 32, 8, chosen=("microbatches",))
-        >>> searched(asked, [StageChoice(2, remat="cheap")])
+        >>> searched([asked], [StageChoice(2, remat="cheap")])
         'for remat=cheap (default), 8 micro-batches, 1F1B (default); not searched: other remat,
         other micro-batches, other schedules, sharded optimizer state or parameters, sequence
         parallelism'
     """
-    chosen, policies = set(question.chosen), sorted({choice.remat for choice in choices})
+    chosen, policies = set(questions[0].chosen), sorted({choice.remat for choice in choices})
 
     def by(name: str) -> str:
         return "" if name in chosen else " (default)"
@@ -35,11 +36,13 @@ def searched(question: PlanQuestion, choices: Collection[StageChoice]) -> str:
         left_out.append("other remat")
     else:
         fixed.append(f"remat of {', '.join(policies)}")
+    counts = sorted({question.num_microbatches for question in questions})
+    schedules = sorted({question.schedule.upper() for question in questions})
     tried = "try_microbatches" in chosen
-    of_those = " of those tried" if tried else by("microbatches")
-    fixed.append(f"{question.num_microbatches} micro-batches{of_those}")
-    left_out += ["other micro-batches"] * (not tried)
-    fixed.append(f"{question.schedule.upper()}{by('schedule')}")
+    one = " of those tried" if tried else by("microbatches")
+    fixed.append(f"{_either(counts)} micro-batches{one * (len(counts) == 1)}")
+    left_out += ["other micro-batches"] * (len(counts) > 1 or not tried)
+    fixed.append(f"{_either(schedules)}{by('schedule') * (len(schedules) == 1)}")
     left_out.append("other schedules")
     sharded = [
         name
@@ -54,3 +57,9 @@ def searched(question: PlanQuestion, choices: Collection[StageChoice]) -> str:
     if not any(choice.sequence_parallel for choice in choices):
         left_out.append("sequence parallelism")
     return f"for {', '.join(fixed)}; not searched: {', '.join(left_out)}"
+
+
+def _either(names: Sequence[object]) -> str:
+    """Return names as of a choice, such as ``2, 4 or 8``."""
+    *first, last = map(str, names)
+    return f"{', '.join(first)} or {last}" if first else last

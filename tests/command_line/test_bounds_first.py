@@ -31,8 +31,8 @@ from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, recommend
-from recommender.capture.bounds_first import bounds_first
-from recommender.capture.rounds import Effort
+from recommender.capture.lowest_peak import LowestPeak
+from recommender.capture.refine import Effort, Part, refine
 from recommender.question import BOUNDS_FIRST
 from tests import user_models
 from tests.pipeline_models import mlp, tied
@@ -64,10 +64,8 @@ class Model:
 
     def search(self, effort=WHOLE, **changes):
         compiled = PlanCompiler(self.between.least, lambda: self.measurements)
-        between = self.between
-        return bounds_first(
-            between.least, between.most, replace(QUESTION, **changes), compiled, effort
-        )
+        part = Part(replace(QUESTION, **changes), lambda: self.between)
+        return refine(LowestPeak(), [part], compiled, effort)
 
 
 @pytest.fixture(scope="module")
@@ -308,11 +306,11 @@ def test_the_largest_batch_is_compiled_and_the_next_one_does_not_fit(planned):
 
 def test_an_interrupt_keeps_the_best_plan_so_far(planned, monkeypatch):
     def interrupted(*arguments, **more):
-        found = bounds_first(*arguments, **more)
+        found = refine(*arguments, **more)
         proven = replace(found.why.proven, ended="interrupted")
         return replace(found, why=replace(found.why, proven=proven))
 
-    monkeypatch.setattr("capture.cli.bounds_first.bounds_first", interrupted)
+    monkeypatch.setattr("capture.cli.bounds_first.refine", interrupted)
     code, document, _ = planned()
     assert (code, document["why"]["proven"]["ended"]) == (130, "interrupted")
     assert Plan.load("plan.json").verification is not None

@@ -29,7 +29,7 @@ from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify, with_verified
 from recommender import PlanQuestion, recommend
 from recommender.capture.extent import best_of, largest_batch, smallest_cluster
-from recommender.capture.verified import Knowledge, recommend_verified
+from recommender.capture.knowledge import Knowledge, recommend_verified
 
 CLUSTER = Cluster((1, 1))
 

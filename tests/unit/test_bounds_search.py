@@ -11,12 +11,13 @@ from test_verified import Compiler
 
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
+from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.plan.stages import Plan
 from capture.plan.why import Why
 from recommender import PlanQuestion, recommend
-from recommender.capture.bounds_first import bounds_first
-from recommender.capture.rounds import Effort
+from recommender.capture.lowest_peak import LowestPeak
+from recommender.capture.refine import Effort, Part, refine
 
 QUESTION = PlanQuestion(Cluster((2, 2)), 8 * MICROBATCH_SIZE, 8)
 FIVE = Cluster((1,) * 5)
@@ -66,7 +67,8 @@ class Planted4:
         return replace(said, num_stages_compiled=len(configs)), known
 
     def search(self, effort=WHOLE, **changes):
-        return bounds_first(self.least, self.most, replace(QUESTION, **changes), self, effort)
+        part = Part(replace(QUESTION, **changes), lambda: Bounds(self.least, self.most))
+        return refine(LowestPeak(), [part], self, effort)
 
 
 def num_asked(planted):

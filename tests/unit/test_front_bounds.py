@@ -6,17 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from search_kit import every_step
 from test_fastest_bounds import QUESTION, Timed
 
+from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.why import Why
-from recommender.capture.front_first import front_first
-from recommender.capture.posed import search_problem
-from recommender.capture.recommendation import predict_plan
-from recommender.capture.rounds import Effort, Rounds
-from recommender.capture.ticks import step_seconds
+from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.speed import Timed as Policy
 
 WHOLE = Effort()
 ASKED = replace(QUESTION, objective="pareto")
@@ -44,21 +41,13 @@ class Planted(Timed):
         return replace(exact, measurements=measurements)
 
     def search(self, effort: Effort = WHOLE, **changes):
-        return front_first(self.least, self.bounds("most"), replace(ASKED, **changes), self, effort)
-
-    def every(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of all plans, with all stages compiled."""
-        problem = search_problem(self.all, ASKED, with_times=True)
-        return [(peak, seconds) for seconds, peak, _ in every_step(problem)]
+        asked = replace(ASKED, **changes)
+        part = Part(asked, lambda: Bounds(self.least, self.bounds("most")))
+        return refine(Policy(front=True), [part], self, effort)
 
     def values(self, stages_of) -> list[tuple[int, float]]:
-        """The same of compiled plans, or of points of a front."""
-        problem = search_problem(self.all, ASKED, with_times=True)
-        plans = [self.compiler.compiled[0].with_(stages=each.stages) for each in stages_of]
-        return [
-            (predict_plan(self.all, plan).peak_bytes, step_seconds(problem, plan.stages))
-            for plan in plans
-        ]
+        """Bytes and simulated seconds of compiled plans, or of points of a front."""
+        return [self.value(each.stages) for each in stages_of]
 
 
 def front_of(values: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -112,7 +101,7 @@ def test_a_bound_that_is_too_high_is_said_and_proves_nothing(monkeypatch):
     found = planted.search()
     assert wrong(planted, found) == []
     assert "please report it" in found.why.proven.refuted[0]
-    monkeypatch.setattr(Rounds, "_refuted_by", lambda self, compiled: ())
+    monkeypatch.setattr(Policy, "refuted_by", lambda self, part, compiled: ())
     assert wrong(planted, planted.search()), "the check of this file sees it"
 
 

@@ -16,8 +16,8 @@ from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.profiler.compile import CompileBackend
 from recommender import PlanQuestion, recommend
 from recommender.capture.changes import Measuring, cheapest_change
+from recommender.capture.knowledge import Knowledge
 from recommender.capture.least_state import beyond_memory, least_state
-from recommender.capture.verified import Knowledge
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 

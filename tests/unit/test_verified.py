@@ -23,7 +23,7 @@ from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
 from capture.step.program import replay
 from recommender import PlanQuestion, recommend
-from recommender.capture.verified import recommend_verified
+from recommender.capture.knowledge import recommend_verified
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 CLUSTER = Cluster((1, 1, 1, 1))

@@ -1,5 +1,4 @@
-"""Rank by what the compiler says: compile the best plan, look its stages up from then on, and
-search again.
+"""What is known of a model while questions are asked about it, and answers that rest on it.
 
 A search over predictions may prefer a plan whose stages are predicted a little too low. Every round
 compiles the stages of the plan that is best by everything known so far. Once the best plan is one
@@ -9,19 +8,20 @@ compiler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from capture.machine.target import Target
+from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile
-from capture.plan.headroom import Headroom
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
-from capture.plan.why import CompiledPlans, Why
-from capture.predictor.step_time import CountedSteps
+from capture.plan.why import CompiledPlans
 from capture.quantities import counted
 from recommender.answer import StageAnswer
+from recommender.capture.compiled import of_compiler, same_model
+from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.recommendation import recommend
+from recommender.capture.refine import Effort, Part, StageCompiler, refine
 from recommender.question import PlanQuestion
 
 #: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile
@@ -149,65 +149,31 @@ class Knowledge:
         return verification, self.profile
 
 
-def same_model(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the hash of the model at its micro-batch size, once that is traced."""
-    return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
+@dataclass
+class BoundedKnowledge(Knowledge):
+    """What tracing says of a model: no answer is given before it is compiled, and all are for least
+    peak.
+
+    Attributes:
+        compiler: Of its stages.
+    """
+
+    compiler: StageCompiler | None = None
+
+    def answer(
+        self,
+        question: PlanQuestion,
+        *,
+        known: StageAnswer | None = None,
+        any_that_fits: bool = False,
+    ) -> StageAnswer:
+        """The plan of least peak in compiled bytes; or the first that fits."""
+        assert self.compiler is not None, "bounds alone are no answer"
+        part = Part(question, lambda: Bounds(self.profile, self.profile))
+        return refine(LowestPeak(), [part], self.compiler, Effort(any_that_fits=any_that_fits))
 
 
 def _rank(result: StageAnswer) -> tuple[bool, float, int]:
     """What fits first; then the faster where the search was for speed; then the smaller."""
     fits = result.status == "ok"
     return not fits, (result.proof.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
-
-
-def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
-    """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
-    as plans are ranked."""
-    assert result.plan is not None, "only plans are verified"
-    peaks = verification.peak_bytes_per_device
-    memory = Target.load(result.plan.cluster.target).memory
-    limit = result.headroom.limit_bytes if result.headroom else None
-    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
-    if headroom is not None and result.headroom is not None:
-        headroom = replace(headroom, source=result.headroom.source)
-    search = result.proof
-    if search.step_seconds is not None:
-        seconds = CountedSteps(profile, result.plan.cluster).seconds(result.plan)
-        search = replace(search, step_seconds=seconds)
-    status, why = "ok", result.why
-    if headroom is not None and headroom.verdict != "fits":
-        status, why = "infeasible", _too_large(result.plan, peaks, headroom)
-    elif result.status != "ok":
-        why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
-    else:
-        why = replace(why, summary=_compiled(result.plan, peaks))
-    plan = same_model(result.plan, profile).with_(verification=verification, why=why)
-    return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=search)
-
-
-def _compiled(plan: Plan, peaks: Sequence[int]) -> str:
-    stage_id = _largest(plan, peaks)
-    stage = plan.stages[stage_id]
-    return (
-        f"{counted(plan.num_stages, 'stage')}; compiled, the peak is {max(peaks):,} bytes on stage "
-        f"{stage_id} (layers {stage.first} to {stage.stop - 1})."
-    )
-
-
-def _largest(plan: Plan, peaks: Sequence[int]) -> int:
-    return max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
-
-
-def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
-    stage_id = _largest(plan, peaks)
-    stage, limit = plan.stages[stage_id], headroom.limit_bytes
-    return Why(
-        f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
-        f"memory_limit_bytes={limit:,}: stage_id={stage_id} (layers {stage.first} to "
-        f"{stage.stop - 1}). Raise the limit, or use more devices, more micro-batches of a "
-        "smaller size, or rematerialisation. [memory-limit]",
-        code="memory-limit",
-        memory_limit_bytes=limit,
-        least_peak_bytes=max(peaks),
-        stage_id=stage_id,
-    )

@@ -1,0 +1,74 @@
+"""An answer in what the compiler says of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.plan.headroom import Headroom
+from capture.plan.prediction import Verified
+from capture.plan.stages import Plan
+from capture.plan.why import Why
+from capture.predictor.step_time import predicted_timeline
+from capture.quantities import counted
+from recommender.answer import StageAnswer
+
+
+def same_model(plan: Plan, profile: Profile) -> Plan:
+    """The plan with the hash of the model at its micro-batch size, once that is traced."""
+    return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
+
+
+def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
+    """The recommendation with the compiler's peaks in the place of predicted ones, and the seconds
+    of the simulated step, as they are shown: plans are ranked by these."""
+    assert result.plan is not None, "only plans are verified"
+    peaks = verification.peak_bytes_per_device
+    memory = Target.load(result.plan.cluster.target).memory
+    limit = result.headroom.limit_bytes if result.headroom else None
+    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
+    if headroom is not None and result.headroom is not None:
+        headroom = replace(headroom, source=result.headroom.source)
+    proof = result.proof
+    if proof.step_seconds is not None:
+        step = predicted_timeline(result.plan, profile)
+        proof = replace(proof, step_seconds=float(step.step_seconds))
+    status, why = "ok", result.why
+    if headroom is not None and headroom.verdict != "fits":
+        status, why = "infeasible", _too_large(result.plan, peaks, headroom)
+    elif result.status != "ok":
+        why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
+    else:
+        why = replace(why, summary=_peak(result.plan, peaks))
+    plan = same_model(result.plan, profile).with_(verification=verification, why=why)
+    return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=proof)
+
+
+def _peak(plan: Plan, peaks: Sequence[int]) -> str:
+    stage_id = _largest(plan, peaks)
+    stage = plan.stages[stage_id]
+    return (
+        f"{counted(plan.num_stages, 'stage')}; compiled, the peak is {max(peaks):,} bytes on stage "
+        f"{stage_id} (layers {stage.first} to {stage.stop - 1})."
+    )
+
+
+def _largest(plan: Plan, peaks: Sequence[int]) -> int:
+    return max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
+
+
+def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
+    stage_id = _largest(plan, peaks)
+    stage, limit = plan.stages[stage_id], headroom.limit_bytes
+    return Why(
+        f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
+        f"memory_limit_bytes={limit:,}: stage_id={stage_id} (layers {stage.first} to "
+        f"{stage.stop - 1}). Raise the limit, or use more devices, more micro-batches of a "
+        "smaller size, or rematerialisation. [memory-limit]",
+        code="memory-limit",
+        memory_limit_bytes=limit,
+        least_peak_bytes=max(peaks),
+        stage_id=stage_id,
+    )

@@ -1,0 +1,146 @@
+"""A bound that no step is below, whatever the schedule: for proofs, where a closed form of a step
+may be above it.
+
+    step >= max over stages s of  t_1 + ... + t_(s-1) + M t_s,  and then the update of the first
+
+Stage s begins when a micro-batch has gone forward through all stages before it, works on M of them,
+and the backward pass of its last one goes back through the same stages, after which the first one
+updates. Transfers, feeds, and what stages behind s make it wait are left out. Of one stage it is
+``M t + u``, the step itself.
+
+Alpa's ``sum t + (M - 1) max t + max u`` is no bound: the longest update may run beside the way back
+to the first stage, and 1F1B hides stages behind the slowest one. It stays what proposes plans.
+
+With V(p, first) the least of the plans of layers from ``first`` on devices from p, for stages that
+fit, one programme from the last device to the first finds it:
+
+    V(p, first) = min over degree d, stop, choice of  max(M t, t + V(p + d, stop))
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+
+from recommender.capture.minmax import least_peak
+from recommender.capture.problem import NEVER, SearchProblem
+
+#: Limits of memory that corners are found of.
+MAX_LIMITS = 32
+
+
+class LeastStep:
+    """The programme of a problem with ``seconds``, for any limit of memory."""
+
+    def __init__(self, problem: SearchProblem):
+        assert problem.seconds is not None, "only problems with times have a step time"
+        self._problem, self._seconds = problem, problem.seconds
+        self._num_rows = problem.num_positions
+
+    def within(self, limit: int | None) -> tuple[float, int]:
+        """No step of a plan within a limit is shorter; infinite if there is none. And a limit from
+        which on to this one it is the same."""
+        problem, num_rows = self._problem, self._num_rows
+        most = NEVER - 1 if limit is None else min(limit, NEVER - 1)
+        peaks, times = self._tables(most)
+        tails = np.full((len(problem.degrees) + 1, num_rows, problem.num_layers + 1), np.inf)
+        tails[-1, 0, -1] = 0.0
+        for p in range(len(problem.degrees) - 1, 0, -1):
+            for d in problem.degrees[p]:
+                steps = self._steps(times[d], tails[p + d][:, None]).min(axis=2)
+                _one_more(tails[p, :, :-1], steps)
+        ends = [
+            (*self._first(d, c, tails[d], most), d)
+            for d in problem.degrees[0]
+            for c in range(len(problem.choices[d]))
+        ]
+        seconds, peak, row, stop, d = min(ends, default=(np.inf, NEVER, 0, 0, 0))
+        return seconds, max([peak, *self._behind(peaks, times, tails, (d, row, stop))])
+
+    def corners(self) -> tuple[tuple[int, float], ...]:
+        """(bytes, seconds): every plan within the problem's limit is at least as large and as slow
+        as one of them; none if nothing fits."""
+        top = self._problem.memory_limit_bytes
+        top = NEVER - 1 if top is None else top
+        seconds, low = self.within(top)
+        if seconds == np.inf:
+            return ()
+        least = max(stage.peak_bytes for stage in least_peak(self._problem)[0])
+        # Ranges of limits, (first, last, seconds), ascending; between two of them it is not known.
+        ranges = [(least, least, self.within(least)[0])] if least < low else []
+        ranges.append((low, top, seconds))
+        for turn in range(MAX_LIMITS):
+            gaps = [
+                (below[2] - above[2], i)
+                for i, (below, above) in enumerate(pairwise(ranges))
+                if below[1] + 1 < above[0] and below[2] > above[2]
+            ]
+            if not gaps:
+                break
+            i = max(gaps)[1]
+            # In the middle the gap is halved; at its end it may close.
+            limit = (ranges[i][1] + ranges[i + 1][0]) // 2 if turn % 2 else ranges[i + 1][0] - 1
+            seconds, low = self.within(limit)
+            ranges.insert(i + 1, (max(low, ranges[i][1] + 1), limit, seconds))
+        starts = [least, *(last + 1 for _, last, _ in ranges)]
+        found: list[tuple[int, float]] = []
+        for start, (_, _, seconds) in zip(starts, ranges, strict=False):
+            if not found or seconds < found[-1][1]:
+                found.append((start, seconds))
+        return tuple(found)
+
+    def _steps(self, times: np.ndarray, tails: np.ndarray) -> np.ndarray:
+        return np.maximum(self._problem.num_microbatches * times, times + tails)
+
+    def _tables(self, limit: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        """Per degree the least seconds of every stage that fits, and bytes of a choice that has
+        them, (K, L, L + 1)."""
+        peaks, times = {}, {}
+        for d in self._problem.used_degrees:
+            shape = (self._num_rows, *self._seconds[d].shape[1:])
+            peaks[d], times[d] = np.full(shape, NEVER), np.full(shape, np.inf)
+            for c in range(len(self._problem.choices[d])):
+                own = self._problem.bytes_of_choice(d, c)
+                better = (own <= limit) & (self._seconds[d][c] < times[d])
+                np.copyto(times[d], self._seconds[d][c], where=better)
+                np.copyto(peaks[d], own, where=better)
+        return peaks, times
+
+    def _first(self, d: int, c: int, tails: np.ndarray, limit: int) -> tuple[float, int, int, int]:
+        """The least step with this first stage, its bytes, the row of what follows, and where."""
+        updates = self._problem.update_seconds
+        own, times = self._problem.bytes_of_choice(d, c)[:, 0], self._seconds[d][c, 0]
+        steps = self._steps(times, tails) + (0.0 if updates is None else updates[d][c, 0])
+        steps = np.where(own <= limit, steps, np.inf)
+        row, stop = np.unravel_index(int(steps.argmin()), steps.shape)
+        return float(steps[row, stop]), int(own[row, stop]), int(row), int(stop)
+
+    def _behind(
+        self,
+        peaks: dict[int, np.ndarray],
+        times: dict[int, np.ndarray],
+        tails: np.ndarray,
+        at: tuple[int, int, int],
+    ) -> list[int]:
+        """Bytes of the stages behind the first one of the plan found."""
+        (p, state, first), found, last = at, list[int](), self._num_rows - 1
+        while 0 < p < len(tails) - 1 and tails[p, state, first] < np.inf:
+            # The last state comes before both of the last rows.
+            rows = [r for r in (state - 1, last) if r >= 0 and state == min(r + 1, last)]
+            for row, d in product(rows, self._problem.degrees[p]):
+                steps = self._steps(times[d][row, first], tails[p + d, row])
+                if steps.min() == tails[p, state, first]:
+                    break
+            else:
+                raise AssertionError("every state that has a step has a stage that leads on")
+            stop = int(steps.argmin())
+            found.append(int(peaks[d][row, first, stop]))
+            p, state, first = p + d, row, stop
+        return found
+
+
+def _one_more(states: np.ndarray, steps: np.ndarray) -> None:
+    """Lower the states (K, L) that lie one stage before steps of the given rows."""
+    np.minimum(states[1:], steps[:-1], out=states[1:])
+    np.minimum(states[-1], steps[-1], out=states[-1])

@@ -1,0 +1,267 @@
+"""The policy of ``refine`` for the lowest peak memory, and how answers of all policies are said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from capture.errors import ProfileError, said_once
+from capture.machine.target import Target
+from capture.measured.profile import REFUSED_BYTES, StageConfig
+from capture.plan.stages import Plan
+from capture.plan.why import Bracket, CompiledPlans, Why
+from capture.predictor import AdditivePredictor
+from capture.quantities import counted, format_bytes
+from recommender.answer import Answer, StageAnswer
+from recommender.capture.posed import search_problem
+from recommender.capture.problem import NEVER
+from recommender.capture.recommendation import (
+    depends_on_cuts_behind,
+    plan_of,
+    predict_plan,
+    recommend,
+    with_best_choices,
+)
+from recommender.capture.refine import (
+    Corner,
+    Found,
+    Look,
+    OpenPart,
+    Policy,
+    Probe,
+    Search,
+    above,
+)
+from recommender.capture.result import SearchResult
+from recommender.capture.search import search as search_plan
+from recommender.capture.searched import searched
+from recommender.question import BOUNDS_FIRST
+
+#: How far the best compiled plan is above the lower bound where bounds say little.
+LOOSE = 1.2
+#: On what rests that no plan fits, of the stages that were not compiled.
+RESTS_ON = (
+    "for all others, lower bounds from tracing, which count results and, on GPUs, what "
+    "large matrix products read and make"
+)
+
+
+class LowestPeak(Policy):
+    """The plan of least peak, in compiled bytes."""
+
+    objective = "memory"
+
+    def corner(self, nbytes: int, seconds: float) -> Corner:
+        return float(nbytes), 0.0
+
+    def corners(self, part: OpenPart) -> Sequence[Corner]:
+        return [self.corner(part.once(_least_peak), 0.0)]
+
+    def _best(self, search: Search) -> Found | None:
+        return min(search.compiled, key=lambda each: each.answer.peak_bytes, default=None)
+
+    def look(self, search: Search) -> Look:
+        part = min(search.parts.values(), key=lambda part: part.once(_least_peak))
+        found, best = part.once(_recommended), self._best(search)
+        if found.plan is None:
+            return Look(Found(part, found), None, {})  # no plan fills the cluster
+        least = int(min(search.corners)[0])
+        if least >= REFUSED_BYTES:
+            raise ProfileError.of(
+                f"every plan has a stage that does not compile: {said_once(part.known.failures)}.",
+                "verify-stage",
+            )
+        peak = (best.answer if best else predict_plan(part.most, found.plan)).peak_bytes
+        effort, limit = search.effort, part.question.limit_bytes
+        fits = best is not None and best.answer.status == "ok"
+        reasons = {
+            "memory": limit is not None and least > limit,
+            "proven": best is not None and peak <= least,
+            "within": fits and peak <= least * (1 + effort.within_fraction),
+            "fits": effort.any_that_fits and fits,
+            "below": effort.below_bytes is not None and least >= effort.below_bytes,
+        }
+        so_far = search.seconds, search.num_compiled
+        bracket = Bracket(*so_far, least, max(least, peak), best is not None)
+        return Look(Found(part, found), bracket, reasons)
+
+    def next(self, search: Search, look: Look) -> Found | Probe | None:
+        """The plan of least bounds; where these are so far below what compilers say that it is
+        hardly the best, the one that is expected to be; of later ones the stages that decide."""
+        best, bracket = self._best(search), look.bracket
+        if best is None or bracket is None or search.is_asked(look.found):
+            return None if search.is_asked(look.found) else look.found
+        peak = best.answer.peak_bytes
+        if peak > LOOSE * bracket.least_bytes:
+            expected = [Found(part, part.once(_expected)) for part in search.parts.values()]
+            for found in sorted(expected, key=lambda found: found.answer.proof.peak_bytes):
+                if found.answer.proof.peak_bytes < peak and not search.is_asked(found):
+                    return found
+        enough = peak / (1 + search.effort.within_fraction)
+        configs = _deciding(look.found, enough, search.effort.at_once)
+        return Probe(look.found.part, configs) if configs else look.found
+
+    def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
+        bracket, best = look.bracket, self._best(search)
+        if bracket is None:
+            return look.found.answer
+        within = finite(above(bracket.most_bytes, bracket.least_bytes))
+        if ended == "memory":
+            return beyond(search, best or look.found, bracket.least_bytes, within)
+        proven = search.proven(within, ended)
+        if best is None:
+            said = (
+                "the plan is predicted, not compiled: no plan needs less than "
+                f"{format_bytes(bracket.least_bytes)}, and this one about "
+                f"{format_bytes(bracket.most_bytes)}."
+            )
+            return answer(search, look.found, Why(said, uncompiled=said, proven=proven), within)
+        proof = "; not proven" if within is None else "; proven optimal"
+        summary = compiled(search, proof + (f" within {within:.1%}" if within else ""))
+        why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
+        what = peak_of(best) if best.answer.status == "ok" else why.summary
+        why = replace(why, summary=f"{what} {summary}", verified=verified, proven=proven)
+        return answer(search, best, why, within)
+
+
+def finite(within: float) -> float | None:
+    return None if within == math.inf else within
+
+
+def peak_of(found: Found) -> str:
+    plan = found.answer.plan
+    assert plan is not None, "it was compiled"
+    return f"{counted(plan.num_stages, 'stage')}; the peak is {found.answer.peak_bytes:,} bytes."
+
+
+def compiled(search: Search, proof: str) -> str:
+    """How an answer was found, and what is proven, as a sentence."""
+    choices = {choice for part in search.parts.values() for choice in part.known.choices}
+    return (
+        f"{counted(len(search.compiled), 'plan')} with "
+        f"{counted(search.num_compiled, 'new stage')} compiled{proof} "
+        f"{searched(search.questions, choices)}."
+    )
+
+
+def expected(part: OpenPart, result: SearchResult, plan: Plan | None = None) -> StageAnswer:
+    """A plan with what it is expected to need."""
+    if not result.stages:
+        why = Why("" if result.why is None else result.why.message, code="memory-limit")
+        return Answer("infeasible", None, result, why)
+    plan = plan_of(part.known, part.question, result.stages) if plan is None else plan
+    prediction = predict_plan(part.most, plan)
+    memory = Target.load(plan.cluster.target).memory
+    headroom = prediction.headroom(part.question.memory_limit_bytes, memory)
+    why = Why(f"{counted(plan.num_stages, 'stage')}.")
+    plan = plan.with_(prediction=prediction, why=why)
+    return Answer(result.status, plan, result, why, headroom)
+
+
+def answer(search: Search, best: Found, why: Why, within: float | None) -> StageAnswer:
+    """An answer, whose plan is proven as far as it is compiled."""
+    part, found = best
+    assert found.plan is not None, "a plan was found"
+    prediction, headroom = predict_plan(part.known, found.plan), found.headroom
+    if not found.compiled:
+        told = expected(part, found.proof, found.plan)
+        assert told.prediction is not None, "it has a plan"
+        prediction, headroom = told.prediction, told.headroom
+    proof = replace(
+        found.proof,
+        algorithm=BOUNDS_FIRST,
+        optimal=found.compiled and within == 0,
+        tie_break="none",
+        tie_break_columns=0,
+        seconds=search.seconds,
+        bound_fraction=within or 0.0,
+    )
+    plan = found.plan.with_(prediction=prediction, why=why)
+    return Answer(found.status, plan, proof, why, headroom)
+
+
+def beyond(search: Search, best: Found, least: int, within: float | None = None) -> StageAnswer:
+    """That nothing fits."""
+    limit, found = best.part.question.limit_bytes, best.answer
+    why = Why(
+        f"Every plan needs at least {least:,} bytes on a device, and "
+        f"memory_limit_bytes={limit or 0:,}: proven with "
+        f"{counted(search.num_compiled, 'compiled stage')} and, {RESTS_ON}. "
+        "Raise the limit, or use more devices, more micro-batches of a smaller size, or "
+        "rematerialisation. [memory-limit]",
+        code="memory-limit",
+        memory_limit_bytes=limit,
+        proven=search.proven(within, "memory"),
+    )
+    proof = replace(found.proof, algorithm=BOUNDS_FIRST, seconds=search.seconds)
+    plan = found.plan and found.plan.with_(why=why)
+    return Answer("infeasible", plan, proof, why, found.headroom)
+
+
+def _recommended(part: OpenPart) -> StageAnswer:
+    """The plan of least bounds of bytes."""
+    return recommend(part.known, part.question)
+
+
+def _least_peak(part: OpenPart) -> int:
+    """No plan needs less."""
+    found, known, question = part.once(_recommended), part.known, part.question
+    if found.plan is None:
+        return NEVER
+    if depends_on_cuts_behind(known, search_problem(known, question), part.size):
+        problem = search_problem(known, question, least=True)
+        return search_plan(problem, tie_break="none").peak_bytes
+    return found.proof.peak_bytes
+
+
+def _expected(part: OpenPart) -> StageAnswer:
+    """The plan that is expected to be the best; a stage is expected to need the geometric mean of
+    its two bounds."""
+    known, question = part.known, part.question
+    problem, other = search_problem(known, question), search_problem(part.most, question)
+    cost = dict(problem.cost)
+    for d in problem.used_degrees:
+        least, most = problem.cost[d], other.cost[d]
+        assert isinstance(least, np.ndarray) and isinstance(most, np.ndarray), "as they are posed"
+        mean = np.sqrt(np.maximum(least, 0.0) * np.maximum(most, 0.0))
+        cost[d] = np.where(np.maximum(least, most) < NEVER, mean, NEVER).astype(np.int64)
+    result = search_plan(replace(problem, cost=cost), tie_break="none")
+    if result.status != "ok":
+        return Answer("infeasible", None, result, Why())
+    plan, predictor = plan_of(known, question, result.stages), AdditivePredictor(known)
+    stages = with_best_choices(result.stages, problem, predictor, plan, question.remat)
+    return expected(part, result, plan.with_(stages=stages))
+
+
+def _deciding(found: Found, enough: float, num: int) -> list[StageConfig]:
+    """The stages to compile next, at most so many: the largest of the plan that was found, and
+    those that would decide next if it were too large; if they are, the others need not be
+    compiled."""
+    others, known = _uncompiled(found), found.part.known
+    decide = others[:1]
+    while 0 < len(decide) < num:
+        known = known.without_stages({decide[-1]: ""})
+        other = recommend(known, found.part.question)
+        if other.plan is None or other.peak_bytes >= enough:
+            break
+        unknown = [each for each in _uncompiled(Found(found.part, other)) if each not in decide]
+        if not unknown:
+            break
+        decide.append(unknown[0])
+    rest = [config for config in others if config not in decide]
+    return [*decide, *rest[: num - len(decide)]]
+
+
+def _uncompiled(found: Found) -> list[StageConfig]:
+    """The stages of a plan that are not compiled, the largest first."""
+    plan, prediction = found.answer.plan, found.answer.prediction
+    assert plan is not None and prediction is not None, "a plan was found"
+    peaks = {
+        StageConfig.of(stage, found.part.size): predicted.peak_bytes
+        for stage, predicted in zip(plan.stages, prediction.stages, strict=True)
+    }
+    unknown = [config for config in peaks if config not in found.part.known.verified]
+    return sorted(unknown, key=lambda config: -peaks[config])

@@ -1,0 +1,438 @@
+"""One loop of search and compiler: compile what decides, until the answer is near enough to what
+nothing can be below.
+
+Plans are searched in parts, each of one number of micro-batches and one schedule. Every stage has a
+lower bound from tracing, or what the compiler said of it, so that exact programmes prove what no
+plan of a part is below. A part is opened once its floor, known before, is the least bound of all:
+one whose floor is above what matters never is. A policy (``lowest_peak``, ``speed``) says what
+bounds a part, which plan or stages to compile next, and when that is enough. What is compiled is
+known to all parts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeVar
+
+from capture.measured.bounds import Bounds
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import agreed_value_dims
+from capture.plan.prediction import Verified
+from capture.plan.stages import Plan
+from capture.plan.why import Bracket, Proven
+from capture.predictor import AdditivePredictor
+from capture.predictor.times import TimePredictor
+from capture.processor_time import processor_seconds
+from recommender.answer import StageAnswer
+from recommender.capture.compiled import of_compiler, same_model
+from recommender.capture.refuted import Refuted, refuted, without_bounds
+from recommender.question import PlanQuestion
+
+T = TypeVar("T")
+
+
+class StageCompiler(Protocol):
+    """Compiles stages, and knows them from then on; of one that is refused, that no memory
+    suffices for it."""
+
+    def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
+        """Of a whole plan: what the compiler says, None where it refuses a stage."""
+        ...
+
+    def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
+        """Of some: how many of them were not known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Effort:
+    """When a search may end before it has proven the best plan.
+
+    Attributes:
+        within_fraction: Once no plan is better than the best one by more than this part of it.
+        compiles: Once so many stages were compiled; 0 compiles nothing.
+        seconds: Once this process and its workers have computed for so long, and no compile is
+            under way (``processor_seconds``). None for no limit.
+        below_bytes: Once no plan needs less than so much.
+        any_that_fits: Once a compiled plan fits.
+        at_once: Stages that are compiled side by side: as many as there are workers.
+    """
+
+    within_fraction: float = 0.0
+    compiles: int | None = None
+    seconds: float | None = None
+    below_bytes: int | None = None
+    any_that_fits: bool = False
+    at_once: int = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Plans of one number of micro-batches and one schedule.
+
+    Attributes:
+        question: Names them.
+        open: Bounds the stages, when that is first asked for.
+        least_bytes, least_seconds: No plan of the part needs less, or is faster: known before.
+    """
+
+    question: PlanQuestion
+    open: Callable[[], Bounds]
+    least_bytes: int = 0
+    least_seconds: float = 0.0
+
+    @property
+    def may_fit(self) -> bool:
+        limit = self.question.limit_bytes
+        return limit is None or self.least_bytes <= limit
+
+
+class OpenPart:
+    """A part with bounds of its stages.
+
+    Attributes:
+        question: Of its plans.
+        known: Lower bounds that nothing has refuted, and the stages that are compiled.
+    """
+
+    def __init__(self, question: PlanQuestion, between: Bounds):
+        self.question, self.known, self._most = question, between.least, between.most
+        self._said: dict[tuple[Hashable, ...], object] = {}
+
+    @property
+    def size(self) -> int:
+        return self.question.microbatch_size
+
+    @property
+    def most(self) -> Profile:
+        """What stages are expected to need at most; of those that are compiled, what they do."""
+        return replace(self._most, verified=self.known.verified, failures=self.known.failures)
+
+    @cached_property
+    def bounds(self) -> AdditivePredictor:
+        """Of bytes, without what is compiled."""
+        return AdditivePredictor(replace(self.known, verified={}))
+
+    @cached_property
+    def bounded(self) -> TimePredictor:
+        """The same of seconds."""
+        return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes))
+
+    def once(self, of: Callable[..., T], *given: Hashable) -> T:
+        """What a function says of the part; it is asked again once something is compiled that
+        concerns it."""
+        if (of, *given) not in self._said:
+            self._said[of, *given] = of(self, *given)
+        return self._said[of, *given]  # type: ignore[return-value]
+
+    def learn(self, said: Profile) -> Mapping[StageConfig, StageCost]:
+        """Take what was compiled at the part's micro-batch size, and return what of it is new."""
+        known, size = self.known, self.size
+        new = {
+            config: cost
+            for config, cost in said.verified.items()
+            if config.microbatch_size == size and config not in known.verified
+        }
+        if new:
+            dims = agreed_value_dims([known.graph, said.graph])
+            self.known = replace(
+                known,
+                verified={**known.verified, **new},
+                failures=tuple(dict.fromkeys((*known.failures, *said.failures))),
+                model_hashes={**known.model_hashes, **said.model_hashes},
+                graph=replace(known.graph, value_dims=dims),
+            )
+            self._said.clear()
+        return new
+
+    def trust_no(self, kinds: Collection[str]) -> None:
+        """Use bounds of some kinds no longer."""
+        if not kinds:
+            return
+        self.known = without_bounds(self.known, kinds)
+        self._said.clear()
+        for name in ("bounds", "bounded"):
+            self.__dict__.pop(name, None)
+
+
+class Found(NamedTuple):
+    """A plan of a part."""
+
+    part: OpenPart
+    answer: StageAnswer
+
+
+class Probe(NamedTuple):
+    """Stages of plans of a part."""
+
+    part: OpenPart
+    configs: Sequence[StageConfig]
+
+
+class Look(NamedTuple):
+    """What is known before something is compiled.
+
+    Attributes:
+        found: The plan to tell of as long as none is compiled.
+        bracket: None where no plan of the open parts is there, or nothing bounds it.
+        reasons: To end (``Proven.ended``), and whether each holds.
+    """
+
+    found: Found
+    bracket: Bracket | None
+    reasons: Mapping[str, bool]
+
+
+#: What counts of the bytes and seconds of a plan, or of the least ones of several.
+Corner = tuple[float, float]
+
+
+class Policy(ABC):
+    """What is searched for. ``objective``: of the question; None leaves it as it is."""
+
+    objective: str | None = None
+
+    @abstractmethod
+    def corner(self, nbytes: int, seconds: float) -> Corner:
+        """What counts of a plan."""
+
+    @abstractmethod
+    def corners(self, part: OpenPart) -> Sequence[Corner]:
+        """Every plan of the part that matters is at least as large and as slow as one of them."""
+
+    @abstractmethod
+    def look(self, search: Search) -> Look: ...
+
+    @abstractmethod
+    def next(self, search: Search, look: Look) -> Found | Probe | None:
+        """What to compile; None where nothing is left."""
+
+    @abstractmethod
+    def answer(self, search: Search, look: Look, ended: str) -> StageAnswer: ...
+
+    def refuted_by(
+        self, part: OpenPart, compiled: Mapping[StageConfig, StageCost]
+    ) -> Iterable[Refuted]:
+        """The bounds that compiled stages are below."""
+        return refuted(part.bounds, compiled)
+
+
+def refine(
+    policy: Policy,
+    parts: Sequence[Part],
+    compiler: StageCompiler,
+    effort: Effort = Effort(),
+    told: Callable[[Bracket], None] = lambda bracket: None,
+) -> StageAnswer:
+    """The best plan of some parts, in what the compiler says.
+
+    Args:
+        policy: ``LowestPeak()``, ``Timed()`` or ``Timed(front=True)``.
+        parts: At least one, of one model, cluster and limit.
+        compiler: An interrupt meanwhile ends the search with what is known.
+        effort: When to end.
+        told: Every bracket, as it is known.
+
+    Returns:
+        The best plan that was compiled, and in ``why.proven`` how near it is to the best of all.
+        Where nothing was compiled, the plan that bounds and estimates name; ``why.uncompiled`` says
+        so. That nothing fits is proven by bounds alone where they are above the limit.
+
+    Raises:
+        KeyboardInterrupt: While nothing is known yet.
+        ProfileError: ``verify-stage`` if every plan has a stage that does not compile.
+    """
+    return Search(policy, parts, compiler, effort, told).run()
+
+
+class Search:
+    """What a search knows, and how it came to that: see ``refine``.
+
+    Attributes:
+        parts: That are open, by their number.
+        compiled: Plans of compiled stages, in their order.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        parts: Sequence[Part],
+        compiler: StageCompiler,
+        effort: Effort,
+        told: Callable[[Bracket], None],
+    ):
+        self._policy, self._all, self._compiler, self._told = policy, parts, compiler, told
+        self.effort, self.parts, self.num_compiled = effort, dict[int, OpenPart](), 0
+        self.compiled, self._trail = list[Found](), list[Bracket]()
+        self._asked, self._refuted = set[Plan](), list[Refuted]()
+        #: Per micro-batch size, a profile that knows what is compiled.
+        self._profiles = dict[int, Profile]()
+        self._start, self._spent = time.perf_counter(), processor_seconds()
+
+    def run(self) -> StageAnswer:
+        """The rounds, and the answer."""
+        self._open(self.to_open() or 0)
+        self._look, ended = self._policy.look(self), ""
+        while not ended:
+            try:
+                ended = self._round()
+            except KeyboardInterrupt:
+                if not self._trail:
+                    raise
+                ended = "interrupted"
+        return self._policy.answer(self, self._look, ended)
+
+    def _round(self) -> str:
+        """Look, and open or compile what decides; why that was the last round, or nothing."""
+        self._look = look = self._policy.look(self)
+        if look.bracket is not None:
+            self._trail.append(look.bracket)
+            self._told(look.bracket)
+        to_open = self.to_open()
+        reasons = {**look.reasons, **self._is_spent(to_open is not None)}
+        if ended := next((reason for reason, holds in reasons.items() if holds), ""):
+            return ended
+        if to_open is not None:
+            self._open(to_open)
+            return ""
+        chosen = self._policy.next(self, look)
+        if isinstance(chosen, Probe):
+            count, known = self._compiler.probe(chosen.configs, chosen.part.known)
+            self.num_compiled += count
+            self._learn(chosen.part.size, known)
+        elif chosen is not None:
+            self._compile(chosen)
+        return "" if chosen else "search"
+
+    def _is_spent(self, opens: bool) -> Mapping[str, bool]:
+        compiles, seconds = self.effort.compiles, self.effort.seconds
+        spent = processor_seconds() - self._spent
+        return {
+            "compiles": compiles is not None and self.num_compiled >= compiles and not opens,
+            "seconds": seconds is not None and spent >= seconds and bool(self._trail),
+        }
+
+    def _compile(self, found: Found) -> None:
+        part, plan = found.part, found.answer.plan
+        assert plan is not None, "a plan was found"
+        said, known = self._compiler.attempt(plan, part.known)
+        self._learn(part.size, known)
+        self._asked.add(same_model(plan, part.known))
+        if said is not None:
+            self.num_compiled += said.num_stages_compiled
+            self.compiled.append(Found(part, of_compiler(found.answer, said, part.known)))
+
+    def _open(self, number: int) -> None:
+        """Bound the stages of a part."""
+        question = self._all[number].question
+        if self._policy.objective is not None:
+            question = replace(question, algorithm=None, objective=self._policy.objective)
+        part = self.parts[number] = OpenPart(question, self._all[number].open())
+        part.trust_no({each.part for each in self._refuted})
+        if part.size in self._profiles:
+            self._learn(part.size, self._profiles[part.size])
+
+    def _learn(self, size: int, profile: Profile) -> None:
+        """Take what was compiled. A kind of bound that it refutes is used no longer, and nothing is
+        said to be proven that rests on it."""
+        self._profiles[size] = profile
+        found = [
+            each
+            for part in self.parts.values()
+            if part.size == size
+            for each in self._policy.refuted_by(part, part.learn(profile))
+        ]
+        if found:
+            self._refuted += found
+            self._trail.clear()
+            for part in self.parts.values():
+                part.trust_no({each.part for each in found})
+
+    @property
+    def seconds(self) -> float:
+        """Since the search began."""
+        return time.perf_counter() - self._start
+
+    @property
+    def questions(self) -> list[PlanQuestion]:
+        """Of all parts."""
+        return [part.question for part in self._all]
+
+    @property
+    def floors(self) -> Mapping[int, Corner]:
+        """What is known of the parts that are not open, by number; nothing once a bound was
+        refuted."""
+        known = {number: part for number, part in enumerate(self._all) if number not in self.parts}
+        if self._refuted:
+            return dict.fromkeys(known, (0.0, 0.0))
+        return {
+            number: self._policy.corner(
+                part.least_bytes, part.least_seconds if part.may_fit else math.inf
+            )
+            for number, part in known.items()
+        }
+
+    @property
+    def open_corners(self) -> list[Corner]:
+        """Of the open parts."""
+        return [each for part in self.parts.values() for each in self._policy.corners(part)]
+
+    @property
+    def corners(self) -> list[Corner]:
+        """Every plan that fits is at least as large and as slow as one of them."""
+        floors = [floor for floor in self.floors.values() if floor[1] < math.inf]
+        return [*floors, *self.open_corners]
+
+    @property
+    def fitting(self) -> list[Found]:
+        """Compiled plans that fit."""
+        return [found for found in self.compiled if found.answer.status == "ok"]
+
+    @property
+    def values(self) -> list[Corner]:
+        """What counts of them."""
+        return [
+            self._policy.corner(each.answer.peak_bytes, each.answer.proof.step_seconds or 0.0)
+            for each in self.fitting
+        ]
+
+    def to_open(self) -> int | None:
+        """Of the parts that may hold a plan which is farther than asked from the compiled ones, and
+        below what is known of open parts, that of the least floor."""
+        known, values = self.open_corners, self.values
+        left = [
+            (floor[::-1], number)
+            for number, floor in self.floors.items()
+            if floor[1] < math.inf
+            and far(floor, values) > self.effort.within_fraction
+            and not any(p <= floor[0] and s <= floor[1] for p, s in known)
+        ]
+        return min(left)[1] if left else None
+
+    def is_asked(self, found: Found) -> bool:
+        """Whether the compiler was asked for a plan."""
+        plan = found.answer.plan
+        return plan is None or same_model(plan, found.part.known) in self._asked
+
+    def proven(self, within: float | None, ended: str) -> Proven:
+        said = dict.fromkeys(map(str, self._refuted))
+        return Proven(within, tuple(self._trail), ended, tuple(said))
+
+
+def far(corner: Corner, values: Iterable[Corner]) -> float:
+    """By which part the nearest plan is larger or slower than a corner; infinite without a plan."""
+    return min((max(map(above, value, corner)) for value in values), default=math.inf)
+
+
+def above(value: float, least: float) -> float:
+    """By which part of ``least`` a value is above it; 0 where sums of the same numbers in another
+    order may be, and infinite above nothing."""
+    if value <= least * (1 + 1e-9):
+        return 0.0
+    return value / least - 1 if least > 0 else math.inf

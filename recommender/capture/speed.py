@@ -1,0 +1,300 @@
+"""The policy of ``refine`` for speed: the fastest plan that fits, and the front of memory against
+time.
+
+A lower bound of seconds says what cannot be, and not which of two plans is faster. So plans are
+proposed by the closed form over estimates, which are those bounds times what compiled stages with
+the same choice took beyond them, and what is sent; they are proven by the bound of ``least_step``;
+and ranked by their simulated steps, which are the seconds that are shown.
+
+Of the front, the plan of the estimated one is compiled that is farthest from all compiled ones, the
+fastest first, until each is near enough to one of them. Source of the measure of nearness:
+Papadimitriou and Yannakakis, On the approximability of trade-offs (FOCS 2000), section 2: of an
+approximate front some plan is at most 1 + x times as large and as slow as any given plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.plan.choices import StageChoice
+from capture.plan.why import Bracket, CompiledPlans, Front, FrontPoint, Why
+from capture.quantities import format_bytes, format_seconds
+from recommender.answer import StageAnswer
+from recommender.capture.counted import CountedSearch
+from recommender.capture.least_step import LeastStep
+from recommender.capture.lowest_peak import answer, beyond, compiled, expected, finite, peak_of
+from recommender.capture.pareto import pareto
+from recommender.capture.posed import search_problem
+from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.refine import (
+    Corner,
+    Found,
+    Look,
+    OpenPart,
+    Policy,
+    Search,
+    above,
+    far,
+)
+from recommender.capture.refuted import Refuted
+from recommender.capture.throughput import throughput
+
+#: A plan that may be slower by this part than another one is not called proven.
+PROVES_NOTHING = 1.0
+#: Of every bound of seconds that is said.
+NO_TRANSFERS = "by a bound that leaves transfers out"
+#: Per degree and choice, what stages take over what they are bounded by.
+Ratios = tuple[tuple[float, ...], ...]
+
+
+class Timed(Policy):
+    """The fastest plan that fits; with ``front`` also the plans that are smaller, or faster than
+    all smaller ones (``why.front``)."""
+
+    def __init__(self, front: bool = False):
+        self._has_front, self.objective = front, "pareto" if front else "throughput"
+
+    def corner(self, nbytes: int, seconds: float) -> Corner:
+        return float(nbytes) * self._has_front, seconds
+
+    def corners(self, part: OpenPart) -> Sequence[Corner]:
+        return part.once(_corners)
+
+    def refuted_by(
+        self, part: OpenPart, compiled: Mapping[StageConfig, StageCost]
+    ) -> Iterable[Refuted]:
+        yield from super().refuted_by(part, compiled)
+        for config, cost in compiled.items():
+            if (times := part.bounded.model.stage_times(cost)) is not None:
+                least = _bounded_seconds(part, config)
+                if above(least, times.microbatch_seconds):
+                    yield Refuted(config, "seconds", least, times.microbatch_seconds)
+
+    def look(self, search: Search) -> Look:
+        if not search.open_corners:
+            none = [Found(part, part.once(_nothing_fits)) for part in search.parts.values()]
+            least = min(none, key=lambda found: found.answer.proof.peak_bytes or NEVER)
+            return Look(least, None, {"memory": search.to_open() is None})
+        points, corners, plans = self._points(search), search.corners, search.fitting
+        fastest, within = min(plans, key=_seconds_of, default=None), self._within(search)
+        least, peak = int(min(corners)[0]), (fastest or points[-1]).answer.peak_bytes
+        if self._has_front:
+            peak = min(each.answer.peak_bytes for each in plans or points[:1])
+        bracket = Bracket(
+            search.seconds,
+            search.num_compiled,
+            least if self._has_front else peak,
+            max(least, peak),
+            bool(plans),
+            min(seconds for _, seconds in corners),
+            fastest and _seconds_of(fastest),
+            len(_undominated(plans)) if self._has_front else None,
+            within if self._has_front else None,
+        )
+        near = within is not None and within <= search.effort.within_fraction
+        return Look(points[-1], bracket, {"proven": within == 0, "within": near})
+
+    def _within(self, search: Search) -> float | None:
+        """How near compiled plans are to all (``Proven.within_fraction``)."""
+        return finite(max(far(corner, search.values) for corner in search.corners))
+
+    def _points(self, search: Search) -> list[Found]:
+        """The front as it is estimated, or the fastest plan alone, by ascending peak."""
+        slowness = {part.size: part.once(_slowness) for part in search.parts.values()}
+        proposed, points = _front if self._has_front else _fastest, list[Found]()
+        for part in sorted(search.parts.values(), key=_least_seconds):
+            least = _least_seconds(part)
+            if least == inf or (
+                not self._has_front and points and least >= min(map(_seconds_of, points))
+            ):
+                break
+            points += part.once(proposed, _ratios(part, slowness))
+        front = _undominated(points)
+        return front if self._has_front else front[-1:]
+
+    def next(self, search: Search, look: Look) -> Found | None:
+        """What is farthest from what is compiled, the fastest first; or the fastest."""
+        farthest = search.effort.within_fraction if self._has_front else -1.0
+        chosen, values = None, search.values
+        for found in reversed(self._points(search)):
+            proof = found.answer.proof
+            distance = far(self.corner(proof.peak_bytes, _seconds_of(found)), values)
+            if distance > farthest and not search.is_asked(found):
+                farthest, chosen = distance, found
+        return chosen
+
+    def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
+        bracket, plans = look.bracket, search.fitting
+        if bracket is None:
+            return beyond(search, look.found, look.found.answer.proof.peak_bytes)
+        within, fastest = self._within(search), bracket.least_step_seconds or 0.0
+        proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
+        if not plans:
+            said = f"a step takes at least {step}"
+            if self._has_front:
+                said = f"every plan needs at least {format_bytes(bracket.least_bytes)}, and {said}"
+            said = f"nothing that fits was compiled: {said}."
+            return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
+        front = self._front(search) if self._has_front else None
+        by = "not proven" if within is None else f"proven within {within:.1%}"
+        if front is not None:
+            said = (
+                f", {len(front.points)} of them on the front; {by if within != 0 else 'proven'}: "
+                "whichever plan fits, one of them needs no more bytes and seconds"
+                f"{' by more' * (within != 0)}, {NO_TRANSFERS}"
+            )
+        elif within is None or within > PROVES_NOTHING:
+            said = f"; the fastest of these, not proven: no plan that fits takes less than {step}"
+        else:
+            by = f" within {within:.1%}" if within else ""
+            said = f"; proven fastest{by} of the plans that fit, {NO_TRANSFERS}"
+        best, summary = min(plans, key=_seconds_of), compiled(search, f"{said},")
+        verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
+        what = f"{peak_of(best)} {summary}"
+        why = Why(what, front=front, verified=verified, proven=proven)
+        return answer(search, best, why, finite(above(_seconds_of(best), fastest)))
+
+    def _front(self, search: Search) -> Front:
+        """The compiled plans of it, each with what the corners say of it."""
+        corners, names, points = search.corners, len(search.questions) > 1, list[FrontPoint]()
+        for found in _undominated(search.fitting):
+            plan, peak, seconds = found.answer.plan, found.answer.peak_bytes, _seconds_of(found)
+            assert plan is not None, "it was compiled"
+            point = FrontPoint(
+                peak,
+                seconds,
+                above(seconds, min(s for p, s in corners if p <= peak)),
+                plan.stages,
+                plan.schedule if names else "",
+                plan.num_microbatches if names else 0,
+                within_fraction=max(min(above(peak, p), above(seconds, s)) for p, s in corners),
+            )
+            points.append(point)
+        is_whole = self._within(search) == 0 and not any(each.within_fraction for each in points)
+        return Front(tuple(points), is_whole, False, search.seconds)
+
+
+def _seconds_of(found: Found) -> float:
+    """Simulated, of a compiled plan."""
+    seconds = found.answer.proof.step_seconds
+    assert seconds is not None, "it was searched for speed"
+    return seconds
+
+
+def _undominated(plans: Iterable[Found]) -> list[Found]:
+    """Those of which none is both smaller and faster than another, by ascending peak."""
+
+    def peak(found: Found) -> int:
+        known = found.answer.compiled
+        return found.answer.peak_bytes if known else found.answer.proof.peak_bytes
+
+    left = list[Found]()
+    for found in sorted(plans, key=lambda each: (peak(each), _seconds_of(each))):
+        if not left or _seconds_of(found) < _seconds_of(left[-1]):
+            left.append(found)
+    return left
+
+
+def _problem(part: OpenPart) -> SearchProblem:
+    """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
+    return search_problem(part.known, part.question, with_times=True, least=True)
+
+
+def _corners(part: OpenPart) -> Sequence[Corner]:
+    """Every plan of the part that fits is at least as large and as slow as one of them."""
+    step = LeastStep(part.once(_problem))
+    if part.question.objective == "pareto":
+        return step.corners()
+    seconds, _ = step.within(part.question.limit_bytes)
+    return [(0, seconds)] if seconds < inf else []
+
+
+def _least_seconds(part: OpenPart) -> float:
+    return min((seconds for _, seconds in part.once(_corners)), default=inf)
+
+
+def _nothing_fits(part: OpenPart) -> StageAnswer:
+    return expected(part, throughput(part.once(_problem)))
+
+
+def _bounded_seconds(part: OpenPart, config: StageConfig) -> float:
+    """Of a micro-batch on a stage."""
+    table = part.bounded.table(config.choice, config.microbatch_size)
+    return table.at(config.first, config.stop).microbatch_seconds
+
+
+def _slowness(part: OpenPart) -> Mapping[StageChoice, float]:
+    """By choice, what the compiled stages of the part's micro-batch size take over what they are
+    bounded by."""
+    least, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
+    for config, cost in part.known.verified.items():
+        times = part.bounded.model.stage_times(cost)
+        if config.microbatch_size == part.size and times is not None:
+            least[config.choice] += _bounded_seconds(part, config)
+            real[config.choice] += times.microbatch_seconds
+    return {choice: real[choice] / seconds for choice, seconds in least.items() if seconds}
+
+
+def _ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
+    """What stages are taken to take over what they are bounded by, per degree and choice: as known
+    at their micro-batch size, or at another, or the least of those with as many devices to a
+    replica, or of all."""
+    maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
+    every = [each for found in maps for each in found.items()]
+
+    def ratio(choice: StageChoice) -> float:
+        if (same := next((found[choice] for found in maps if choice in found), None)) is not None:
+            return same
+        alike = [r for c, r in every if c.tensor_parallel == choice.tensor_parallel]
+        return min(alike or [r for _, r in every], default=1.0)
+
+    return tuple(tuple(map(ratio, choices)) for choices in part.once(_problem).choices.values())
+
+
+def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
+    """What a stage waits for what it sends and gets back, as ``SearchProblem.seconds``."""
+    problem = part.once(_problem)
+    sends = CountedSearch(part.known, part.question, problem).sends_seconds
+    return {
+        d: 2 * np.stack([sends(choice) for choice in choices])[:, None]
+        for d, choices in problem.choices.items()
+    }
+
+
+def _estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
+    """The problem with what stages are estimated to take, and those that are compiled do."""
+    problem, sent = part.once(_problem), part.once(_sent)
+    assert problem.seconds is not None, "it has times"
+    seconds = {
+        d: problem.seconds[d] * np.array(of_choices)[:, None, None]
+        for d, of_choices in zip(problem.choices, ratios, strict=True)
+    }
+    for config in part.known.verified:
+        choice, d = config.choice, config.choice.num_devices
+        if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
+            at = problem.choices[d].index(choice), config.first, config.stop
+            seconds[d][at] = problem.seconds[d][at]
+    return replace(problem, seconds={d: each + sent[d] for d, each in seconds.items()})
+
+
+def _fastest(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
+    """The plan that is estimated to be fastest: by bytes as expected, or by their bounds where
+    nothing else is left."""
+    estimates = _estimates(part, ratios)
+    most = search_problem(part.most, part.question, with_times=True)
+    found = throughput(replace(most, seconds=estimates.seconds))
+    found = found if found.status == "ok" else throughput(estimates)
+    return [Found(part, expected(part, found))]
+
+
+def _front(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
+    """The front as it is estimated."""
+    points = pareto(_estimates(part, ratios)).points
+    return [Found(part, expected(part, point)) for point in points]
