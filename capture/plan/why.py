@@ -20,13 +20,14 @@ class FrontPoint:
 
     Attributes:
         peak_bytes: Per device, predicted; the compiler's where ``within_fraction`` is known.
-        step_seconds: As the search estimates it, transfers included.
-        bound_fraction: No plan of the same peak is faster by more, transfers left out.
+        step_seconds: As the search estimates it, transfers included; of a compiled plan simulated.
+        bound_fraction: No plan of the same peak is faster by more, by a bound that leaves transfers
+            out; of a profile by the closed form without them.
         stages: Layers and degrees.
         schedule, num_microbatches: As in the plan that has the front, where they are not said.
         within_fraction: Of a compiled plan, where bounds were searched: no plan that fits is below
-            it by more in both, compiled bytes and seconds without transfers; 0 if none is. None
-            where it is not known.
+            it by more in both, compiled bytes and seconds, these by a bound that leaves transfers
+            out; 0 if none is. None where it is not known.
     """
 
     peak_bytes: int
@@ -91,9 +92,9 @@ class Bracket:
         least_bytes: No plan of the space needs less.
         most_bytes: The best plan so far needs no more: compiled, or as tracing expects.
         compiled: Whether it is compiled.
-        least_step_seconds, most_step_seconds: Of a step by the closed form without transfers, where
-            the fastest plan that fits is searched for; then the bytes are those of that plan. The
-            second once it is compiled.
+        least_step_seconds, most_step_seconds: Of a step, by a bound that leaves transfers out, and
+            of the fastest plan so far, simulated, once one is compiled: where the fastest plan that
+            fits is searched for; then the bytes are those of that plan.
         num_points: Compiled plans of a front, where that is searched for; then the bytes are of its
             smallest plan, and the seconds of its fastest.
         within_fraction: How near these are to the front, as in ``Proven``.

@@ -365,17 +365,21 @@ class Search:
         return [part.question for part in self._all]
 
     @property
+    def unopened(self) -> Mapping[int, Part]:
+        """Parts that are not open, by their number."""
+        return {n: part for n, part in enumerate(self._all) if n not in self.parts}
+
+    @property
     def floors(self) -> Mapping[int, Corner]:
         """What is known of the parts that are not open, by number; nothing once a bound was
         refuted."""
-        known = {number: part for number, part in enumerate(self._all) if number not in self.parts}
         if self._refuted:
-            return dict.fromkeys(known, (0.0, 0.0))
+            return dict.fromkeys(self.unopened, (0.0, 0.0))
         return {
             number: self._policy.corner(
                 part.least_bytes, part.least_seconds if part.may_fit else math.inf
             )
-            for number, part in known.items()
+            for number, part in self.unopened.items()
         }
 
     @property

@@ -80,13 +80,14 @@ class Timed(Policy):
     def look(self, search: Search) -> Look:
         if not search.open_corners:
             none = [Found(part, part.once(_nothing_fits)) for part in search.parts.values()]
-            least = min(none, key=lambda found: found.answer.proof.peak_bytes or NEVER)
-            return Look(least, None, {"memory": search.to_open() is None})
+            smallest = min(none, key=lambda found: found.answer.proof.peak_bytes or NEVER)
+            return Look(smallest, None, {"memory": search.to_open() is None})
         points, corners, plans = self._points(search), search.corners, search.fitting
         fastest, within = min(plans, key=_seconds_of, default=None), self._within(search)
-        least, peak = int(min(corners)[0]), (fastest or points[-1]).answer.peak_bytes
+        told = [points[-1] if fastest is None else fastest]
         if self._has_front:
-            peak = min(each.answer.peak_bytes for each in plans or points[:1])
+            told = plans or points[:1]
+        least, peak = int(min(corners)[0]), min(found.answer.peak_bytes for found in told)
         bracket = Bracket(
             search.seconds,
             search.num_compiled,
@@ -94,7 +95,7 @@ class Timed(Policy):
             max(least, peak),
             bool(plans),
             min(seconds for _, seconds in corners),
-            fastest and _seconds_of(fastest),
+            None if fastest is None else _seconds_of(fastest),
             len(_undominated(plans)) if self._has_front else None,
             within if self._has_front else None,
         )
@@ -133,7 +134,8 @@ class Timed(Policy):
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
         if bracket is None:
-            return beyond(search, look.found, look.found.answer.proof.peak_bytes)
+            needs = [part.least_bytes for part in search.unopened.values()]
+            return beyond(search, look.found, min([look.found.answer.proof.peak_bytes, *needs]))
         within, fastest = self._within(search), bracket.least_step_seconds or 0.0
         proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
         if not plans:

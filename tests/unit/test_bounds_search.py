@@ -32,9 +32,11 @@ class Planted4:
         refused: Stages that do not compile.
     """
 
+    sizes: tuple[int, ...] = (MICROBATCH_SIZE,)
+
     def __init__(self, seed: int, *refused: StageConfig, num_layers: int = 6):
         planted = Planted(num_layers, seed)
-        exact = planted.profile(hybrid(2), sizes=(MICROBATCH_SIZE,), num_neighbours=5)
+        exact = planted.profile(hybrid(2), sizes=self.sizes, num_neighbours=5)
         self.compiler, self.refused = Compiler(planted, exact, SPREAD), set(refused)
         self.probed = []
         self.all = replace(
@@ -60,7 +62,7 @@ class Planted4:
         return len(configs), known.without_stages(dict.fromkeys(refused, "it is odd"))
 
     def attempt(self, plan: Plan, known: Profile):
-        configs = {StageConfig.of(stage, MICROBATCH_SIZE) for stage in plan.stages}
+        configs = {StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages}
         if refused := configs & self.refused:
             return None, known.without_stages(dict.fromkeys(refused, "it is odd"))
         said, known = self.compiler(plan, known)

@@ -36,9 +36,11 @@ class Timed:
     """A few layers, and a compiler whose programs take longer than their products: by choice, and
     each by its own factor."""
 
+    sizes: tuple[int, ...] = (MICROBATCH_SIZE,)
+
     def __init__(self, seed: int, spread: float = 0.2):
         planted = Planted(5, seed)
-        exact = planted.profile(hybrid(2), sizes=(MICROBATCH_SIZE,), num_neighbours=4)
+        exact = planted.profile(hybrid(2), sizes=self.sizes, num_neighbours=4)
         exact = replace(exact, provenance={"backend": "compile", "target": TARGET})
         self.compiler, self.spread = Compiler(planted, exact, spread=0.0), spread
         self.all = replace(
@@ -77,7 +79,7 @@ class Timed:
 
     def attempt(self, plan: Plan, known):
         said, _ = self.compiler(plan, known)
-        configs = [StageConfig.of(stage, MICROBATCH_SIZE) for stage in plan.stages]
+        configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
         verified = {**known.verified, **{config: self.cost(config) for config in configs}}
         new = len(set(configs) - known.verified.keys())
         return replace(said, num_stages_compiled=new), replace(known, verified=verified)
@@ -87,18 +89,18 @@ class Timed:
         part = Part(asked, lambda: Bounds(self.least, self.bounds("most")))
         return refine(Policy(), [part], self, effort)
 
-    def every(self) -> list[tuple[int, float]]:
+    def every(self, asked: PlanQuestion = QUESTION) -> list[tuple[int, float]]:
         """Bytes and simulated seconds of all plans, with all stages compiled."""
-        problem = search_problem(self.all, QUESTION, with_times=True)
+        problem = search_problem(self.all, asked, with_times=True)
         return [
-            self.value(place(problem, cuts, choices))
+            self.value(place(cuts, choices), asked)
             for cuts in every_plan(problem)
             for choices in product(*(problem.choices[d] for *_, d in cuts))
         ]
 
-    def value(self, stages) -> tuple[int, float]:
+    def value(self, stages, asked: PlanQuestion = QUESTION) -> tuple[int, float]:
         """The same of one plan."""
-        plan = plan_of(self.all, QUESTION, stages)
+        plan = plan_of(self.all, asked, stages)
         seconds = predicted_timeline(plan, self.all).step_seconds
         return predict_plan(self.all, plan).peak_bytes, float(seconds)
 
@@ -107,7 +109,7 @@ class Timed:
         return min(seconds for peak, seconds in self.every() if peak <= memory_limit_bytes)
 
 
-def place(problem, cuts, choices) -> list[Stage]:
+def place(cuts, choices) -> list[Stage]:
     """On consecutive devices."""
     stages, device = list[Stage](), 0
     for (first, stop, d), choice in zip(cuts, choices, strict=True):

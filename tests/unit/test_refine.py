@@ -1,0 +1,166 @@
+"""The loop of search and compiler over several numbers of micro-batches and schedules, against all
+plans compiled."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from synthetic_profiles import MICROBATCH_SIZE
+from test_bounds_search import QUESTION as FOR_MEMORY
+from test_bounds_search import Planted4
+from test_fastest_bounds import QUESTION as FOR_SPEED
+from test_fastest_bounds import Timed
+
+from capture.measured.bounds import Bounds
+from capture.processor_time import processor_seconds
+from recommender import recommend
+from recommender.capture.lowest_peak import LowestPeak
+from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.speed import Timed as ForSpeed
+
+SIZES = (MICROBATCH_SIZE, 2 * MICROBATCH_SIZE)
+
+
+def questions(question):
+    """All micro-batch sizes with both schedules."""
+    return [
+        replace(question, num_microbatches=question.global_batch_size // size, schedule=schedule)
+        for size in SIZES
+        for schedule in ("1f1b", "gpipe")
+    ]
+
+
+class Small(Planted4):
+    sizes = SIZES
+
+    def parts(self, **floors):
+        return [
+            Part(each, lambda: Bounds(self.least, self.most), **floors)
+            for each in questions(FOR_MEMORY)
+        ]
+
+
+class Fast(Timed):
+    sizes = SIZES
+
+    def parts(self, **changes):
+        return [
+            Part(replace(each, **changes), lambda: Bounds(self.least, self.bounds("most")))
+            for each in questions(FOR_SPEED)
+        ]
+
+    def all_values(self):
+        return [value for asked in questions(FOR_SPEED) for value in self.every(asked)]
+
+
+def never_opened():
+    raise AssertionError("nothing of this part matters")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_peak_of_all_parts_is_proven(seed):
+    planted = Small(seed)
+    found = refine(LowestPeak(), planted.parts(), planted)
+    best = min(recommend(planted.all, asked).peak_bytes for asked in questions(FOR_MEMORY))
+    assert found.peak_bytes == best and found.proof.optimal
+    asked = Counter(
+        (plan.microbatch_size, stages)
+        for plan in planted.compiler.compiled
+        for stages in [(plan.schedule, plan.stages)]
+    )
+    assert max(asked.values()) == 1
+    assert "4 or 8 micro-batches, 1F1B or GPIPE; not searched: other remat, other micro" in (
+        found.why.summary
+    )
+
+
+def test_a_part_whose_floor_is_above_the_best_plan_is_not_opened():
+    planted = Small(1)
+    peak = refine(LowestPeak(), planted.parts(), planted).peak_bytes
+    parts = planted.parts()
+    with pytest.raises(AssertionError, match="nothing of this part matters"):
+        refine(LowestPeak(), [*parts, replace(parts[0], open=never_opened)], Small(1))
+    left_out = Part(parts[0].question, never_opened, least_bytes=peak + 1)
+    assert refine(LowestPeak(), [left_out, *parts], Small(1)).peak_bytes == peak
+
+
+def test_a_floor_counts_while_its_part_is_not_open():
+    planted, brackets = Small(0), []
+    parts = [replace(part, least_bytes=1 + i) for i, part in enumerate(planted.parts())]
+    refine(LowestPeak(), parts, planted, told=brackets.append)
+    assert [bracket.least_bytes for bracket in brackets[:3]] == [2, 3, 4]
+    assert not any(bracket.num_compiled for bracket in brackets[:4]), "opening is cheaper"
+
+
+def test_nothing_that_is_refuted_leaves_a_floor():
+    planted = Small(1)
+    wrong = {
+        config: replace(cost, forward_bytes=3 * cost.forward_bytes)
+        for config, cost in planted.least.measurements.items()
+    }
+    planted.least = replace(planted.least, measurements=wrong)
+    parts = [replace(part, least_bytes=10**9) for part in planted.parts()]
+    parts[0] = replace(parts[0], least_bytes=0)
+    found = refine(LowestPeak(), parts, planted)
+    assert found.why.proven.refuted
+    best = min(recommend(planted.all, asked).peak_bytes for asked in questions(FOR_MEMORY))
+    assert found.peak_bytes == best, "also of the parts whose floors were wrong"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_plan_of_any_part_is_faster_than_is_said(seed):
+    planted = Fast(seed)
+    found = refine(ForSpeed(), planted.parts(), planted)
+    last, fastest = found.why.proven.trail[-1], min(s for _, s in planted.all_values())
+    assert last.least_step_seconds <= fastest * (1 + 1e-9)
+    assert found.proof.step_seconds == last.most_step_seconds <= fastest * 1.05
+    asked = next(each for each in questions(FOR_SPEED) if is_of(found.plan, each))
+    assert planted.value(found.plan.stages, asked)[1] == pytest.approx(found.proof.step_seconds)
+
+
+def is_of(plan, asked):
+    return (plan.num_microbatches, plan.schedule) == (asked.num_microbatches, asked.schedule)
+
+
+def test_the_front_of_all_parts_is_as_near_as_is_said():
+    planted = Fast(2)
+    found = refine(ForSpeed(front=True), planted.parts(), planted, Effort(within_fraction=0.05))
+    points = [(each.peak_bytes, each.step_seconds) for each in found.why.front.points]
+    by = 1 + found.why.proven.within_fraction + 1e-9
+    for peak, seconds in planted.all_values():
+        assert any(p <= peak * by and s <= seconds * by for p, s in points)
+    assert all(each.num_microbatches in (4, 8) for each in found.why.front.points)
+    for point in points:
+        assert any(value == pytest.approx(point) for value in planted.all_values())
+
+
+def test_what_cannot_fit_is_told_over_all_parts():
+    planted = Fast(0)
+    found = refine(ForSpeed(), planted.parts(memory_limit_bytes=1), planted)
+    assert (found.status, found.why.code, found.why.proven.ended) == (
+        "infeasible",
+        "memory-limit",
+        "memory",
+    )
+
+
+def test_effort_counts_what_is_computed_and_not_the_clock():
+    planted = Small(2)
+
+    class Slow:
+        attempt = staticmethod(planted.attempt)
+
+        def probe(self, configs, known):
+            time.sleep(0.4)
+            return planted.probe(configs, known)
+
+    waits = refine(LowestPeak(), planted.parts(), Slow(), Effort(seconds=30, at_once=1))
+    assert waits.why.proven.ended == "proven"
+    before = processor_seconds()
+    time.sleep(0.2)
+    assert processor_seconds() - before < 0.1
+    none = refine(LowestPeak(), Small(2).parts(), Small(2), Effort(seconds=0.0))
+    assert none.why.proven.ended == "seconds" and len(none.why.proven.trail) == 1
