@@ -48,8 +48,9 @@ from recommender.capture.extent import (
 )
 from recommender.capture.knowledge import BoundedKnowledge
 from recommender.capture.lowest_peak import LowestPeak
+from recommender.capture.parts import Part
 from recommender.capture.recommendation import recommend
-from recommender.capture.refine import Effort, Part, Policy, refine
+from recommender.capture.refine import Effort, Policy, refine
 from recommender.capture.speed import Timed
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 

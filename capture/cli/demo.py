@@ -24,7 +24,8 @@ from profiling_runs.bounds import bounds
 from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, baseline_plan
 from recommender.capture.lowest_peak import LowestPeak
-from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.parts import Part
+from recommender.capture.refine import Effort, refine
 
 WORKLOAD = "capture.cli.tiny_gpt:gpt"
 CLUSTER = "2x4"

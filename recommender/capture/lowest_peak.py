@@ -16,6 +16,7 @@ from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.predictor import AdditivePredictor
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
+from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import NEVER
 from recommender.capture.recommendation import (
@@ -25,16 +26,7 @@ from recommender.capture.recommendation import (
     recommend,
     with_best_choices,
 )
-from recommender.capture.refine import (
-    Corner,
-    Found,
-    Look,
-    OpenPart,
-    Policy,
-    Probe,
-    Search,
-    above,
-)
+from recommender.capture.refine import Corner, Look, Policy, Probe, Search, above
 from recommender.capture.result import SearchResult
 from recommender.capture.search import search as search_plan
 from recommender.capture.searched import searched
@@ -65,7 +57,7 @@ class LowestPeak(Policy):
 
     def look(self, search: Search) -> Look:
         part = min(search.parts.values(), key=lambda part: part.once(_least_peak))
-        found, best = part.once(_recommended), self._best(search)
+        found, best = part.once(recommended), self._best(search)
         if found.plan is None:
             return Look(Found(part, found), None, {})  # no plan fills the cluster
         least = int(min(search.corners)[0])
@@ -201,14 +193,14 @@ def beyond(search: Search, best: Found, least: int, within: float | None = None)
     return Answer("infeasible", plan, proof, why, found.headroom)
 
 
-def _recommended(part: OpenPart) -> StageAnswer:
-    """The plan of least bounds of bytes."""
+def recommended(part: OpenPart) -> StageAnswer:
+    """The plan that is best by what is known."""
     return recommend(part.known, part.question)
 
 
 def _least_peak(part: OpenPart) -> int:
     """No plan needs less."""
-    found, known, question = part.once(_recommended), part.known, part.question
+    found, known, question = part.once(recommended), part.known, part.question
     if found.plan is None:
         return NEVER
     if depends_on_cuts_behind(known, search_problem(known, question), part.size):

@@ -17,7 +17,6 @@ as the constraint.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recommender.capture.least_sum import TimedPlan
@@ -48,8 +47,6 @@ class Front:
         num_searches: Memory limits that were looked at, those that break ties at the fastest end
             aside.
         seconds: Wall time.
-        corners: (bytes, seconds): every plan within the limit is at least as large and as slow as
-            one of them. The points where the front is complete.
         why: Set exactly if there are no points.
     """
 
@@ -58,7 +55,6 @@ class Front:
     optimal: bool
     num_searches: int
     seconds: float
-    corners: tuple[tuple[int, float], ...] = ()
     why: Infeasible | None = None
 
 
@@ -92,7 +88,6 @@ def pareto(
         optimal=all(point.optimal for point in points),
         num_searches=search.num_searches,
         seconds=time.perf_counter() - start,
-        corners=tuple(search.corners()),
         why=None if points else search.fastest.why_none().why,
     )
 
@@ -115,8 +110,6 @@ class _FrontSearch:
             True,
         )
         self.points: list[_Point] = []  # by ascending peak
-        self.least_bytes = 0
-        self.unproven: list[tuple[int, float]] = []  # corners of limits with no proof
 
     def run(self) -> None:
         fastest = self.fastest
@@ -126,7 +119,6 @@ class _FrontSearch:
             return
         self.points = [_Point(top, fastest.limit, lower)]
         least = max(stage.peak_bytes for stage in least_peak(fastest.problem)[0])
-        self.least_bytes = least
         if least < top.peak_bytes:
             self.num_searches += 1
             bottom, lower = fastest.within(least, at_least=lower)
@@ -165,7 +157,6 @@ class _FrontSearch:
         if plan is None:
             if lower < sooner:
                 self.complete = False
-                self.unproven.append((below.limit + 1, self._seconds(below.plan, lower)))
             below.limit = limit
             return
         # Only where times are not proven.
@@ -173,20 +164,6 @@ class _FrontSearch:
             del self.points[i]
             i -= 1
         self.points.insert(i + 1, _Point(plan, limit, lower))
-
-    def corners(self) -> Iterator[tuple[int, float]]:
-        """See ``Front``: what is larger than the limit of one point and within that of the next is
-        no faster than the next one's bound."""
-        peak = self.least_bytes
-        for point in self.points:
-            yield peak, self._seconds(point.plan, point.lower)
-            peak = point.limit + 1
-        yield from self.unproven
-
-    def _seconds(self, plan: TimedPlan, lower: int) -> float:
-        """A bound in seconds, from a plan whose time is known."""
-        result = self.fastest.result(plan, lower)
-        return _seconds(result) / (1 + result.bound_fraction)
 
 
 def _undominated(results: list[SearchResult]) -> tuple[SearchResult, ...]:

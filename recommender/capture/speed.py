@@ -31,18 +31,10 @@ from recommender.capture.counted import CountedSearch
 from recommender.capture.least_step import LeastStep
 from recommender.capture.lowest_peak import answer, beyond, compiled, expected, finite, peak_of
 from recommender.capture.pareto import pareto
+from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.refine import (
-    Corner,
-    Found,
-    Look,
-    OpenPart,
-    Policy,
-    Search,
-    above,
-    far,
-)
+from recommender.capture.refine import Corner, Look, Policy, Search, above, far
 from recommender.capture.refuted import Refuted
 from recommender.capture.throughput import throughput
 

@@ -17,7 +17,8 @@ from capture.plan.stages import Plan
 from capture.plan.why import Why
 from recommender import PlanQuestion, recommend
 from recommender.capture.lowest_peak import LowestPeak
-from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.parts import Part
+from recommender.capture.refine import Effort, refine
 
 QUESTION = PlanQuestion(Cluster((2, 2)), 8 * MICROBATCH_SIZE, 8)
 FIVE = Cluster((1,) * 5)

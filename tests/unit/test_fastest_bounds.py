@@ -20,9 +20,10 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor.step_time import predicted_timeline
 from recommender import PlanQuestion, recommend
+from recommender.capture.parts import Part
 from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import plan_of, predict_plan
-from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.refine import Effort, refine
 from recommender.capture.speed import Timed as Policy
 
 TARGET = "a100-40g"

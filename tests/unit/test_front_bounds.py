@@ -12,7 +12,8 @@ from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.why import Why
-from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.parts import Part
+from recommender.capture.refine import Effort, refine
 from recommender.capture.speed import Timed as Policy
 
 WHOLE = Effort()

@@ -18,7 +18,8 @@ from capture.measured.bounds import Bounds
 from capture.processor_time import processor_seconds
 from recommender import recommend
 from recommender.capture.lowest_peak import LowestPeak
-from recommender.capture.refine import Effort, Part, refine
+from recommender.capture.parts import Part
+from recommender.capture.refine import Effort, refine
 from recommender.capture.speed import Timed as ForSpeed
 
 SIZES = (MICROBATCH_SIZE, 2 * MICROBATCH_SIZE)

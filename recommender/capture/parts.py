@@ -1,0 +1,117 @@
+"""Parts of a search: plans of one number of micro-batches and one schedule, and what is known of
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+from capture.measured.bounds import Bounds
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import agreed_value_dims
+from capture.predictor import AdditivePredictor
+from capture.predictor.times import TimePredictor
+from recommender.answer import StageAnswer
+from recommender.capture.refuted import without_bounds
+from recommender.question import PlanQuestion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Plans of one number of micro-batches and one schedule.
+
+    Attributes:
+        question: Names them.
+        open: Bounds the stages, when that is first asked for.
+        least_bytes, least_seconds: No plan of the part needs less, or is faster: known before.
+    """
+
+    question: PlanQuestion
+    open: Callable[[], Bounds]
+    least_bytes: int = 0
+    least_seconds: float = 0.0
+
+    @property
+    def may_fit(self) -> bool:
+        limit = self.question.limit_bytes
+        return limit is None or self.least_bytes <= limit
+
+
+class OpenPart:
+    """A part with bounds of its stages.
+
+    Attributes:
+        question: Of its plans.
+        known: Lower bounds that nothing has refuted, and the stages that are compiled.
+    """
+
+    def __init__(self, question: PlanQuestion, between: Bounds):
+        self.question, self.known, self._most = question, between.least, between.most
+        self._said: dict[tuple[Hashable, ...], object] = {}
+
+    @property
+    def size(self) -> int:
+        return self.question.microbatch_size
+
+    @property
+    def most(self) -> Profile:
+        """What stages are expected to need at most; of those that are compiled, what they do."""
+        return replace(self._most, verified=self.known.verified, failures=self.known.failures)
+
+    @cached_property
+    def bounds(self) -> AdditivePredictor:
+        """Of bytes, without what is compiled."""
+        return AdditivePredictor(replace(self.known, verified={}))
+
+    @cached_property
+    def bounded(self) -> TimePredictor:
+        """The same of seconds."""
+        return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes))
+
+    def once(self, of: Callable[..., T], *given: Hashable) -> T:
+        """What a function says of the part; it is asked again once something is compiled that
+        concerns it."""
+        if (of, *given) not in self._said:
+            self._said[of, *given] = of(self, *given)
+        return self._said[of, *given]  # type: ignore[return-value]
+
+    def learn(self, said: Profile) -> Mapping[StageConfig, StageCost]:
+        """Take what was compiled at the part's micro-batch size, and return what of it is new."""
+        known, size = self.known, self.size
+        new = {
+            config: cost
+            for config, cost in said.verified.items()
+            if config.microbatch_size == size and config not in known.verified
+        }
+        if new:
+            dims = agreed_value_dims([known.graph, said.graph])
+            self.known = replace(
+                known,
+                verified={**known.verified, **new},
+                failures=tuple(dict.fromkeys((*known.failures, *said.failures))),
+                model_hashes={**known.model_hashes, **said.model_hashes},
+                graph=replace(known.graph, value_dims=dims),
+            )
+            self._said.clear()
+        return new
+
+    def trust_no(self, kinds: Collection[str]) -> None:
+        """Use bounds of some kinds no longer."""
+        if not kinds:
+            return
+        self.known = without_bounds(self.known, kinds)
+        self._said.clear()
+        for name in ("bounds", "bounded"):
+            self.__dict__.pop(name, None)
+
+
+class Found(NamedTuple):
+    """A plan of a part."""
+
+    part: OpenPart
+    answer: StageAnswer
