@@ -103,12 +103,12 @@ def test_nothing_that_is_refuted_leaves_a_floor():
         for config, cost in planted.least.measurements.items()
     }
     planted.least = replace(planted.least, measurements=wrong)
-    parts = [replace(part, least_bytes=10**9) for part in planted.parts()]
-    parts[0] = replace(parts[0], least_bytes=0)
+    peaks = [recommend(planted.all, asked).peak_bytes for asked in questions(FOR_MEMORY)]
+    best, parts = peaks.index(min(peaks)), planted.parts()
+    parts[best] = replace(parts[best], least_bytes=10**9)
     found = refine(LowestPeak(), parts, planted)
     assert found.why.proven.refuted
-    best = min(recommend(planted.all, asked).peak_bytes for asked in questions(FOR_MEMORY))
-    assert found.peak_bytes == best, "also of the parts whose floors were wrong"
+    assert found.peak_bytes == peaks[best] < sorted(peaks)[1], "though its floor was wrong"
 
 
 @pytest.mark.parametrize("seed", range(2))
