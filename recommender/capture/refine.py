@@ -189,7 +189,8 @@ class Search:
     def _round(self) -> str:
         """Look, and open or compile what decides; why that was the last round, or nothing."""
         self._look = look = self._policy.look(self)
-        if look.bracket is not None:
+        # Of parts without a floor, nothing is known before they are open.
+        if look.bracket is not None and all(map(any, self.floors.values())):
             self._trail.append(look.bracket)
             self._told(look.bracket)
         to_open = self.to_open()

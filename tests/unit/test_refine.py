@@ -94,6 +94,9 @@ def test_a_floor_counts_while_its_part_is_not_open():
     refine(LowestPeak(), parts, planted, told=brackets.append)
     assert [bracket.least_bytes for bracket in brackets[:3]] == [2, 3, 4]
     assert not any(bracket.num_compiled for bracket in brackets[:4]), "opening is cheaper"
+    brackets.clear()
+    refine(LowestPeak(), Small(0).parts(), Small(0), told=brackets.append)
+    assert all(bracket.least_bytes for bracket in brackets), "no floor is nothing to tell"
 
 
 def test_nothing_that_is_refuted_leaves_a_floor():
