@@ -49,6 +49,8 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 PROGRAM_VERSION = 4
 #: The same, of the order of the layers of a whole backward pass, and of what passes between them.
 LAYERS_VERSION = 4
+#: The same, of several layers whose parameters are split over replicas.
+PINNED_VERSION = 2
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
@@ -239,7 +241,7 @@ class CompileBackend:
         choice, remat = config.choice, remat_of_layers(config.choice.remat, config.num_layers)
         # What passes between layers, see StagePrograms.
         several = config.num_layers > 1
-        pinned = ["pinned"] * (choice.shard_params and several)
+        pinned = ["pinned", PINNED_VERSION] if choice.shard_params and several else []
         return content_hash(
             [
                 self._facts,
@@ -285,10 +287,7 @@ class CompileBackend:
             self.traced(size).slice(config.first, config.stop),
         )
         values = (*layers.inputs, *layers.outputs)
-        # What passes between layers is pinned as it is split, see StagePrograms.
-        pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)
-        dims = [graph.value_dim(v, choice.value_split) for v in values]
-        return [SEQUENCE_VERSION, dims, *pinned]
+        return [SEQUENCE_VERSION, [graph.value_dim(v, choice.value_split) for v in values]]
 
     def update_key(self, config: StageConfig) -> str:
         """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 
 from capture.tracing.dataflow import DataFlow, bind
 from capture.tracing.jaxprs import is_variable
@@ -27,6 +29,7 @@ def layer_by_layer(
     given: Collection[int],
     awaited: int,
     lag: int = 0,
+    lying: Sequence[NamedSharding] = (),
 ) -> Any:
     """What a backward pass returns, computed layer by layer.
 
@@ -37,6 +40,10 @@ def layer_by_layer(
             read them.
         awaited: Which of its results are gradients of parameters.
         lag: How many layers further back may begin before a layer's gradients are complete.
+        lying: The shardings of these gradients, where each device holds a part of them; what is
+            returned then is what others have waited for. Parts may be computed in another order of
+            memory than that of the parameter, and only a copy in that order is waited for, which
+            XLA's algebraic simplifier takes out where nobody reads it.
     """
     leaves, tree = jax.tree.flatten(tuple(groups))
     closed, shapes = jax.make_jaxpr(
@@ -51,6 +58,7 @@ def layer_by_layer(
         given={*flow.jaxpr.constvars, *(v for at in given for v in inputs[at])},
         gradients=gradients,
         lag=lag,
+        lying=dict(zip(gradients, lying, strict=True)) if lying else {},
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -67,6 +75,7 @@ def _evaluate(
     given: Collection[Any],
     gradients: Sequence[Any],
     lag: int,
+    lying: Mapping[Any, NamedSharding],
 ) -> list[Any]:
     values = flow.constants | dict(args)
     shown = [v for e in flow.jaxpr.eqns if e.effects for v in e.invars]
@@ -84,13 +93,31 @@ def _evaluate(
         tied = [v for v in reads if v in values and v not in given and _may_wait(values[v])]
         if done and tied:
             waiting = [v for v in waiting if v not in done]
-            after, _ = jax.lax.optimization_barrier(
-                ([values[v] for v in tied], [values[v] for v in done])
-            )
+            ready = [_by_rows(values[v], lying[v]) if v in lying else values[v] for v in done]
+            after, waited = jax.lax.optimization_barrier(([values[v] for v in tied], ready))
             values |= zip(tied, after, strict=True)
+            if lying:
+                values |= zip(done, waited, strict=True)
         for equation in together:
             bind(equation, [_read(v, values) for v in equation.invars], values)
     return [_read(v, values) for v in flow.outputs]
+
+
+def _by_rows(array: Any, sharding: NamedSharding) -> Any:
+    """Return a gradient in the order of memory in which results are returned, so that it is put
+    into that order when it is complete, and not at the end, all layers' at once.
+
+    Every device does so with its own part: left to the partitioner, it would gather the whole.
+    """
+    if array.ndim < 2:
+        return array
+    rows = Layout(major_to_minor=tuple(range(array.ndim)))
+    return jax.shard_map(
+        lambda part: with_layout_constraint(part, rows),
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=sharding.spec,
+    )(array)
 
 
 def _turns(equations: Sequence[Any]) -> dict[int, int]:

@@ -260,9 +260,16 @@ class StagePrograms(StageLayout):
     def _backward(self, *groups):
         if self.layers.stop - self.layers.first == 1:
             return self._gradients(*groups)
-        # Sums over replicas may go on while the next layer is computed.
+        # Parameters in parts are cast and gathered when their layer's turn comes.
+        in_parts = self.choice.shard_params
         return layer_by_layer(
-            self._gradients, groups, given=(0, 6), awaited=1, lag=int(self.choice.data_parallel > 1)
+            self._gradients,
+            groups,
+            given=(6,) if in_parts else (0, 6),
+            awaited=1,
+            # Sums over replicas may go on while the next layer is computed.
+            lag=int(self.choice.data_parallel > 1),
+            lying=[self.param_sharding(p) for p in self.params] if in_parts else (),
         )
 
     def _gradients(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):

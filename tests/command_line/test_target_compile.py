@@ -58,6 +58,15 @@ def measured():
 
 
 @pytest.mark.slow
+def test_backward_passes_of_parameters_in_parts_need_no_more_for_more_layers():
+    """The products of weight gradients wait for nobody, also where parts of gradients are computed
+    in another order of memory, and casts of parameters wait for their layer's turn."""
+    require("cuda")
+    for two_layers, eight_layers in json.loads(output_of("target_measurements", "h100", "parts")):
+        assert eight_layers <= 1.05 * two_layers
+
+
+@pytest.mark.slow
 def test_sequence_parallelism_halves_every_all_reduce_into_a_scatter_and_a_gather():
     """Of a block on 4 devices: two all-reduces each way. Beside their halves there are backwards the
     gathers of the two kept parts that products read, and sums of the gradients of small parameters;

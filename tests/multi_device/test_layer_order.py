@@ -76,10 +76,12 @@ def test_a_layer_waits_for_the_gradients_of_those_behind_it(remat, replicas, lag
 
 @pytest.mark.parametrize("remat", ["cheap", "full"])
 @pytest.mark.parametrize("name", ["linen", "dropout, tied"])
-def test_the_order_changes_no_gradient(name, remat):
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 2)])
+def test_the_order_changes_no_gradient(name, remat, degrees):
     """Random keys, which cannot wait, and a parameter of several layers among what is read."""
     workload = tied() if name == "dropout, tied" else models.linen(num_blocks=NUM_BLOCKS)
-    programs = programs_of(StageChoice(remat=remat), workload)
+    in_parts = degrees[0] > 1
+    programs = programs_of(StageChoice(*degrees, remat, in_parts, in_parts), workload)
     _, ordered, _ = step(programs)
     programs._backward = programs._gradients
     _, expected, _ = step(programs)

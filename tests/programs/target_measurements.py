@@ -1,5 +1,6 @@
 """What the compiler of a target says of stages of a small GPT:
-``target_measurements.py TARGET [sequence]``, with ``sequence`` of sequence parallelism alone."""
+``target_measurements.py TARGET [sequence | parts]``, with ``sequence`` of sequence parallelism alone,
+with ``parts`` of backward passes of few and many layers whose parameters replicas split."""
 
 import json
 import sys
@@ -21,6 +22,24 @@ backend = CompileBackend(
 if sys.argv[2:] == ["sequence"]:
     asked = (StageChoice(1, 4, "cheap", sequence_parallel=on) for on in (False, True))
     print(json.dumps([write(backend.measure(StageConfig(2, 3, choice, 8))) for choice in asked]))
+    sys.exit()
+if sys.argv[2:] == ["parts"]:
+    longer = CompileBackend(
+        WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=10").load(), target=target
+    )
+    choices = [
+        StageChoice(dp, tp, remat, True, True, sequence)
+        for dp, tp, sequence in ((4, 1, False), (2, 2, False), (2, 2, True))
+        for remat in ("cheap", "full")
+    ]
+    needs = [
+        [
+            longer.programs(StageConfig(1, stop, choice, 4 * choice.data_parallel)).backward
+            for stop in (3, 9)
+        ]
+        for choice in choices
+    ]
+    print(json.dumps([[program.transient_bytes for program in programs] for programs in needs]))
     sys.exit()
 graph = backend.traced(8).graph
 rows = {}
