@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 
 from capture.compiler.kernels import Instruction, Program, calls_kernels, costs_of, shape_bytes
+from capture.compiler.text import INSTRUCTION, OPERAND
 from capture.errors import TargetError
 from capture.measured.work import Collective, Kernel, ProgramWork
 
@@ -24,6 +26,7 @@ _T = TypeVar("_T", Collective, Kernel)
 _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
     r"(?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
@@ -88,10 +91,13 @@ def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWo
     calls = sum(one.times for one in program.instructions if one.is_kernel_call)
     kernels, collectives = Counter[Kernel](), Counter[Collective]()
     computed: Counter[tuple[str, str]] = Counter()
+    channels: set[str] = set()
     for one in program.instructions:
         if (found := _collective(one, program.num_partitions)) is not None:
             collectives[found] += one.times
             continue
+        for inner in _fused(one, program.num_partitions, channels):
+            collectives[inner] += one.times
         kernel = Kernel(program.nbytes(one))
         if one.is_product:
             flops = local.kernels // calls if one.is_kernel_call else program.flops(one)
@@ -166,6 +172,33 @@ def _collective(instruction: Instruction, num_partitions: int) -> Collective | N
     ):
         result -= sent
     return Collective(kind, max(result, sent), size, stride)
+
+
+def _fused(one: Instruction, num_partitions: int, known: set[str]) -> Iterator[Collective]:
+    """Yield the collectives of a fusion whose channels are not known yet: programs of TPUs begin
+    them, go on and end them beside other work, in a fusion each."""
+    inside = {m["name"]: m for m in INSTRUCTION.finditer(one.body)}
+    sliced = {
+        name
+        for m in inside.values()
+        if m["op"] == "dynamic-slice"
+        for name in OPERAND.findall(m["operands"])
+    }
+    for name, m in inside.items():
+        kind, channel = _COLLECTIVE.match(m["op"]), _CHANNEL.search(m["rest"])
+        if kind is None or channel is None or channel[1] in known:
+            continue
+        known.add(channel[1])
+        operands = tuple(
+            (operand, inside[operand]["shape"])
+            for operand in OPERAND.findall(m["operands"])
+            if operand in inside
+        )
+        inner = Instruction(m["op"], m["shape"], m["rest"], operands, one.times, "", m[0])
+        found = _collective(inner, num_partitions)
+        if found is not None:
+            scatters = name in sliced and found.kind == "all-reduce"
+            yield replace(found, kind="reduce-scatter") if scatters else found
 
 
 def group_of(text: str, num_partitions: int) -> tuple[int, int]:

@@ -60,8 +60,8 @@ BUDGET_VERSION = 2
 #: Bump when other values are split along the sequence for the same model.
 SEQUENCE_VERSION = "sequence 3"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
-#: 2 counts kernels, 3 knows the shapes of products.
-WORK_VERSION = 3
+#: 2 counts kernels, 3 knows the shapes of products, 4 sees collectives that are part of a fusion.
+WORK_VERSION = 4
 
 
 class CompileBackend:
