@@ -74,19 +74,29 @@ class Traffic:
     def __post_init__(self) -> None:
         self._narrowest = np.dtype(self.program.narrowest_dtype).itemsize
         self._made = {v for at in self.products for v in self.program.equations[at].outvars}
+        before: dict[Any, frozenset[Any]] = {}
         for at, equation in enumerate(self.program.equations):
-            if equation.primitive.name in _PRODUCTS:
+            reads = variables(equation.invars)
+            made = frozenset(equation.outvars if equation.primitive.name in _PRODUCTS else ())
+            if found := made.union(*(before[v] for v in reads if v in before)):
+                before.update(dict.fromkeys(equation.outvars, found))
+            if made:
                 if at not in self.summed:
                     self._ends[equation.outvars[0]] = frozenset(equation.outvars)
-            elif ends := self._ends_of(equation):
+            elif ends := self._ends_of(equation, before):
                 self._ends[equation.outvars[0]] = ends
-                reads = variables(equation.invars)
                 if equation.primitive.name in _SLOW or not self._slow.isdisjoint(reads):
                     self._slow.update(equation.outvars)
         self._find_written()
 
-    def _ends_of(self, equation: Any) -> frozenset[Any]:
-        """The products that an operation may be the end of."""
+    def _ends_of(self, equation: Any, before: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
+        """The products that an operation may be the end of: not of those that it also follows from
+        in another way, such as a sum over rows.
+
+        Args:
+            equation: The operation.
+            before: The products that a value follows from in any way.
+        """
         name, none = equation.primitive.name, frozenset[Any]()
         if name not in _ELEMENTS or len(equation.outvars) > 1:
             return none
@@ -101,7 +111,8 @@ class Traffic:
             }
             if len(large) > 1:
                 return none
-        return none.union(*ends)
+        found, others = none.union(*ends), (v for v in reads if v not in self._ends)
+        return found.difference(*(before.get(v, none) for v in others))
 
     def _find_written(self) -> None:
         """What products and the caller read, and nothing else holds."""
