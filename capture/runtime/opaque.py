@@ -96,7 +96,7 @@ class OpaqueProducts:
     @cached_property
     def distinct_products(self) -> Mapping[int, tuple[int, int, int]]:
         """As ``candidates``, but of those that may be one, the first."""
-        first = {read: at for at, read in reversed(self._operands.items())}
+        first = {read: at for at, read in reversed([*self._operands.items()])}
         return {at: product_sizes(self._equations[at]) for at in sorted(first.values())}
 
     @cached_property

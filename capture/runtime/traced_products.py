@@ -175,9 +175,9 @@ class Products:
         flops = 2 * batches * rows * columns * terms
         operands = [v for v in product.equation.invars if is_variable(v)]
         itemsizes = [self._program.views.of(v).itemsize for v in operands]
-        sizes = (batches * rows * terms, batches * columns * terms)
+        sizes = [batches * rows * terms, batches * columns * terms]
         if product.equation.primitive.name != "dot_general":
-            sizes = tuple(self._split.nbytes(v) // item_bytes(v) for v in operands)
+            sizes = [self._split.nbytes(v) // item_bytes(v) for v in operands]
         read = sum(a * b for a, b in zip(sizes, itemsizes, strict=False))
         made = (
             batches
@@ -215,7 +215,7 @@ def least_flops(equation: Any) -> int:
     padding, or of what lies between them."""
     if equation.primitive.name == "dot_general":
         return equation_flops(equation)
-    params = equation.params
+    params: Any = equation.params
     numbers, (image, kernel) = params["dimension_numbers"], [v.aval for v in equation.invars]
     result = equation.outvars[0].aval
     pairs = 1
@@ -224,7 +224,9 @@ def least_flops(equation: Any) -> int:
             image.shape[numbers.lhs_spec[2 + i]],
             kernel.shape[numbers.rhs_spec[2 + i]],
             result.shape[numbers.out_spec[2 + i]],
-            *(params[p][i] for p in ("window_strides", "lhs_dilation", "rhs_dilation")),
+            params["window_strides"][i],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
             params["padding"][i][0],
         )
     others = result.shape[numbers.out_spec[0]] * result.shape[numbers.out_spec[1]]

@@ -333,6 +333,6 @@ def _is_fused(equation: Any) -> bool:
     return equation.primitive.name in _FUSED and not equation.effects
 
 
-def variables(atoms: Iterable[Any]) -> Collection[Any]:
+def variables(atoms: Iterable[Any]) -> Sequence[Any]:
     """Those that are no literals."""
     return [atom for atom in atoms if is_variable(atom)]

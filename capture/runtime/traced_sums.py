@@ -143,7 +143,7 @@ class Exchanges:
             for each in self._sums()
         ]
         gathers = [
-            Sent("all-gather", min(nbytes, others), level)
+            Sent("all-gather", nbytes if others > nbytes else int(others), level)
             for nbytes, others, level in self._gathers()
         ]
         return self._collectives([*sums, *gathers])
@@ -225,13 +225,9 @@ class Exchanges:
         if name in ("scatter-add", "scatter_add"):
             return dims.get(equation.invars[2]) is not None if len(equation.invars) > 2 else False
         if name == "gather":
-            looked_up, table = equation.params["dimension_numbers"].start_index_map, reads[:1]
-            return any(dims.get(v) in looked_up for v in table) and not any(
-                axis.dims.get(v) is not None
-                for axis in self._split.axes
-                for v in table
-                if axis.name != self._axis.name
-            )
+            looked_up, table = equation.params["dimension_numbers"].start_index_map, reads[0]
+            others = (axis for axis in self._split.axes if axis.name != self._axis.name)
+            return dims.get(table) in looked_up and all(a.dims.get(table) is None for a in others)
         return False
 
     def _whole_bytes(self, value: Any) -> int:
@@ -273,14 +269,12 @@ class Exchanges:
 
     def _is_operand(self, value: Any) -> bool:
         """Whether a product reads a value as it is: else it may only be split another way."""
-        readers = self._program.readers.get(value, ())
+        base_of = self._program.views.of
         return any(
-            at.outvars[0] in self._results
-            or (
-                (self._program.views.of(at.outvars[0]).base is self._program.views.of(value).base)
-                and self._is_operand(at.outvars[0])
-            )
-            for at in readers
+            out in self._results
+            or (base_of(out).base is base_of(value).base and self._is_operand(out))
+            for reader in self._program.readers.get(value, ())
+            for out in reader.outvars[:1]
         )
 
     @cached_property
@@ -292,6 +286,8 @@ class Exchanges:
         known: set[Any] = set()
         for product in self._products.large.values():
             sides = product.equation.invars
+            if len(variables(sides)) < 2:
+                continue
             for side, value in enumerate(sides):
                 base, other = self._program.views.of(value).base, sides[1 - side]
                 if base not in self._program.given or base in known:

@@ -184,7 +184,7 @@ class Traffic:
         axes = self.split.axes
         return next((axis.reached for axis in axes if axis.name == DATA_AXIS), None)
 
-    def _wanted(self) -> Collection[Any]:
+    def _wanted(self) -> set[Any]:
         """All that the written values are computed from, between what stands in memory."""
         found = set(self._written)
         for equation in reversed(self.program.equations):
@@ -255,7 +255,8 @@ class Traffic:
             if name in _ELEMENTS | MOVES and stored.isdisjoint(outs):
                 sources.update(dict.fromkeys(outs, read))
                 continue
-            after = max((made_by.get(v, 0) for v in read), default=0)
+            # A number, such as a count of steps, is computed again.
+            after = max((made_by.get(v, 0) for v in read if v.aval.size > 1), default=0)
             together = next(
                 (i for i in range(after, len(found)) if found[i].reads_like(read)), None
             )
@@ -263,10 +264,11 @@ class Traffic:
                 together = len(found)
                 found.append(_Stored())
             one = found[together]
-            one.made += sum(map(split.nbytes, outs))
-            one.read |= {v: nbytes for v, nbytes in read.items() if made_by.get(v) != together + 1}
-            made_by.update(dict.fromkeys(outs, together + 1))
-        return [Kernel(one.made + sum(one.read.values())) for one in found]
+            one.read |= {v: nbytes for v, nbytes in read.items() if v not in one.made}
+            one.made |= {v: split.nbytes(v) for v in outs}
+            # What is summed is known when the kernel ends.
+            made_by.update(dict.fromkeys(outs, together + (name not in _ELEMENTS | MOVES)))
+        return [Kernel(sum((one.made | one.read).values())) for one in found]
 
 
 @dataclass
@@ -274,9 +276,9 @@ class _Stored:
     """What one kernel is expected to read and make."""
 
     read: dict[Any, int] = field(default_factory=dict)
-    made: int = 0
+    made: dict[Any, int] = field(default_factory=dict)
 
     def reads_like(self, read: Mapping[Any, int]) -> bool:
-        """Whether most of what is read is what this kernel reads."""
-        common = sum(nbytes for v, nbytes in read.items() if v in self.read)
+        """Whether most of what is read is what this kernel reads or makes."""
+        common = sum(nbytes for v, nbytes in read.items() if v in self.read or v in self.made)
         return 2 * common >= max(sum(read.values()), sum(self.read.values())) > 0

@@ -52,7 +52,7 @@ class TracedWork:
         self._traffic = Traffic(program, split, large, summed, computed)
         axes, stride = {axis.name: axis for axis in split.axes}, 1
         self._exchanges: list[Exchanges] = []
-        for name, degree in reversed(mesh_shape.items()):
+        for name, degree in reversed([*mesh_shape.items()]):
             if name in axes:
                 one = Exchanges(
                     program, split, self._products, axes[name], stride, name == DATA_AXIS

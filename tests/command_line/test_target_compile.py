@@ -240,6 +240,50 @@ def test_a_call_of_a_library_hides_no_other_bytes():
     assert (work.product_bytes, work.other_bytes) == (3 * 64, pytest.approx(3 * 64, abs=2))
 
 
+FUSED = """HloModule m, num_partitions=2
+
+%began (p: bf16[8]) -> bf16[16] {
+  %p = bf16[8]{0} parameter(0)
+  ROOT %g.1 = bf16[16]{0} all-gather(%p), channel_id=7, replica_groups={{0,1}}, dimensions={0}
+}
+
+%ended (q: bf16[8], w: bf16[16]) -> bf16[16] {
+  %q = bf16[8]{0} parameter(0)
+  %w = bf16[16]{0} parameter(1)
+  %g.2 = bf16[16]{0} all-gather(%q), channel_id=7, replica_groups={{0,1}}, dimensions={0}
+  ROOT %s = bf16[16]{0} add(%g.2, %w)
+}
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %c = bf16[] add(%a, %b)
+}
+
+%scattered (v: bf16[16], at: s32[]) -> bf16[8] {
+  %v = bf16[16]{0} parameter(0)
+  %at = s32[] parameter(1)
+  %r = bf16[16]{0} all-reduce(%v), channel_id=9, replica_groups={{0,1}}, to_apply=%add
+  ROOT %d = bf16[8]{0} dynamic-slice(%r, %at), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (p.0: bf16[8], at.0: s32[]) -> bf16[8] {
+  %p.0 = bf16[8]{0} parameter(0)
+  %at.0 = s32[] parameter(1)
+  %f.1 = bf16[16]{0} fusion(%p.0), kind=kLoop, calls=%began
+  %f.2 = bf16[16]{0} fusion(%p.0, %f.1), kind=kLoop, calls=%ended
+  ROOT %f.3 = bf16[8]{0} fusion(%f.2, %at.0), kind=kLoop, calls=%scattered
+}
+"""
+
+
+def test_a_collective_that_several_fusions_begin_and_end_counts_once():
+    assert work_of_text(FUSED).collectives == (
+        Collective("all-gather", 32, 2, 1),
+        Collective("reduce-scatter", 32, 2, 1),
+    )
+
+
 def test_the_kernels_of_a_program_by_hand():
     """A loop's run as often as it does, a choice's as if it were the larger one, and kernels read
     what they use of an operand, also where an instruction has the name of its computation; a library's
