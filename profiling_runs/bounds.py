@@ -3,15 +3,22 @@ was asked."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from capture import environment
 from capture.errors import ProfileError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
+from capture.step.times import TimeModel
 from profiling_runs.batch import Progress
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
@@ -95,6 +102,52 @@ class ModelBounds:
             )
 
         return Bounds(profile("least"), profile("most"))
+
+    def least_seconds(
+        self,
+        choices: Sequence[StageChoice],
+        microbatch_size: int,
+        cluster: Cluster,
+        limit_bytes: int | None,
+    ) -> float:
+        """Seconds of a micro-batch, forward and backward, that all devices together cannot be
+        faster than, divided by their number; whatever the stages, the schedule and the cuts.
+
+        At one moment every layer keeps what its backward pass reads of the same micro-batch, on
+        each device of its stage. So the device seconds of all layers, each with a choice of its
+        own, are at least, for any price of a byte,
+
+            sum over layers of min over choices of d (seconds + price bytes) - price D limit
+
+        Args:
+            choices: Of stages, no mixtures: layers of one stage may differ here.
+            microbatch_size: Over all replicas.
+            cluster: With D devices.
+            limit_bytes: Of a device.
+
+        Source: Lagrangian relaxation of the memory of all devices together.
+        """
+        rates = Target.load(cluster.target).rates
+        if rates is None:
+            return 0.0
+        facts, model = self.facts, TimeModel(rates, max(cluster.nodes))
+        num_alike = Counter(
+            alike for window, alike in facts.windows.items() if window[1] - window[0] == 1
+        )
+        seconds, nbytes = np.zeros((2, len(num_alike), len(choices)))
+        for (i, window), (j, choice) in product(enumerate(num_alike), enumerate(choices)):
+            cost = facts.bounds(window, choice, microbatch_size).least
+            times = model.stage_times(cost)
+            seconds[i, j] = choice.num_devices * (times.microbatch_seconds if times else 0.0)
+            nbytes[i, j] = choice.num_devices * facts.least_held(window, choice, microbatch_size)
+        count = np.array(list(num_alike.values()))
+        least, limit = 0.0, np.inf if limit_bytes is None else limit_bytes * cluster.num_devices
+        steepest = seconds.max() / max(nbytes.min(), 1.0)
+        prices = [0.0] if np.isinf(limit) else [0.0, *steepest * np.geomspace(1e-6, 1, 61)]
+        for price in prices:
+            each = (seconds + price * nbytes).min(axis=1)
+            least = max(least, float(count @ each) - (price * limit if price else 0.0))
+        return least / cluster.num_devices
 
 
 def bounds(

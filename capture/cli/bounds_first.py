@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from capture.cli import asked
@@ -27,10 +27,10 @@ from capture.cli.progress import SearchProgress, progress
 from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
-from capture.plan.choices import remat_time_fraction
+from capture.plan.choices import StageChoice, remat_time_fraction
 from capture.plan.schedule import SCHEDULES
 from capture.predictor.step_time import describe_time, time_summary
-from profiling_runs.bounds import Bounds, bounds
+from profiling_runs.bounds import Bounds, ModelBounds, bounds
 from profiling_runs.collect import split_warnings
 from profiling_runs.failures import causes
 from profiling_runs.measurements import Measurements
@@ -53,6 +53,7 @@ from recommender.capture.recommendation import recommend
 from recommender.capture.refine import Effort, Policy, refine
 from recommender.capture.speed import Timed
 from recommender.question import BOUNDS_FIRST, PlanQuestion
+from recommender.whole import WholeQuestion
 
 
 def _percent(text: str) -> float:
@@ -168,26 +169,45 @@ class _Asking:
         options: How far an answer is proven.
         of_profile: What is bounded, at any micro-batch size.
         measurements: Of the workload.
+        whole: What is searched where it is not said; None for nothing.
     """
 
     def __init__(
-        self, options: argparse.Namespace, of_profile: ProfileQuestion, measurements: Measurements
+        self,
+        options: argparse.Namespace,
+        of_profile: ProfileQuestion,
+        measurements: Measurements,
+        whole: WholeQuestion | None,
     ):
-        self._options, self._of_profile = options, of_profile
+        self._options, self._of_profile, self._whole = options, of_profile, whole
         self._measurements, self._bounds = measurements, dict[int, Bounds]()
+
+    @cached_property
+    def _known(self) -> ModelBounds:
+        """Of all that is asked."""
+        whole, of_profile = self._whole, self._of_profile
+        sizes = {of_profile.microbatch_size}
+        if whole is not None:
+            sizes = {whole.question(m).microbatch_size for m in whole.microbatches}
+        return ModelBounds(
+            self._measurements,
+            {size // choice.data_parallel for size in sizes for choice in self._choices(size)},
+            of_profile.cluster.num_devices,
+            progress(self._options),
+            # They start while this process traces.
+            (lambda: None) if self._compiles_nothing else self._measurements.start_workers,
+        )
+
+    def _choices(self, microbatch_size: int) -> Sequence[StageChoice]:
+        if self._whole is not None:
+            return self._whole.choices(microbatch_size)
+        return replace(self._of_profile, microbatch_size=microbatch_size).stage_choices
 
     def bounds(self, microbatch_size: int) -> Bounds:
         """Of all stages at a micro-batch size."""
         if microbatch_size not in self._bounds:
-            asked = replace(self._of_profile, microbatch_size=microbatch_size)
-            found = bounds(
-                asked,
-                self._measurements,
-                progress(self._options),
-                # They start while this process traces.
-                (lambda: None) if self._compiles_nothing else self._measurements.start_workers,
-            )
-            self._bounds[microbatch_size] = found
+            choices = self._choices(microbatch_size)
+            self._bounds[microbatch_size] = self._known.at(choices, microbatch_size)
         return self._bounds[microbatch_size]
 
     @property
@@ -201,7 +221,7 @@ class _Asking:
         """The plan of least peak, or the fastest, or the front, over questions of one objective."""
         options, objective = self._options, questions[0].search[0]
         policy: Policy = LowestPeak() if objective == "memory" else Timed(objective == "pareto")
-        parts = [Part(each, partial(self.bounds, each.microbatch_size)) for each in questions]
+        parts = [self._part(each, has_floor=len(questions) > 1) for each in questions]
         effort = Effort(
             DEFAULT_WITHIN if options.within is None else options.within,
             0 if options.quick else options.compiles,
@@ -211,6 +231,15 @@ class _Asking:
         with self._telling() as told:
             compiler = self.compiler(self.bounds(questions[0].microbatch_size).least)
             return refine(policy, parts, compiler, effort, told.known)
+
+    def _part(self, question: PlanQuestion, has_floor: bool) -> Part:
+        """Plans of one number of micro-batches, with what none of them can be faster than."""
+        size, limit = question.microbatch_size, question.limit_bytes
+        part = Part(question, partial(self.bounds, size))
+        if not has_floor or question.search[0] == "memory":
+            return part
+        seconds = self._known.least_seconds(self._choices(size), size, question.cluster, limit)
+        return replace(part, least_seconds=question.num_microbatches * seconds)
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
@@ -239,7 +268,7 @@ class _Asking:
 
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
         """As ``answer``; but an interrupt ends what it is a part of, too."""
-        found = self.answer(question)
+        found = self.answer(*self.asked_of(question))
         if _ended(found) == "interrupted":
             raise KeyboardInterrupt
         return found
@@ -268,6 +297,8 @@ class _Asking:
     def asked_of(self, question: PlanQuestion) -> Sequence[PlanQuestion]:
         """The questions of several numbers of micro-batches, where they are to be tried."""
         tried = self._options.try_microbatches
+        if self._whole is not None and not tried:
+            tried = self._whole.microbatches
         return over_microbatches(question, tried) if tried else [question]
 
     def cheapest_change(self, question: PlanQuestion) -> FittingChange | None:
@@ -294,11 +325,13 @@ def plan(
     question: PlanQuestion,
     of_profile: ProfileQuestion,
     measurements: Measurements,
+    whole: WholeQuestion | None = None,
 ) -> int:
     """Search, compile, tell. The exit code is 1 where no plan fits, and where none was compiled
     though one was to be; and 130 after an interrupt, with the best plan so far."""
     with measurements.keeping_workers():
-        return _told(options, question, of_profile, measurements)
+        asking = _Asking(options, of_profile, measurements, whole)
+        return _told(options, question, of_profile, measurements, asking)
 
 
 def _told(
@@ -306,8 +339,8 @@ def _told(
     question: PlanQuestion,
     of_profile: ProfileQuestion,
     measurements: Measurements,
+    asking: _Asking,
 ) -> int:
-    asking = _Asking(options, of_profile, measurements)
     least = asking.bounds(of_profile.microbatch_size).least
     with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
         split = measurements.backend.workload, of_profile.microbatch_size

@@ -94,7 +94,7 @@ class Option:
     Attributes:
         name: In files; ``--name`` with dashes on the command line.
         help: For people.
-        default: False for a switch.
+        default: False for a switch; None for one that may be left open (``is_open``).
         read: Makes the value from its text.
         choices: Allowed texts; None for any.
         metavar: Name of its value, for people.
@@ -108,6 +108,7 @@ class Option:
     choices: Sequence[str] | None = None
     metavar: str | None = None
     short: str | None = None
+    is_open: bool = False
 
     @property
     def flag(self) -> str:
@@ -115,8 +116,9 @@ class Option:
 
     def add_to(self, parser: Arguments) -> None:
         names = [name for name in (self.short, self.flag) if name]
-        if self.default is False:
-            parser.add_argument(*names, action="store_true", help=self.help)
+        if self.default is False or self.is_open:
+            either = argparse.BooleanOptionalAction if self.is_open else "store_true"
+            parser.add_argument(*names, action=either, default=self.default, help=self.help)
             return
         parser.add_argument(
             *names,
@@ -133,7 +135,7 @@ class Option:
         Raises:
             ValueError, argparse.ArgumentTypeError: if the option does not take it.
         """
-        if self.default is False:
+        if self.default is False or self.is_open:
             if not isinstance(given, bool):
                 raise ValueError("write true or false.")
             return given
@@ -312,6 +314,26 @@ QUESTION = (
     TENSOR_PARALLEL_RULE,
     *PROFILING,
     *BACKEND,
+)
+#: Of these, a search goes through all values where none is said (``capture.cli.whole``); where it
+#: cannot, each has its default.
+OPEN = tuple(
+    replace(
+        option,
+        help=option.help.replace(
+            "(default: %(default)s)", f"(default: searched; without times {option.default})"
+        ),
+        default=None,
+        is_open=option.default is False,
+    )
+    for option in (
+        CLUSTER[2],
+        MICROBATCHES,
+        SCHEDULE,
+        SHARD_OPTIMIZER,
+        SHARD_PARAMS,
+        SEQUENCE_PARALLEL,
+    )
 )
 INTERACTIVE = Option(
     "interactive",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from capture.cli.output import (
 )
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
+from capture.cli.whole import close, of_whole, whole_question
 from capture.documents import write
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
@@ -76,6 +78,9 @@ _OF_SEVERAL = {
 }
 
 
+_OPEN = {option.name: option for option in shared.OPEN}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
     shared.add(
@@ -115,11 +120,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_pipelines = parser.add_argument_group("Pipelines (--system capture)")
     shared.add(
         of_pipelines,
-        *(option for option in shared.QUESTION if option.name not in _OF_SEVERAL),
+        *(
+            _OPEN.get(option.name, option)
+            for option in shared.QUESTION
+            if option.name not in _OF_SEVERAL
+        ),
         Option(
             "objective",
             "memory: lowest peak memory; throughput: shortest step that fits; pareto: that and the "
-            "front of both. Times need an accelerator target (default: memory, or that of "
+            "front of both. Times need an accelerator target (default: throughput where times are "
+            "known, with the plan of lowest peak and one between; else memory, or that of "
             "--algorithm)",
             choices=OBJECTIVES,
         ),
@@ -181,6 +191,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     _refuse_options(options)
+    if options.system in (layers.SYSTEM, array.SYSTEM):
+        close(options)
     if options.system == layers.SYSTEM:
         return packs.plan(options)
     if options.system == array.SYSTEM:
@@ -188,9 +200,14 @@ def main(options: argparse.Namespace) -> int:
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
+    given = copy(options)
+    close(options)
     of_profile = asked.profile_question(vars(options))
     of_a_profile = bounds_first.of_a_profile(options, of_profile)
-    question = _question(options, of_profile)
+    whole = None if of_a_profile else whole_question(given)
+    if whole is not None:
+        of_profile = of_whole(of_profile, whole)
+    question = _question(options, of_profile) if whole is None else whole.question()
     _check_times(question)
     if not (options.quick or options.no_compile or options.compiles == 0 or of_profile.executes):
         check_compiler(Target.load(question.cluster.target))
@@ -207,7 +224,7 @@ def main(options: argparse.Namespace) -> int:
             if refused is not None:
                 return refused
             if not of_a_profile:
-                return bounds_first.plan(options, question, of_profile, measurements)
+                return bounds_first.plan(options, question, of_profile, measurements, whole)
         if measurements is not None and of_a_profile:
             _say_profile(options, of_a_profile, of_profile, measurements)
         asked.prepare_for([of_profile])

@@ -10,8 +10,10 @@ What splits parameters over replicas (ZeRO) or activations along the sequence fo
 
     ZeRO 3      passes need no less than those of whole parameters: accumulators that are split have
                 less memory to lend. They are expected to need the parameters and the gradients of a
-                layer beside it. Neither traffic of parameters and gradients nor what replicas send
-                each other is part of the least seconds
+                layer beside it. Traffic of parameters and gradients is no part of the least
+                seconds. What replicas send each other is known of one trace without tensor
+                parallelism: the same for any examples, and an even part of it where tensors are
+                split
     sequence    an even part of what the layer needs on one device, and of the traffic of those that
                 do not split the sequence
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
@@ -35,6 +37,7 @@ from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend, EndBounds
 from capture.profiler.compile import CompileBackend
 from capture.runtime.traced_stage import StageTraces
+from capture.step.interface import stage_values
 
 Window = tuple[int, int]
 """Layers [first, stop)."""
@@ -44,6 +47,8 @@ LONGEST = 2
 #: Replicas of a traced program stand for others with as many examples on each; with many more,
 #: fewer of its products would be large on every device.
 _MOST_REPLICAS = 16
+#: That send each other parameters and gradients, to know what they send.
+_FEW_REPLICAS = 2
 _NO_END = EndBounds(UpdateCost(0, 0), UpdateCost(0, 0))
 
 
@@ -85,6 +90,7 @@ class LayerFacts:
         self._ends: dict[tuple[Window, StageChoice], EndBounds] = {}
         self._found: dict[tuple[Window, StageChoice, int], StageBounds] = {}
         self._graphs: dict[int, LayerGraph] = {}
+        self._of_replicas: dict[Window, StageBounds] = {}
         self._param_bytes: dict[ParamSplit, tuple[int, ...]] = {}
 
     @cached_property
@@ -195,30 +201,65 @@ class LayerFacts:
             self._found[key] = self._combined(*key)
         return self._found[key]
 
+    def least_held(self, window: Window, choice: StageChoice, microbatch_size: int) -> int:
+        """Bytes per device that a window of one layer adds, at least, to what any stage with it
+        holds once the forward pass of a micro-batch is done: parameters and optimizer state that it
+        owns, and what is kept, values that pass between layers with the layer that reads them."""
+        graph, (layer, _) = self.graph_at(microbatch_size), window
+        owned = [p for p in graph.layers[layer].params if graph.param_owner(p) == layer]
+        sizes = self.param_bytes(choice.param_split)
+        # Values of a window may be split where their maker is in the stage.
+        whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
+        cost = self.bounds(window, whole, microbatch_size).least
+        used, _ = stage_values(graph, *window)
+        read = [used[i] for i in cost.kept_inputs if graph.producer(used[i]) == layer - 1]
+        kept = cost.residual_bytes + sum(graph.value_bytes(v, whole.value_split) for v in read)
+        optimizer = self._end(window, choice).least.optimizer_bytes
+        return sum(sizes[p] for p in owned) + optimizer + kept // choice.tensor_parallel
+
     def _combined(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
         plain, *whole = map(self._trace, self._needed(window, choice, size))
         if whole:
             plain = self._along_sequence(window, choice, size, plain, whole[0])
         ends = self._end(window, choice)
-        gathered = self._largest_layer(window, choice) if choice.shard_params else 0
+        if choice.shard_params:
+            plain = self._of_split_params(window, choice, plain)
         return StageBounds(
-            _put_together(
-                _of_split_params(plain.least, choice.tensor_parallel)
-                if choice.shard_params
-                else plain.least,
-                ends.least,
-                choice,
+            _put_together(plain.least, ends.least, choice),
+            _put_together(plain.most, ends.most, choice),
+        )
+
+    def _of_split_params(
+        self, window: Window, choice: StageChoice, plain: StageBounds
+    ) -> StageBounds:
+        """Passes whose parameters are split, from those of others."""
+        sent, gathered = self._split_params(window), self._largest_layer(window, choice)
+
+        def works(cost: StageCost, own: StageCost, of: Callable[..., Any]) -> dict[str, Any]:
+            names = ("forward_work", "backward_work")
+            return {name: of(getattr(cost, name), getattr(own, name)) for name in names}
+
+        degree = choice.tensor_parallel
+        most = works(plain.most, sent.most, partial(_sending, degree=degree))
+        return StageBounds(
+            replace(
+                plain.least, **works(plain.least, sent.least, partial(_splitting, degree=degree))
             ),
-            _put_together(
-                replace(
-                    plain.most,
-                    forward_bytes=plain.most.forward_bytes + gathered,
-                    backward_bytes=plain.most.backward_bytes + 2 * gathered,
-                ),
-                ends.most,
-                choice,
+            replace(
+                plain.most,
+                forward_bytes=plain.most.forward_bytes + gathered,
+                backward_bytes=plain.most.backward_bytes + 2 * gathered,
+                **most,
             ),
         )
+
+    def _split_params(self, window: Window) -> StageBounds:
+        """Passes of a window whose parameters are split over replicas, with few examples."""
+        if window not in self._of_replicas:
+            choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
+            config = StageConfig(*window, choice, _FEW_REPLICAS * min(self._sizes))
+            self._of_replicas[window] = self._bounds.of_passes(config, _NO_END)
+        return self._of_replicas[window]
 
     def _end(self, window: Window, choice: StageChoice) -> EndBounds:
         """Of the end of a step, which is the same for replicas that share nothing."""
@@ -250,7 +291,10 @@ class LayerFacts:
             forward_work=_in_even_parts(plain.least.forward_work, degree),
             backward_work=_in_even_parts(plain.least.backward_work, degree),
         )
-        return StageBounds(least, _keeping(plain.most, kept))
+        most = replace(
+            _keeping(plain.most, kept), backward_work=_gathering_again(plain.most.backward_work)
+        )
+        return StageBounds(least, most)
 
 
 def _sizes(examples: Iterable[int]) -> dict[int, int]:
@@ -273,24 +317,25 @@ def _keeping(cost: StageCost, nbytes: int) -> StageCost:
     return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
 
 
-def _of_split_params(passes: StageCost, tensor_parallel: int) -> StageCost:
-    """The least of passes whose parameters are split, from that of others."""
-    return replace(
-        passes,
-        forward_work=_without_params(passes.forward_work, tensor_parallel),
-        backward_work=_without_params(passes.backward_work, tensor_parallel),
-    )
+def _sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
+    """A program whose replicas send what those of another do, which has no tensor parallelism."""
+    if work is None or own is None:
+        return None
+    sent = [one for one in work.collectives if one.stride != degree]
+    sent += [replace(one, nbytes=one.nbytes // degree, stride=degree) for one in own.collectives]
+    return replace(work, collectives=tuple(sent))
 
 
-def _without_params(work: ProgramWork | None, tensor_parallel: int) -> ProgramWork | None:
-    """The least work of a program without the traffic of what is the same on all replicas, its last
-    kernel, and without what they send each other."""
+def _splitting(
+    work: ProgramWork | None, own: ProgramWork | None, degree: int
+) -> ProgramWork | None:
+    """The least work of a program, of which the traffic of what is the same on all replicas, its
+    last kernel, is no part any more; and whose replicas send as ``_sending``."""
     if work is None or work.kernels is None:
         return None
     traffic = [kernel for kernel in work.kernels if not kernel.dtype]
     kernels = [kernel for kernel in work.kernels if kernel.dtype]
-    sent = [one for one in work.collectives if one.stride != tensor_parallel]
-    return replace(work, kernels=(*kernels, *traffic[:1]), collectives=tuple(sent))
+    return _sending(replace(work, kernels=(*kernels, *traffic[:1])), own, degree)
 
 
 def _in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:
@@ -302,6 +347,18 @@ def _in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:
         for kernel in work.kernels
     ]
     return replace(work, kernels=tuple(kernels))
+
+
+def _gathering_again(work: ProgramWork | None) -> ProgramWork | None:
+    """A backward pass that gathers along the sequence, once more, what its products read of the
+    forward pass."""
+    if work is None:
+        return None
+    again = [
+        replace(one, kind="all-gather") for one in work.collectives if one.kind == "all-reduce"
+    ]
+    sums = [one for one in again if one.stride == 1]
+    return replace(work, collectives=(*work.collectives, *sums))
 
 
 def _put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:

@@ -18,7 +18,7 @@ from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import search_problem
-from recommender.capture.problem import NEVER
+from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.recommendation import (
     depends_on_cuts_behind,
     plan_of,
@@ -210,22 +210,27 @@ def _least_peak(part: OpenPart) -> int:
 
 
 def _expected(part: OpenPart) -> StageAnswer:
-    """The plan that is expected to be the best; a stage is expected to need the geometric mean of
-    its two bounds."""
+    """The plan that is expected to be the best."""
     known, question = part.known, part.question
     problem, other = search_problem(known, question), search_problem(part.most, question)
+    result = search_plan(between(problem, other), tie_break="none")
+    if result.status != "ok":
+        return Answer("infeasible", None, result, Why())
+    plan, predictor = plan_of(known, question, result.stages), AdditivePredictor(known)
+    stages = with_best_choices(result.stages, problem, predictor, plan, question.remat)
+    return expected(part, result, plan.with_(stages=stages))
+
+
+def between(problem: SearchProblem, other: SearchProblem) -> SearchProblem:
+    """A problem with the bytes that stages are expected to need: the geometric mean of two
+    bounds."""
     cost = dict(problem.cost)
     for d in problem.used_degrees:
         least, most = problem.cost[d], other.cost[d]
         assert isinstance(least, np.ndarray) and isinstance(most, np.ndarray), "as they are posed"
         mean = np.sqrt(np.maximum(least, 0.0) * np.maximum(most, 0.0))
         cost[d] = np.where(np.maximum(least, most) < NEVER, mean, NEVER).astype(np.int64)
-    result = search_plan(replace(problem, cost=cost), tie_break="none")
-    if result.status != "ok":
-        return Answer("infeasible", None, result, Why())
-    plan, predictor = plan_of(known, question, result.stages), AdditivePredictor(known)
-    stages = with_best_choices(result.stages, problem, predictor, plan, question.remat)
-    return expected(part, result, plan.with_(stages=stages))
+    return replace(problem, cost=cost)
 
 
 def _deciding(found: Found, enough: float, num: int) -> list[StageConfig]:

@@ -73,6 +73,11 @@ class OpenPart:
         """The same of seconds."""
         return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes))
 
+    @cached_property
+    def expected(self) -> TimePredictor:
+        """Of what stages are expected to take, without what is compiled."""
+        return TimePredictor(self._most, max(self.question.cluster.nodes))
+
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
         """What a function says of the part; it is asked again once something is compiled that
         concerns it."""

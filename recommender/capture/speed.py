@@ -2,8 +2,9 @@
 time.
 
 A lower bound of seconds says what cannot be, and not which of two plans is faster. So plans are
-proposed by the closed form over estimates, which are those bounds times what compiled stages with
-the same choice took beyond them, and what is sent; they are proven by the bound of ``least_step``;
+proposed by the closed form over estimates, which are what tracing expects times what compiled
+stages with the same choice took beyond it, and what is sent; they are proven by the bound of
+``least_step``;
 and ranked by their simulated steps, which are the seconds that are shown.
 
 Of the front, the plan of the estimated one is compiled that is farthest from all compiled ones, the
@@ -29,7 +30,15 @@ from capture.quantities import format_bytes, format_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.counted import CountedSearch
 from recommender.capture.least_step import LeastStep
-from recommender.capture.lowest_peak import answer, beyond, compiled, expected, finite, peak_of
+from recommender.capture.lowest_peak import (
+    answer,
+    between,
+    beyond,
+    compiled,
+    expected,
+    finite,
+    peak_of,
+)
 from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import search_problem
@@ -42,7 +51,7 @@ from recommender.capture.throughput import throughput
 PROVES_NOTHING = 1.0
 #: Of every bound of seconds that is said.
 NO_TRANSFERS = "by a bound that leaves transfers out"
-#: Per degree and choice, what stages take over what they are bounded by.
+#: Per degree and choice, what stages take over what they are expected to.
 Ratios = tuple[tuple[float, ...], ...]
 
 
@@ -226,18 +235,19 @@ def _bounded_seconds(part: OpenPart, config: StageConfig) -> float:
 
 def _slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     """By choice, what the compiled stages of the part's micro-batch size take over what they are
-    bounded by."""
-    least, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
+    expected to."""
+    known, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
     for config, cost in part.known.verified.items():
-        times = part.bounded.model.stage_times(cost)
+        times = part.expected.model.stage_times(cost)
         if config.microbatch_size == part.size and times is not None:
-            least[config.choice] += _bounded_seconds(part, config)
+            table = part.expected.table(config.choice, config.microbatch_size)
+            known[config.choice] += table.at(config.first, config.stop).microbatch_seconds
             real[config.choice] += times.microbatch_seconds
-    return {choice: real[choice] / seconds for choice, seconds in least.items() if seconds}
+    return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
 
 
 def _ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
-    """What stages are taken to take over what they are bounded by, per degree and choice: as known
+    """What stages are taken to take over what they are expected to, per degree and choice: as known
     at their micro-batch size, or at another, or the least of those with as many devices to a
     replica, or of all."""
     maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
@@ -263,28 +273,34 @@ def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
 
 
 def _estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
-    """The problem with what stages are estimated to take, and those that are compiled do."""
+    """The problem with what stages are estimated to need and take, and those that are compiled
+    do."""
     problem, sent = part.once(_problem), part.once(_sent)
-    assert problem.seconds is not None, "it has times"
+    other = search_problem(part.most, part.question, with_times=True, least=True)
+    assert other.seconds is not None, "it has times"
     seconds = {
-        d: problem.seconds[d] * np.array(of_choices)[:, None, None]
+        d: other.seconds[d] * np.array(of_choices)[:, None, None]
         for d, of_choices in zip(problem.choices, ratios, strict=True)
     }
     for config in part.known.verified:
         choice, d = config.choice, config.choice.num_devices
         if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
             at = problem.choices[d].index(choice), config.first, config.stop
-            seconds[d][at] = problem.seconds[d][at]
-    return replace(problem, seconds={d: each + sent[d] for d, each in seconds.items()})
+            seconds[d][at] = other.seconds[d][at]
+    return replace(
+        between(problem, other),
+        seconds={d: each + sent[d] for d, each in seconds.items()},
+        update_seconds=other.update_seconds,
+    )
 
 
 def _fastest(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
-    """The plan that is estimated to be fastest: by bytes as expected, or by their bounds where
-    nothing else is left."""
+    """The plan that is estimated to be fastest; where none is expected to fit, that of the least
+    bounds of bytes."""
     estimates = _estimates(part, ratios)
-    most = search_problem(part.most, part.question, with_times=True)
-    found = throughput(replace(most, seconds=estimates.seconds))
-    found = found if found.status == "ok" else throughput(estimates)
+    found = throughput(estimates)
+    if found.status != "ok":
+        found = throughput(replace(estimates, cost=part.once(_problem).cost))
     return [Found(part, expected(part, found))]
 
 

@@ -1,0 +1,74 @@
+"""What of a question is left to the search: whatever an option of ``capture plan`` does not say,
+where seconds are known to choose by."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from capture.cli import asked
+from capture.cli import options as shared
+from capture.machine.target import Target
+from profiling_runs.question import ProfileQuestion
+from recommender.whole import WholeQuestion
+
+#: Of the options that may be left open, what counts where nothing is searched for it.
+_CLOSED = {
+    option.name: option.default
+    for option in (
+        shared.CLUSTER[2],
+        shared.MICROBATCHES,
+        shared.SCHEDULE,
+        shared.SHARD_OPTIMIZER,
+        shared.SHARD_PARAMS,
+        shared.SEQUENCE_PARALLEL,
+    )
+}
+
+
+def close(options: argparse.Namespace) -> None:
+    """Give what is left open its default."""
+    for name, default in _CLOSED.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
+def whole_question(options: argparse.Namespace) -> WholeQuestion | None:
+    """Return what the options ask for, as they were given; None where the target's speed is not
+    known: nothing but memory would decide, which asks for as many micro-batches as there are
+    examples."""
+    said = vars(options)
+    cluster, counts = asked.read_cluster(said), options.microbatches
+    if Target.load(cluster.target).rates is None:
+        return None
+    if options.largest_batch and counts is None:
+        counts = shared.MICROBATCHES.default  # with enough of them any batch fits
+    if options.global_batch is None or counts is not None:
+        asked_for = {**said, "microbatches": counts or shared.MICROBATCHES.default}
+        global_batch, _ = asked.read_batch(asked_for)
+    else:
+        global_batch = options.global_batch
+    default = options.parser.get_default
+    return WholeQuestion(
+        cluster,
+        global_batch,
+        options.objective or "throughput",
+        asked.read_limit(said),
+        options.try_microbatches or (None if counts is None else (counts,)),
+        options.schedule,
+        None if options.remat == shared.AUTO else options.remat,
+        options.shard_optimizer,
+        options.shard_params,
+        options.sequence_parallel,
+        options.whole_nodes,
+        options.any_divisor,
+        tuple(name for name, value in said.items() if value != default(name)),
+    )
+
+
+def of_whole(question: ProfileQuestion, whole: WholeQuestion) -> ProfileQuestion:
+    """What is measured of a model for the whole question, at its largest micro-batches."""
+    size = whole.question().microbatch_size
+    return replace(
+        question, microbatch_size=size, choices=tuple(whole.choices(size)), space=whole.space
+    )

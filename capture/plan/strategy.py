@@ -1,0 +1,48 @@
+"""What people call a plan of stages, in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
+from capture.quantities import counted
+
+
+def strategy(plan: Plan) -> str:
+    """Return the name of a plan for a table: how its stages use their devices, what they recompute,
+    and its micro-batches.
+
+    Example:
+        >>> from capture.machine.cluster import Cluster
+        >>> from capture.plan.stage import Stage
+        >>> choice = StageChoice(4, 1, "cheap", shard_optimizer=True, shard_params=True)
+        >>> strategy(Plan(Cluster((4,)), 2, (Stage(0, 2, (0, 1, 2, 3), choice),), 32, 2))
+        'FSDP over 4 devices, remat cheap, 2 micro-batches'
+    """
+    choices = [stage.choice for stage in plan.stages]
+    parts = [_all(list(map(_of_devices, choices)))]
+    if plan.num_stages > 1:
+        parts = [f"{plan.num_stages} stages of {parts[0]}", plan.schedule.upper()]
+    parts += [
+        f"remat {_all([choice.remat for choice in choices])}",
+        counted(plan.num_microbatches, "micro-batch", "micro-batches"),
+    ]
+    return ", ".join(parts)
+
+
+def _of_devices(choice: StageChoice) -> str:
+    dp, tp = choice.data_parallel, choice.tensor_parallel
+    if choice.num_devices == 1:
+        return "one device"
+    tensor = f"tensor parallel {tp}{' with sequence' * choice.sequence_parallel}"
+    if dp == 1:
+        return tensor
+    zero = " (ZeRO 1)" if choice.shard_optimizer else ""
+    replicas = f"FSDP over {dp}" if choice.shard_params else f"data parallel {dp}{zero}"
+    return f"{replicas} x {tensor}" if tp > 1 else f"{replicas} devices"
+
+
+def _all(words: Sequence[str]) -> str:
+    """The word of all stages, or the different ones in order."""
+    return " | ".join(dict.fromkeys(words))

@@ -1,0 +1,131 @@
+"""The whole question: what is not said is searched, and the answer says what was said.
+
+A plan of the space has any number of micro-batches that the batch has, and a schedule; its stages
+have any degrees, inside nodes or over whole ones, and each what it recomputes and splits. It is
+searched in parts, each of one number of micro-batches and one schedule
+(``recommender.capture.refine``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.plan.choices import (
+    REMAT_POLICIES,
+    StageChoice,
+    with_sequence_parallel,
+    with_sharded_params,
+)
+from capture.plan.schedule import SCHEDULES
+from capture.plan.space import StageSpace
+from recommender.question import PlanQuestion
+
+#: Of one stage per group of devices, none holds less or is faster.
+BEST_PLAIN = "1f1b"
+
+
+@dataclass(frozen=True)
+class WholeQuestion:
+    """What is asked; None leaves it to the search.
+
+    Attributes:
+        cluster, global_batch_size, memory_limit_bytes, objective, chosen: As of ``PlanQuestion``.
+        counts: Numbers of micro-batches.
+        schedule, remat: The same of every plan.
+        shard_optimizer: Whether all replicas split the optimizer state (ZeRO 1).
+        shard_params: Whether they may split parameters and gradients, too (ZeRO 3).
+        sequence_parallel: Whether stages may split activations along the sequence.
+        whole_nodes: Whether stages may take several whole nodes.
+        any_divisor: Whether degrees may be no powers of two.
+
+    Raises:
+        PlanError: the codes of ``PlanQuestion``; ``plan-batch`` where no number of micro-batches
+            is left.
+    """
+
+    cluster: Cluster
+    global_batch_size: int
+    objective: str = "throughput"
+    memory_limit_bytes: int | None = None
+    counts: tuple[int, ...] | None = None
+    schedule: str | None = None
+    remat: str | None = None
+    shard_optimizer: bool | None = None
+    shard_params: bool | None = None
+    sequence_parallel: bool | None = None
+    whole_nodes: bool | None = None
+    any_divisor: bool = False
+    chosen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise PlanError.of(
+                f"global_batch_size={self.global_batch_size} leaves nothing to train on; give 1 or "
+                "more.",
+                "plan-batch",
+            )
+        for number in self.microbatches:
+            self.question(number)
+
+    @cached_property
+    def microbatches(self) -> tuple[int, ...]:
+        """Numbers of micro-batches, ascending."""
+        if self.counts is not None:
+            return self.counts
+        batch = self.global_batch_size
+        return tuple(m for m in range(1, batch + 1) if batch % m == 0)
+
+    @property
+    def space(self) -> StageSpace:
+        several = len(self.cluster.nodes) > 1
+        return StageSpace(
+            several if self.whole_nodes is None else self.whole_nodes, self.any_divisor
+        )
+
+    def question(self, num_microbatches: int | None = None) -> PlanQuestion:
+        """That of one part; by default of that with the largest micro-batches."""
+        return PlanQuestion(
+            self.cluster,
+            self.global_batch_size,
+            num_microbatches or self.microbatches[0],
+            self.schedule or BEST_PLAIN,
+            self.memory_limit_bytes,
+            self.objective,
+            space=self.space,
+            remat=self.remat,
+            chosen=self.chosen,
+        )
+
+    def choices(self, microbatch_size: int) -> list[StageChoice]:
+        """What stages may do with their devices, without mixtures."""
+        remats = REMAT_POLICIES if self.remat is None else (self.remat,)
+        found = [
+            choice
+            for choice in self.space.choices(self.cluster, microbatch_size, remats)
+            if choice.tensor_parallel <= max(self.cluster.nodes)
+        ]
+        sharded = [replace(c, shard_optimizer=True) for c in found if c.data_parallel > 1]
+        if self.shard_optimizer:
+            found = [c for c in found if c.data_parallel == 1] + sharded
+        elif self.shard_optimizer is None:
+            found += sharded
+        if self.shard_params is not False:
+            found = list(dict.fromkeys(with_sharded_params(found)))
+        if self.sequence_parallel is not False:
+            found = with_sequence_parallel(found)
+        return found
+
+    def left_out(self) -> Iterator[tuple[str, str]]:
+        """What no plan of the space has though nobody said so, and why."""
+        if self.schedule is None:
+            yield "GPipe", "as fast as 1F1B, and holds no less"
+            others = [name for name, kind in SCHEDULES.items() if not kind.is_plain]
+            yield ", ".join(others), "searched where they are named"
+        if max(self.cluster.nodes) < self.cluster.num_devices:
+            yield "tensor parallelism over several nodes", "its sums wait for the slow links"
+        if not self.any_divisor:
+            yield "degrees that are no powers of two", "--any-divisor searches them"
