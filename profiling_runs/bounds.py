@@ -103,15 +103,16 @@ class ModelBounds:
 
         return Bounds(profile("least"), profile("most"))
 
-    def least_seconds(
+    def seconds(
         self,
         choices: Sequence[StageChoice],
         microbatch_size: int,
         cluster: Cluster,
         limit_bytes: int | None,
-    ) -> float:
+    ) -> tuple[float, float]:
         """Seconds of a micro-batch, forward and backward, that all devices together cannot be
-        faster than, divided by their number; whatever the stages, the schedule and the cuts.
+        faster than, divided by their number, whatever the stages, the schedule and the cuts; and
+        the same of what programs are expected to take.
 
         At one moment every layer keeps what its backward pass reads of the same micro-batch, on
         each device of its stage. So the device seconds of all layers, each with a choice of its
@@ -129,25 +130,33 @@ class ModelBounds:
         """
         rates = Target.load(cluster.target).rates
         if rates is None:
-            return 0.0
+            return 0.0, 0.0
         facts, model = self.facts, TimeModel(rates, max(cluster.nodes))
         num_alike = Counter(
             alike for window, alike in facts.windows.items() if window[1] - window[0] == 1
         )
-        seconds, nbytes = np.zeros((2, len(num_alike), len(choices)))
+        costs = np.zeros((3, len(num_alike), len(choices)))
         for (i, window), (j, choice) in product(enumerate(num_alike), enumerate(choices)):
-            cost = facts.bounds(window, choice, microbatch_size).least
-            times = model.stage_times(cost)
-            seconds[i, j] = choice.num_devices * (times.microbatch_seconds if times else 0.0)
-            nbytes[i, j] = choice.num_devices * facts.least_held(window, choice, microbatch_size)
-        count = np.array(list(num_alike.values()))
-        least, limit = 0.0, np.inf if limit_bytes is None else limit_bytes * cluster.num_devices
-        steepest = seconds.max() / max(nbytes.min(), 1.0)
-        prices = [0.0] if np.isinf(limit) else [0.0, *steepest * np.geomspace(1e-6, 1, 61)]
-        for price in prices:
-            each = (seconds + price * nbytes).min(axis=1)
-            least = max(least, float(count @ each) - (price * limit if price else 0.0))
-        return least / cluster.num_devices
+            between, d = facts.bounds(window, choice, microbatch_size), choice.num_devices
+            times = map(model.stage_times, (between.least, between.most))
+            seconds = [0.0 if each is None else each.microbatch_seconds for each in times]
+            held = facts.least_held(window, choice, microbatch_size)
+            costs[:, i, j] = d * seconds[0], d * seconds[1], d * held
+        count, limit = np.array(list(num_alike.values())), cluster.num_devices * (limit_bytes or 0)
+        least, expected = (
+            max(
+                float(count @ (seconds + price * costs[2]).min(axis=1)) - price * limit
+                for price in _prices(seconds, costs[2], limit)
+            )
+            for seconds in costs[:2]
+        )
+        return least / cluster.num_devices, expected / cluster.num_devices
+
+
+def _prices(seconds: np.ndarray, nbytes: np.ndarray, limit: int) -> list[float]:
+    """Of a byte, to try: nothing, and where there is a limit up to what no choice saves."""
+    most = float(seconds.max()) / max(float(nbytes[nbytes > 0].min(initial=1.0)), 1.0)
+    return [0.0, *(most * np.geomspace(1e-6, 1, 61))] if limit else [0.0]
 
 
 def bounds(

@@ -238,8 +238,9 @@ class _Asking:
         part = Part(question, partial(self.bounds, size))
         if not has_floor or question.search[0] == "memory":
             return part
-        seconds = self._known.least_seconds(self._choices(size), size, question.cluster, limit)
-        return replace(part, least_seconds=question.num_microbatches * seconds)
+        seconds = self._known.seconds(self._choices(size), size, question.cluster, limit)
+        least, expected = (question.num_microbatches * each for each in seconds)
+        return replace(part, least_seconds=least, expected_seconds=expected)
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:

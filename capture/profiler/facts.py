@@ -46,7 +46,7 @@ Window = tuple[int, int]
 LONGEST = 2
 #: Replicas of a traced program stand for others with as many examples on each; with many more,
 #: fewer of its products would be large on every device.
-_MOST_REPLICAS = 16
+_MOST_REPLICAS = 32
 #: That send each other parameters and gradients, to know what they send.
 _FEW_REPLICAS = 2
 _NO_END = EndBounds(UpdateCost(0, 0), UpdateCost(0, 0))
@@ -303,7 +303,7 @@ def _sizes(examples: Iterable[int]) -> dict[int, int]:
 
     Example:
         >>> _sizes([1, 2, 4, 8, 16, 32])
-        {32: 64, 16: 64, 8: 64, 4: 64, 2: 4, 1: 4}
+        {32: 64, 16: 64, 8: 64, 4: 64, 2: 64, 1: 2}
     """
     found: dict[int, int] = {}
     for each in sorted(set(examples), reverse=True):

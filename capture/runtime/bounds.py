@@ -44,8 +44,6 @@ from capture.tracing.jaxprs import is_variable
 #: experts and convolutions for h100: copies and gradients that wait, and scratch of libraries.
 _MARGIN, _SCRATCH_BYTES = 1.15, 8 * 2**20
 _CPU_SCRATCH_BYTES = 2**16
-#: What makes values whose split is that of what they are read with.
-_LIE_AS_READ = ("scatter", "broadcast_in_dim", "iota")
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,22 +309,15 @@ class Memory:
                 dead[last[value]].append(value)
         live = peak = 0
         for at in sorted({*made, *dead}):
-            live += sum(map(self._expected, made[at]))
+            live += sum(map(self._split.expected_bytes, made[at]))
             peak = max(peak, live)
-            live -= sum(map(self._expected, dead[at]))
+            live -= sum(map(self._split.expected_bytes, dead[at]))
         return math.ceil(_MARGIN * peak) + _SCRATCH_BYTES + sum(self._fresh.values())
-
-    def _expected(self, value: Any) -> int:
-        """Bytes per device of what stands in memory: what is scattered goes to zeros, which lie as
-        it does."""
-        maker = self._program.flow.maker(value)
-        is_given = maker is None or not maker.primitive.name.startswith(_LIE_AS_READ)
-        return (self._split.nbytes if is_given else self._split.least_bytes)(value)
 
     def all(self) -> int:
         """The same where nothing makes room for anything else."""
         first, _ = self._program.lives(stores_reduced=False)
-        stored = sum(map(self._expected, first.keys() - self._program.elsewhere))
+        stored = sum(map(self._split.expected_bytes, first.keys() - self._program.elsewhere))
         return stored + _CPU_SCRATCH_BYTES + sum(self._fresh.values())
 
 

@@ -131,6 +131,10 @@ class SplitAxis(NamedTuple):
     asked: Mapping[Any, bool]
 
 
+#: What makes values whose split is that of what they are read with.
+_LIE_AS_READ = ("scatter", "broadcast_in_dim", "iota")
+
+
 class ValueSplit:
     """How the values of a program are expected to lie on a stage's mesh: as the partition walk
     follows the shardings of its inputs. The compiler decides.
@@ -205,6 +209,13 @@ class ValueSplit:
     def nbytes(self, value: Any) -> int:
         """Per device."""
         return -(-self._flow.nbytes(value) // self._parts(value))
+
+    def expected_bytes(self, value: Any) -> int:
+        """Per device, once it is compiled: what is scattered goes to zeros, which lie as it
+        does."""
+        maker = self._flow.maker(value)
+        is_given = maker is None or not maker.primitive.name.startswith(_LIE_AS_READ)
+        return (self.nbytes if is_given else self.least_bytes)(value)
 
     def least_bytes(self, value: Any) -> int:
         """Per device, if the compiler splits it along every axis that reaches it."""

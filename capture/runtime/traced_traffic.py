@@ -248,9 +248,9 @@ class Traffic:
                 continue
             read: dict[Any, int] = {}
             for value in variables(equation.invars):
-                read |= sources[value] if value in sources else {value: split.nbytes(value)}
+                read |= sources[value] if value in sources else {value: split.expected_bytes(value)}
             if name in _PARTS:
-                most = sum(map(split.nbytes, outs))
+                most = sum(map(split.expected_bytes, outs))
                 read = {source: min(nbytes, most) for source, nbytes in read.items()}
             if name in _ELEMENTS | MOVES and stored.isdisjoint(outs):
                 sources.update(dict.fromkeys(outs, read))
@@ -265,7 +265,7 @@ class Traffic:
                 found.append(_Stored())
             one = found[together]
             one.read |= {v: nbytes for v, nbytes in read.items() if v not in one.made}
-            one.made |= {v: split.nbytes(v) for v in outs}
+            one.made |= {v: split.expected_bytes(v) for v in outs}
             # What is summed is known when the kernel ends.
             made_by.update(dict.fromkeys(outs, together + (name not in _ELEMENTS | MOVES)))
         return [Kernel(sum((one.made | one.read).values())) for one in found]

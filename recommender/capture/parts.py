@@ -29,12 +29,14 @@ class Part:
         question: Names them.
         open: Bounds the stages, when that is first asked for.
         least_bytes, least_seconds: No plan of the part needs less, or is faster: known before.
+        expected_seconds: The same of what plans are expected to take; 0 where that is not known.
     """
 
     question: PlanQuestion
     open: Callable[[], Bounds]
     least_bytes: int = 0
     least_seconds: float = 0.0
+    expected_seconds: float = 0.0
 
     @property
     def may_fit(self) -> bool:

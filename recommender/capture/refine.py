@@ -114,6 +114,11 @@ class Policy(ABC):
     @abstractmethod
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer: ...
 
+    def is_promising(self, search: Search, part: Part) -> bool:
+        """Whether a part that is not open may have a better plan, by what is expected of it; its
+        floor bounds it if not."""
+        return True
+
     def refuted_by(
         self, part: OpenPart, compiled: Mapping[StageConfig, StageCost]
     ) -> Iterable[Refuted]:
@@ -307,16 +312,18 @@ class Search:
 
     def to_open(self) -> int | None:
         """Of the parts that may hold a plan which is farther than asked from the compiled ones, and
-        below what is known of open parts, that of the least floor."""
+        below what is known of open parts, that which is expected to be fastest, or of the least
+        floor."""
         known, values = self.open_corners, self.values
         left = [
-            (floor[::-1], number)
+            (self._all[number].expected_seconds, floor[::-1], number)
             for number, floor in self.floors.items()
             if floor[1] < math.inf
             and far(floor, values) > self.effort.within_fraction
             and not any(p <= floor[0] and s <= floor[1] for p, s in known)
+            and self._policy.is_promising(self, self._all[number])
         ]
-        return min(left)[1] if left else None
+        return min(left)[-1] if left else None
 
     def is_asked(self, found: Found) -> bool:
         """Whether the compiler was asked for a plan."""

@@ -40,7 +40,7 @@ from recommender.capture.lowest_peak import (
     peak_of,
 )
 from recommender.capture.pareto import pareto
-from recommender.capture.parts import Found, OpenPart
+from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.refine import Corner, Look, Policy, Search, above, far
@@ -49,6 +49,8 @@ from recommender.capture.throughput import throughput
 
 #: A plan that may be slower by this part than another one is not called proven.
 PROVES_NOTHING = 1.0
+#: What is expected of parts is not known better.
+NEARLY = 0.01
 #: Of every bound of seconds that is said.
 NO_TRANSFERS = "by a bound that leaves transfers out"
 #: Per degree and choice, what stages take over what they are expected to.
@@ -77,6 +79,12 @@ class Timed(Policy):
                 least = _bounded_seconds(part, config)
                 if above(least, times.microbatch_seconds):
                     yield Refuted(config, "seconds", least, times.microbatch_seconds)
+
+    def is_promising(self, search: Search, part: Part) -> bool:
+        if self._has_front or not part.expected_seconds or not search.open_corners:
+            return True
+        known = map(_seconds_of, (*self._points(search), *search.fitting))
+        return part.expected_seconds < (1 - NEARLY) * min(known)
 
     def look(self, search: Search) -> Look:
         if not search.open_corners:
