@@ -64,11 +64,14 @@ class TimePredictor:
         self.profile, self.model = profile, TimeModel(rates, devices_per_node)
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         self._tables: dict[tuple[StageChoice, int], StageTable] = {}
+        #: Windows that are alike have the same cost, and often the same object.
+        rows: dict[int, np.ndarray] = {}
         for config, cost in profile.measurements.items():
-            seconds = self.model.stage_times(cost)
-            if seconds is not None:
+            if id(cost) not in rows and (seconds := self.model.stage_times(cost)) is not None:
+                rows[id(cost)] = _row(seconds)
+            if id(cost) in rows:
                 windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
-                windows[config.first, config.stop] = _row(seconds)
+                windows[config.first, config.stop] = rows[id(cost)]
 
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Seconds of every stage.

@@ -125,13 +125,13 @@ class Exchanges:
         """Return those that nothing avoids, in order."""
         sums = [
             Sent("reduce-scatter" if each.may_be_split else "all-reduce", each.nbytes, each.level)
-            for each in self._sums()
+            for each in self._sums
             if each.nbytes >= _FEWEST_BYTES
             if not each.may_be_split or each.nbytes <= each.others
         ]
         gathers = [
             Sent("all-gather", nbytes, level)
-            for nbytes, others, level in self._gathers()
+            for nbytes, others, level in self._gathers
             if _FEWEST_BYTES <= nbytes <= others
         ]
         return self._collectives([*sums, *gathers])
@@ -140,11 +140,11 @@ class Exchanges:
         """Return those that are expected, in order."""
         sums = [
             Sent("reduce-scatter" if each.is_split else "all-reduce", each.nbytes, each.level)
-            for each in self._sums()
+            for each in self._sums
         ]
         gathers = [
             Sent("all-gather", nbytes if others > nbytes else int(others), level)
-            for nbytes, others, level in self._gathers()
+            for nbytes, others, level in self._gathers
         ]
         return self._collectives([*sums, *gathers])
 
@@ -163,6 +163,7 @@ class Exchanges:
             for (kind, _), nbytes in sorted(found.items(), key=lambda item: item[0][1])
         ]
 
+    @cached_property
     def _sums(self) -> list[_Parts]:
         """Sums over the devices, as they begin."""
         found: list[_Parts] = []
@@ -241,13 +242,14 @@ class Exchanges:
         itemsize = min(itemsize, self._program.views.of(value).itemsize)
         return math.prod(value.aval.shape) * itemsize // others
 
-    def _gathers(self) -> Iterator[tuple[int, float, int]]:
-        """Yield bytes of what is gathered; of what might be sent in its place; and how many come
-        before it."""
-        yield from self._made_whole()
+    @cached_property
+    def _gathers(self) -> list[tuple[int, float, int]]:
+        """Bytes of what is gathered; of what might be sent in its place; and how many come before
+        it."""
+        found = [*self._made_whole()]
         if self._over_replicas:
-            yield from self._params()
-            yield from self._updated()
+            found += [*self._params(), *self._updated()]
+        return found
 
     def _made_whole(self) -> Iterator[tuple[int, float, int]]:
         """What constraints make whole."""
