@@ -48,6 +48,7 @@ from recommender.capture.extent import (
 )
 from recommender.capture.knowledge import BoundedKnowledge
 from recommender.capture.lowest_peak import LowestPeak
+from recommender.capture.named import Named
 from recommender.capture.parts import Part
 from recommender.capture.recommendation import recommend
 from recommender.capture.refine import Effort, Policy, refine
@@ -221,6 +222,8 @@ class _Asking:
         """The plan of least peak, or the fastest, or the front, over questions of one objective."""
         options, objective = self._options, questions[0].search[0]
         policy: Policy = LowestPeak() if objective == "memory" else Timed(objective == "pareto")
+        if self._whole is not None and options.objective is None:
+            policy = Named()
         parts = [self._part(each, has_floor=len(questions) > 1) for each in questions]
         effort = Effort(
             DEFAULT_WITHIN if options.within is None else options.within,

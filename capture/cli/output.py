@@ -12,6 +12,8 @@ from typing import Any
 
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
+from capture.plan.strategy import strategy
+from capture.plan.why import FrontPoint
 from capture.quantities import counted, format_bytes, format_seconds
 
 #: What a plan needs, by the key of documents; None where nothing says it.
@@ -188,16 +190,19 @@ def front_table(front: Any) -> list[str]:
     """The front of peak memory against step time, smallest peak first; nothing without a plan."""
     if front is None or not front.points:
         return []
+    has_names = any(point.name for point in front.points)
     rows = [
         [
+            *([point.name or "-"] if has_names else []),
             format_bytes(point.peak_bytes),
             format_seconds(point.step_seconds),
             *([_within(point.within_fraction)] if front.compiled else []),
-            f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-",
-            ", ".join(
-                f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
-                for s in point.stages
+            *(
+                [strategy(point.stages, point.schedule, point.num_microbatches)]
+                if has_names
+                else []
             ),
+            *([] if has_names else _layout(point)),
         ]
         for point in front.points
     ]
@@ -209,8 +214,27 @@ def front_table(front: Any) -> list[str]:
     proven = ["least but for"] * front.compiled
     return [
         f"front of memory and time ({said}):",
-        table(["peak", "step", *proven, "schedule, M", "layers (dp x tp)"], rows),
+        table(
+            ["plan", "peak", "step", *proven, "what it is"]
+            if has_names
+            else ["peak", "step", *proven, "schedule, M", "layers (dp x tp)"],
+            rows,
+        ),
     ]
+
+
+def _strategy(point: FrontPoint) -> list[str]:
+    return [strategy(point.stages, point.schedule, point.num_microbatches)]
+
+
+def _layout(point: FrontPoint) -> list[str]:
+    """Schedule with micro-batches, and layers with degrees."""
+    layers = (
+        f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
+        for s in point.stages
+    )
+    named = f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-"
+    return [named, ", ".join(layers)]
 
 
 def _within(fraction: float) -> str:

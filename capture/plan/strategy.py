@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan
+from capture.plan.stage import Stage
 from capture.quantities import counted
 
 
-def strategy(plan: Plan) -> str:
+def strategy(stages: Sequence[Stage], schedule: str, num_microbatches: int) -> str:
     """Return the name of a plan for a table: how its stages use their devices, what they recompute,
     and its micro-batches.
 
     Example:
-        >>> from capture.machine.cluster import Cluster
-        >>> from capture.plan.stage import Stage
         >>> choice = StageChoice(4, 1, "cheap", shard_optimizer=True, shard_params=True)
-        >>> strategy(Plan(Cluster((4,)), 2, (Stage(0, 2, (0, 1, 2, 3), choice),), 32, 2))
+        >>> strategy([Stage(0, 2, (0, 1, 2, 3), choice)], "1f1b", 2)
         'FSDP over 4 devices, remat cheap, 2 micro-batches'
     """
-    choices = [stage.choice for stage in plan.stages]
+    choices = [stage.choice for stage in stages]
     parts = [_all(list(map(_of_devices, choices)))]
-    if plan.num_stages > 1:
-        parts = [f"{plan.num_stages} stages of {parts[0]}", plan.schedule.upper()]
+    if len(stages) > 1:
+        parts = [f"{len(stages)} stages of {parts[0]}", schedule.upper()]
     parts += [
         f"remat {_all([choice.remat for choice in choices])}",
-        counted(plan.num_microbatches, "micro-batch", "micro-batches"),
+        counted(num_microbatches, "micro-batch", "micro-batches"),
     ]
     return ", ".join(parts)
 

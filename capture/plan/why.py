@@ -37,6 +37,7 @@ class FrontPoint:
     schedule: str = ""
     num_microbatches: int = 0
     within_fraction: float | None = None
+    name: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Without what is not said."""

@@ -180,7 +180,7 @@ class Search:
 
     def run(self) -> StageAnswer:
         """The rounds, and the answer."""
-        self._open(self.to_open() or 0)
+        self.open(self.to_open() or 0)
         self._look, ended = self._policy.look(self), ""
         while not ended:
             try:
@@ -203,7 +203,7 @@ class Search:
         if ended := next((reason for reason, holds in reasons.items() if holds), ""):
             return ended
         if to_open is not None:
-            self._open(to_open)
+            self.open(to_open)
             return ""
         chosen = self._policy.next(self, look)
         if isinstance(chosen, Probe):
@@ -232,7 +232,7 @@ class Search:
             self.num_compiled += said.num_stages_compiled
             self.compiled.append(Found(part, of_compiler(found.answer, said, part.known)))
 
-    def _open(self, number: int) -> None:
+    def open(self, number: int) -> None:
         """Bound the stages of a part."""
         question = self._all[number].question
         if self._policy.objective is not None:

@@ -83,7 +83,7 @@ class Timed(Policy):
     def is_promising(self, search: Search, part: Part) -> bool:
         if self._has_front or not part.expected_seconds or not search.open_corners:
             return True
-        known = map(_seconds_of, (*self._points(search), *search.fitting))
+        known = map(seconds_of, (*self._points(search), *search.fitting))
         return part.expected_seconds < (1 - NEARLY) * min(known)
 
     def look(self, search: Search) -> Look:
@@ -92,7 +92,7 @@ class Timed(Policy):
             smallest = min(none, key=lambda found: found.answer.proof.peak_bytes or NEVER)
             return Look(smallest, None, {"memory": search.to_open() is None})
         points, corners, plans = self._points(search), search.corners, search.fitting
-        fastest, within = min(plans, key=_seconds_of, default=None), self._within(search)
+        fastest, within = min(plans, key=seconds_of, default=None), self.within(search)
         told = [points[-1] if fastest is None else fastest]
         if self._has_front:
             told = plans or points[:1]
@@ -104,28 +104,28 @@ class Timed(Policy):
             max(least, peak),
             bool(plans),
             min(seconds for _, seconds in corners),
-            None if fastest is None else _seconds_of(fastest),
+            None if fastest is None else seconds_of(fastest),
             len(_undominated(plans)) if self._has_front else None,
             within if self._has_front else None,
         )
         near = within is not None and within <= search.effort.within_fraction
         return Look(points[-1], bracket, {"proven": within == 0, "within": near})
 
-    def _within(self, search: Search) -> float | None:
+    def within(self, search: Search) -> float | None:
         """How near compiled plans are to all (``Proven.within_fraction``)."""
         return finite(max(far(corner, search.values) for corner in search.corners))
 
     def _points(self, search: Search) -> list[Found]:
         """The front as it is estimated, or the fastest plan alone, by ascending peak."""
-        slowness = {part.size: part.once(_slowness) for part in search.parts.values()}
+        known = {part.size: part.once(slowness) for part in search.parts.values()}
         proposed, points = _front if self._has_front else _fastest, list[Found]()
         for part in sorted(search.parts.values(), key=_least_seconds):
             least = _least_seconds(part)
             if least == inf or (
-                not self._has_front and points and least >= min(map(_seconds_of, points))
+                not self._has_front and points and least >= min(map(seconds_of, points))
             ):
                 break
-            points += part.once(proposed, _ratios(part, slowness))
+            points += part.once(proposed, ratios(part, known))
         front = _undominated(points)
         return front if self._has_front else front[-1:]
 
@@ -135,7 +135,7 @@ class Timed(Policy):
         chosen, values = None, search.values
         for found in reversed(self._points(search)):
             proof = found.answer.proof
-            distance = far(self.corner(proof.peak_bytes, _seconds_of(found)), values)
+            distance = far(self.corner(proof.peak_bytes, seconds_of(found)), values)
             if distance > farthest and not search.is_asked(found):
                 farthest, chosen = distance, found
         return chosen
@@ -145,7 +145,7 @@ class Timed(Policy):
         if bracket is None:
             needs = [part.least_bytes for part in search.unopened.values()]
             return beyond(search, look.found, min([look.found.answer.proof.peak_bytes, *needs]))
-        within, fastest = self._within(search), bracket.least_step_seconds or 0.0
+        within, fastest = self.within(search), bracket.least_step_seconds or 0.0
         proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
         if not plans:
             said = f"a step takes at least {step}"
@@ -153,7 +153,7 @@ class Timed(Policy):
                 said = f"every plan needs at least {format_bytes(bracket.least_bytes)}, and {said}"
             said = f"nothing that fits was compiled: {said}."
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
-        front = self._front(search) if self._has_front else None
+        front = self.front(search) if self._has_front else None
         by = "not proven" if within is None else f"proven within {within:.1%}"
         if front is not None:
             said = (
@@ -166,17 +166,17 @@ class Timed(Policy):
         else:
             by = f" within {within:.1%}" if within else ""
             said = f"; proven fastest{by} of the plans that fit, {NO_TRANSFERS}"
-        best, summary = min(plans, key=_seconds_of), compiled(search, f"{said},")
+        best, summary = min(plans, key=seconds_of), compiled(search, f"{said},")
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
         why = Why(what, front=front, verified=verified, proven=proven)
-        return answer(search, best, why, finite(above(_seconds_of(best), fastest)))
+        return answer(search, best, why, finite(above(seconds_of(best), fastest)))
 
-    def _front(self, search: Search) -> Front:
+    def front(self, search: Search) -> Front:
         """The compiled plans of it, each with what the corners say of it."""
         corners, names, points = search.corners, len(search.questions) > 1, list[FrontPoint]()
         for found in _undominated(search.fitting):
-            plan, peak, seconds = found.answer.plan, found.answer.peak_bytes, _seconds_of(found)
+            plan, peak, seconds = found.answer.plan, found.answer.peak_bytes, seconds_of(found)
             assert plan is not None, "it was compiled"
             point = FrontPoint(
                 peak,
@@ -188,11 +188,11 @@ class Timed(Policy):
                 within_fraction=max(min(above(peak, p), above(seconds, s)) for p, s in corners),
             )
             points.append(point)
-        is_whole = self._within(search) == 0 and not any(each.within_fraction for each in points)
+        is_whole = self.within(search) == 0 and not any(each.within_fraction for each in points)
         return Front(tuple(points), is_whole, False, search.seconds)
 
 
-def _seconds_of(found: Found) -> float:
+def seconds_of(found: Found) -> float:
     """Simulated, of a compiled plan."""
     seconds = found.answer.proof.step_seconds
     assert seconds is not None, "it was searched for speed"
@@ -207,8 +207,8 @@ def _undominated(plans: Iterable[Found]) -> list[Found]:
         return found.answer.peak_bytes if known else found.answer.proof.peak_bytes
 
     left = list[Found]()
-    for found in sorted(plans, key=lambda each: (peak(each), _seconds_of(each))):
-        if not left or _seconds_of(found) < _seconds_of(left[-1]):
+    for found in sorted(plans, key=lambda each: (peak(each), seconds_of(each))):
+        if not left or seconds_of(found) < seconds_of(left[-1]):
             left.append(found)
     return left
 
@@ -241,7 +241,7 @@ def _bounded_seconds(part: OpenPart, config: StageConfig) -> float:
     return table.at(config.first, config.stop).microbatch_seconds
 
 
-def _slowness(part: OpenPart) -> Mapping[StageChoice, float]:
+def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     """By choice, what the compiled stages of the part's micro-batch size take over what they are
     expected to."""
     known, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
@@ -254,7 +254,7 @@ def _slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
 
 
-def _ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
+def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
     """What stages are taken to take over what they are expected to, per degree and choice: as known
     at their micro-batch size, or at another, or the least of those with as many devices to a
     replica, or of all."""
@@ -280,7 +280,7 @@ def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
     }
 
 
-def _estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
+def estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
     """The problem with what stages are estimated to need and take, and those that are compiled
     do."""
     problem, sent = part.once(_problem), part.once(_sent)
@@ -305,14 +305,14 @@ def _estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
 def _fastest(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
     """The plan that is estimated to be fastest; where none is expected to fit, that of the least
     bounds of bytes."""
-    estimates = _estimates(part, ratios)
-    found = throughput(estimates)
+    problem = estimates(part, ratios)
+    found = throughput(problem)
     if found.status != "ok":
-        found = throughput(replace(estimates, cost=part.once(_problem).cost))
+        found = throughput(replace(problem, cost=part.once(_problem).cost))
     return [Found(part, expected(part, found))]
 
 
 def _front(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
     """The front as it is estimated."""
-    points = pareto(_estimates(part, ratios)).points
+    points = pareto(estimates(part, ratios)).points
     return [Found(part, expected(part, point)) for point in points]

@@ -1,0 +1,147 @@
+"""The policy of ``refine`` for the default answer: the fastest plan that fits, and of the front of
+memory against time two plans more, the one of lowest memory and the knee between them.
+
+All three are compiled; only of the fastest it is proven how near it is to the best. The front they
+are chosen from is estimated: the fastest plan within each of a few limits of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+
+import numpy as np
+
+from capture.plan.why import Front
+from recommender.answer import StageAnswer
+from recommender.capture.lowest_peak import between, expected
+from recommender.capture.minmax import least_peak
+from recommender.capture.parts import Found, OpenPart
+from recommender.capture.posed import search_problem
+from recommender.capture.refine import Look, Search
+from recommender.capture.speed import (
+    Ratios,
+    Timed,
+    estimates,
+    ratios,
+    seconds_of,
+    slowness,
+)
+from recommender.capture.throughput import throughput
+
+FASTEST, KNEE, LOWEST = "fastest", "knee", "lowest memory"
+#: Limits of memory between the lowest peak and the fastest plan's, both included.
+_NUM_LIMITS = 7
+
+
+class Named(Timed):
+    """The fastest plan that fits, then the one of lowest memory and the knee (``why.front``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[str, Found] = {}
+
+    def look(self, search: Search) -> Look:
+        look = super().look(search)
+        if len(self._names) < 2 and search.fitting:
+            return look._replace(reasons={})  # two are still to be named
+        return look
+
+    def next(self, search: Search, look: Look) -> Found | None:
+        """What may be faster; once nothing is, the plans with other names."""
+        within = self.within(search)
+        is_near = within is not None and within <= search.effort.within_fraction
+        found = None if is_near and search.fitting else super().next(search, look)
+        while found is None and len(self._names) < 2 and search.fitting:
+            if not self._names:
+                _open_smallest(search)
+            name = KNEE if LOWEST in self._names else LOWEST
+            self._names[name] = named = self._named(search, name)
+            found = None if search.is_asked(named) else named
+        return found
+
+    def _named(self, search: Search, name: str) -> Found:
+        """The plan of a name, as it is estimated."""
+        known = {part.size: part.once(slowness) for part in search.parts.values()}
+        fastest = min(search.fitting, key=seconds_of)
+        lowest = min(part.once(_least_expected) for part in search.parts.values())
+        most = max(fastest.answer.peak_bytes, lowest)
+        limits = (lowest,) if name == LOWEST else _limits(lowest, most)
+        points = [
+            min(found, key=seconds_of)
+            for limit in limits
+            if (
+                found := [
+                    each
+                    for part in search.parts.values()
+                    for each in part.once(_within, limit, ratios(part, known))
+                ]
+            )
+        ]
+        return points[0] if name == LOWEST or not points else _knee([*points, fastest])
+
+    def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
+        found = super().answer(search, look, ended)
+        if found.plan is None or not search.fitting:
+            return found
+        points = list(self.front(search).points)
+        if len(points) > 1:
+            points[0] = replace(points[0], name=LOWEST)
+            knee = self._names.get(KNEE)
+            stages = knee and knee.answer.plan and knee.answer.plan.stages
+            points[1:-1] = [
+                replace(point, name=KNEE if point.stages == stages else "")
+                for point in points[1:-1]
+            ]
+        points[-1] = replace(points[-1], name=FASTEST)
+        why = replace(found.why, front=Front(tuple(points), False, False, search.seconds))
+        return replace(found, why=why, plan=found.plan.with_(why=why))
+
+
+def _open_smallest(search: Search) -> None:
+    """Open the part with the smallest micro-batches of which every device can have an example: of
+    all, its plans are expected to need least."""
+    num_devices = search.questions[0].cluster.num_devices
+    sizes = {
+        part.question.microbatch_size: number
+        for number, part in search.unopened.items()
+        if part.question.microbatch_size >= num_devices
+    }
+    if sizes:
+        search.open(sizes[min(sizes)])
+
+
+def _limits(least: int, most: int) -> Sequence[int]:
+    return [int(limit) for limit in np.geomspace(least, most, _NUM_LIMITS)[1:-1]]
+
+
+def _least_expected(part: OpenPart) -> int:
+    """The lowest peak that a plan is expected to have."""
+    least, most = (search_problem(each, part.question) for each in (part.known, part.most))
+    stages, _, _ = least_peak(between(least, most))
+    return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
+
+
+def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
+    """The plan that is estimated to be fastest within a limit of memory; nothing where none is."""
+    result = throughput(replace(part.once(estimates, known), memory_limit_bytes=limit))
+    return [Found(part, expected(part, result))] if result.status == "ok" else []
+
+
+def _knee(points: Sequence[Found]) -> Found:
+    """Of a front by ascending peak, the plan farthest below the line between its ends, bytes and
+    seconds by their logarithms."""
+
+    def place(found: Found) -> tuple[float, float]:
+        answer = found.answer
+        peak = answer.peak_bytes if answer.compiled else answer.proof.peak_bytes
+        return log(max(peak, 1)), log(seconds_of(found))
+
+    (x0, y0), (x1, y1) = place(points[0]), place(points[-1])
+
+    def below(found: Found) -> float:
+        x, y = place(found)
+        return (y0 - y) * (x1 - x0) + (y1 - y0) * (x - x0)
+
+    return max(points, key=below)
