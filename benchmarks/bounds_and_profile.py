@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.documents import arguments, finish
-from benchmarks.planning_time import run
+from benchmarks.planning_time import NARROW, run
 from capture import environment
 
 TARGET = "h100"
@@ -61,7 +61,9 @@ def compared(name: str, cluster: str, schedule: str, folder: Path) -> dict[str, 
     asked += ["--store", str(folder / "store.sqlite")]
     stem = f"{name}-{cluster}-{schedule}".replace(" ", "-").lower()
     profile, plan = str(folder / f"{stem}.profile.json"), str(folder / f"{stem}.json")
-    on_bounds = json.loads(run("plan", *asked, "-o", plan, "--json")["printed"])
+    on_bounds = json.loads(
+        run("plan", *asked, *NARROW, "--remat", "cheap", "-o", plan, "--json")["printed"]
+    )
     run("profile", *asked, "-o", profile)
     verified = ["--profile", profile, "--verify", "3", "-o", plan, "--json"]
     from_profile = json.loads(run("plan", *asked, *verified)["printed"])

@@ -34,6 +34,16 @@ from typing import Any
 
 from capture import environment
 
+#: Of a narrow question for the lowest peak; micro-batches, schedule and remat are said apart.
+NARROW = (
+    "--objective",
+    "memory",
+    "--no-shard-params",
+    "--no-shard-optimizer",
+    "--no-sequence-parallel",
+    "--no-whole-nodes",
+)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -207,14 +217,15 @@ def asking(case: Case, store: Path, workers: int) -> list[str]:
 def measure_bounds(case: Case, folder: Path, workers: int, seconds: int) -> dict[str, Any]:
     """Planned on bounds: near enough, proven, and with a limit that is too low."""
     store, plan = folder / "store.sqlite", str(folder / "plan.json")
-    asked = asking(case, store, workers)
+    asked = [*asking(case, store, workers), *NARROW, "--schedule", "1f1b"]
     limited = ["--within", "5%", "--seconds", str(case.near_seconds)]
     near = run("plan", *asked, *limited, "-o", plan, "--json")
     proven = run("plan", *asked, "--seconds", str(seconds), "-o", plan, "--json")
     found, best = (json.loads(step.pop("printed")) for step in (near, proven))
     trail = found["why"]["proven"]["trail"]
     with tempfile.TemporaryDirectory(dir=folder) as empty:
-        asked = asking(case, Path(empty) / "store.sqlite", workers)
+        asked = [*asking(case, Path(empty) / "store.sqlite", workers), *NARROW]
+        asked += ["--schedule", "1f1b"]
         limit = ["--memory", str(trail[0]["least_bytes"] - 1), "--quick"]
         beyond = run("plan", *asked, *limit, "-o", plan, "--json")
     refused = json.loads(beyond.pop("printed"))

@@ -412,7 +412,8 @@ def _lines(
             time = time_summary(timeline, result.plan, known.graph)
             document["time"] = write(time)
             lines.append(describe_time(time))
-            lines += unused_note(options, result.headroom, time)
+            if options.objective is not None:  # else what would be faster was searched
+                lines += unused_note(options, result.headroom, time)
         lines += front_table(result.why.front)
     if result.status == "ok":
         result.plan.with_(time=time).save(options.output)

@@ -206,7 +206,8 @@ REMAT = Option(
 )
 REMAT_OF_A_SEARCH = replace(
     REMAT,
-    help=f"{REMAT.help}; {AUTO}: a name or full:K, chosen per stage",
+    help=f"{REMAT.help}; {AUTO}: a name or full:K, chosen per stage, as capture plan does "
+    "where times are known and nothing is said",
     read=remat_or(AUTO),
 )
 SHARD_OPTIMIZER = Option(
@@ -322,7 +323,8 @@ OPEN = tuple(
         option,
         help=option.help.replace(
             "(default: %(default)s)", f"(default: searched; without times {option.default})"
-        ),
+        )
+        + " (default: searched; without times not)" * (option.default is False),
         default=None,
         is_open=option.default is False,
     )

@@ -28,6 +28,7 @@ class FrontPoint:
         within_fraction: Of a compiled plan, where bounds were searched: no plan that fits is below
             it by more in both, compiled bytes and seconds, these by a bound that leaves transfers
             out; 0 if none is. None where it is not known.
+        name: ``fastest``, ``knee`` or ``lowest memory`` of the default answer; else empty.
     """
 
     peak_bytes: int

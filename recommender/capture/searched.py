@@ -41,7 +41,9 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
     tried = "try_microbatches" in chosen
     one = " of those tried" if tried else by("microbatches")
     fixed.append(f"{_either(counts)} micro-batches{one * (len(counts) == 1)}")
-    left_out += ["other micro-batches"] * (len(counts) > 1 or not tried)
+    batch = questions[0].global_batch_size
+    has_every = counts == [m for m in range(1, batch + 1) if batch % m == 0]
+    left_out += ["other micro-batches"] * (not has_every and (len(counts) > 1 or not tried))
     fixed.append(f"{_either(schedules)}{by('schedule') * (len(schedules) == 1)}")
     left_out.append("other schedules")
     sharded = [
