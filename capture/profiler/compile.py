@@ -50,7 +50,7 @@ PROGRAM_VERSION = 4
 #: The same, of the order of the layers of a whole backward pass, and of what passes between them.
 LAYERS_VERSION = 4
 #: The same, of several layers whose parameters are split over replicas.
-PINNED_VERSION = 2
+PINNED_VERSION = 3
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.

@@ -4,6 +4,9 @@ further back begin.
 Nothing else in a program says so. XLA's scheduler for GPUs leaves products of weight gradients for
 later, and with them what they read: of every layer its activations, kept or computed again, and the
 gradients of its results. What a program needs while it runs then grows with its layers.
+
+Where replicas split parameters, a forward pass goes by turns as well: the scheduler else gathers
+the parameters of many layers before the first of them is computed.
 """
 
 from __future__ import annotations
@@ -45,11 +48,7 @@ def layer_by_layer(
             memory than that of the parameter, and only a copy in that order is waited for, which
             XLA's algebraic simplifier takes out where nobody reads it.
     """
-    leaves, tree = jax.tree.flatten(tuple(groups))
-    closed, shapes = jax.make_jaxpr(
-        lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
-    )(*leaves)
-    flow = DataFlow(closed)
+    flow, leaves, shapes = _opened(function, groups)
     inputs = _grouped(flow.inputs, groups)
     gradients = _grouped(flow.outputs, [jax.tree.leaves(part) for part in shapes])[awaited]
     results = _evaluate(
@@ -61,6 +60,61 @@ def layer_by_layer(
         lying=dict(zip(gradients, lying, strict=True)) if lying else {},
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def parameters_in_turn(
+    function: Callable[..., Sequence[Any]], groups: Sequence[Sequence[Any]]
+) -> Any:
+    """Return what a forward pass returns, where no parameter of a layer is read before the layer in
+    front of it begins.
+
+    Args:
+        function: The pass, its operations in the scopes of their layers.
+        groups: Its arguments, lists of arrays, parameters first.
+    """
+    flow, leaves, shapes = _opened(function, groups)
+    params = _grouped(flow.inputs, groups)[0]
+    given = {*flow.jaxpr.constvars, *flow.inputs}
+    values = flow.constants | dict(zip(flow.inputs, leaves, strict=True))
+    by_layer, first_read = _by_layer(flow.jaxpr.eqns)
+    for layer, together in by_layer.items():
+        reads = dict.fromkeys(v for e in together for v in e.invars if is_variable(v))
+        begins = [v for v in reads if v in values and v not in given and _may_wait(values[v])]
+        coming = [p for p in params if first_read.get(p) == layer + 1]
+        if begins and coming:
+            tied = [*begins, *coming]
+            after = jax.lax.optimization_barrier([values[v] for v in tied])
+            values |= zip(tied, after, strict=True)
+        for equation in together:
+            bind(equation, [_read(v, values) for v in equation.invars], values)
+    results = [_read(v, values) for v in flow.outputs]
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _by_layer(equations: Sequence[Any]) -> tuple[dict[int, list[Any]], dict[Any, int]]:
+    """Return the operations of a forward pass by layer, in their order, each no sooner than those
+    that stand before it; and the layer that first reads each value."""
+    by_layer: dict[int, list[Any]] = {}
+    first_read: dict[Any, int] = {}
+    layer = -1  # in front of all
+    for equation in equations:
+        own = layer_of_scope(str(equation.source_info.name_stack))
+        layer = layer if own is None else max(layer, own)
+        by_layer.setdefault(layer, []).append(equation)
+        for v in filter(is_variable, equation.invars):
+            first_read.setdefault(v, layer)
+    return by_layer, first_read
+
+
+def _opened(
+    function: Callable[..., Any], groups: Sequence[Sequence[Any]]
+) -> tuple[DataFlow, list[Any], Any]:
+    """Return the traced function, the leaves of its arguments and the structure of its results."""
+    leaves, tree = jax.tree.flatten(tuple(groups))
+    closed, shapes = jax.make_jaxpr(
+        lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
+    )(*leaves)
+    return DataFlow(closed), leaves, shapes
 
 
 def _grouped(values: Sequence[Any], groups: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:

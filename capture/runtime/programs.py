@@ -32,7 +32,7 @@ from capture.partition.sequence import SplitRun
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import is_cut, num_full_layers, remat_of_layers
-from capture.runtime.layer_order import layer_by_layer
+from capture.runtime.layer_order import layer_by_layer, parameters_in_turn
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
@@ -210,7 +210,13 @@ class StagePrograms(StageLayout):
         )
         return [by_value[v] for v in self.layers.outputs], vjp
 
-    def _forward(self, params, inputs, batch):
+    def _forward(self, *groups):
+        if self.choice.shard_params and self.layers.stop - self.layers.first > 1:
+            return parameters_in_turn(self._made, groups)
+        return self._made(*groups)
+
+    def _made(self, params, inputs, batch):
+        """The outputs and what is kept beside them."""
         # The traced pass is replayed, not traced again: differentiating a long stage is what takes
         # the time.
         flow, stored = self._saving_all, self.residuals.stored

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from importlib.util import find_spec
+from itertools import cycle
 
 import pytest
 from processes import REPOSITORY, output_of
@@ -23,6 +24,7 @@ from capture.documents import read
 from capture.errors import TargetError
 from capture.extras import install_command
 from capture.machine.target import Target
+from capture.measured.stage_cost import StageCost
 from capture.measured.work import Collective, Kernel, ProgramWork
 
 INSTALLED = {
@@ -58,12 +60,18 @@ def measured():
 
 
 @pytest.mark.slow
-def test_backward_passes_of_parameters_in_parts_need_no_more_for_more_layers():
-    """The products of weight gradients wait for nobody, also where parts of gradients are computed
-    in another order of memory, and casts of parameters wait for their layer's turn."""
+def test_passes_over_parameters_in_parts_need_no_more_for_more_layers():
+    """Beside what is kept. Products of weight gradients wait for nobody, also where parts of
+    gradients are computed in another order of memory; parameters are cast and gathered in their
+    layer's turn."""
     require("cuda")
-    for two_layers, eight_layers in json.loads(output_of("target_measurements", "h100", "parts")):
-        assert eight_layers <= 1.05 * two_layers
+    found = json.loads(output_of("target_measurements", "h100", "parts"))
+    assert len(found) == 6
+    for remat, pair in zip(cycle(("cheap", "full")), found, strict=False):
+        few, many = (read(cost, StageCost) for cost in pair)
+        assert many.backward_bytes <= 1.05 * few.backward_bytes
+        forward = [cost.forward_bytes - cost.residual_bytes for cost in (few, many)]
+        assert remat != "full" or forward[1] <= 1.05 * forward[0]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What the compiler of a target says of stages of a small GPT:
 ``target_measurements.py TARGET [sequence | parts]``, with ``sequence`` of sequence parallelism alone,
-with ``parts`` of backward passes of few and many layers whose parameters replicas split."""
+with ``parts`` of few and of many layers whose parameters replicas split."""
 
 import json
 import sys
@@ -32,14 +32,11 @@ if sys.argv[2:] == ["parts"]:
         for dp, tp, sequence in ((4, 1, False), (2, 2, False), (2, 2, True))
         for remat in ("cheap", "full")
     ]
-    needs = [
-        [
-            longer.programs(StageConfig(1, stop, choice, 4 * choice.data_parallel)).backward
-            for stop in (3, 9)
-        ]
+    costs = [
+        [longer.measure(StageConfig(1, stop, choice, 4 * choice.data_parallel)) for stop in (3, 9)]
         for choice in choices
     ]
-    print(json.dumps([[program.transient_bytes for program in programs] for programs in needs]))
+    print(json.dumps([[write(cost) for cost in pair] for pair in costs]))
     sys.exit()
 graph = backend.traced(8).graph
 rows = {}
