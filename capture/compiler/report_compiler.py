@@ -32,8 +32,6 @@ from capture.machine.target import Target
 from capture.measured.work import ProgramWork
 from capture.step.attribution import Buffer
 
-#: What other versions of JAX may not know.
-_READ_BY_THE_SAME_JAX = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 #: Between two looks at the dump.
 _PAUSE_SECONDS = 0.02
 
@@ -86,9 +84,7 @@ class ReportCompiler:
         with warnings.catch_warnings():
             # As in ``Compiler``.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            exported = jax.export.export(
-                jitted, platforms=(self.target.platform,), disabled_checks=_READ_BY_THE_SAME_JAX
-            )(*args)
+            exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
         mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
         job = {

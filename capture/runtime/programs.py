@@ -211,9 +211,16 @@ class StagePrograms(StageLayout):
         return [by_value[v] for v in self.layers.outputs], vjp
 
     def _forward(self, *groups):
-        if self.choice.shard_params and self.layers.stop - self.layers.first > 1:
-            return parameters_in_turn(self._made, groups)
-        return self._made(*groups)
+        return parameters_in_turn(self._made, groups) if self._in_turn else self._made(*groups)
+
+    @cached_property
+    def _in_turn(self) -> bool:
+        """Whether parameters in parts are gathered in their layer's turn because the program says
+        so: XLA's scheduler for TPUs, which devices of CPUs stand for, does it unasked and copies
+        what is told to wait; that for CPUs orders nothing."""
+        several = self.layers.stop - self.layers.first > 1
+        platform = self.mesh.devices.flat[0].platform
+        return self.choice.shard_params and several and platform in ("gpu", "cuda")
 
     def _made(self, params, inputs, batch):
         """The outputs and what is kept beside them."""
@@ -266,16 +273,14 @@ class StagePrograms(StageLayout):
     def _backward(self, *groups):
         if self.layers.stop - self.layers.first == 1:
             return self._gradients(*groups)
-        # Parameters in parts are cast and gathered when their layer's turn comes.
-        in_parts = self.choice.shard_params
         return layer_by_layer(
             self._gradients,
             groups,
-            given=(6,) if in_parts else (0, 6),
+            given=(6,) if self._in_turn else (0, 6),
             awaited=1,
             # Sums over replicas may go on while the next layer is computed.
             lag=int(self.choice.data_parallel > 1),
-            lying=[self.param_sharding(p) for p in self.params] if in_parts else (),
+            lying=[self.param_sharding(p) for p in self.params] if self._in_turn else (),
         )
 
     def _gradients(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
