@@ -305,6 +305,12 @@ class _Asking:
             tried = self._whole.microbatches
         return over_microbatches(question, tried) if tried else [question]
 
+    def left_out(self) -> Sequence[str]:
+        """Return a line on what was not searched though nothing said so."""
+        if self._whole is None:
+            return []
+        return ["not searched: " + "; ".join(map(": ".join, self._whole.left_out()))]
+
     def cheapest_change(self, question: PlanQuestion) -> FittingChange | None:
         """What fits instead, compiled; by its state alone where nothing may be compiled."""
         options, of_profile = self._options, self._of_profile
@@ -363,6 +369,7 @@ def _told(
     lines = [
         *([attempts_table(attempts)] if attempts else []),
         *asked.layers_note(of_profile, least),
+        *asking.left_out(),
         *_lines(options, result, measurements, document),
         *(f"warning: {warning}" for warning in warnings),
         *(f"failed: {failure}" for failure in failures),

@@ -100,16 +100,13 @@ class Named(Timed):
 
 
 def _open_smallest(search: Search) -> None:
-    """Open the part with the smallest micro-batches of which every device can have an example: of
-    all, its plans are expected to need least."""
+    """Open the part with the smallest micro-batches, and that with the smallest of which every
+    device can have an example: of all, their plans are expected to need least."""
     num_devices = search.questions[0].cluster.num_devices
-    sizes = {
-        part.question.microbatch_size: number
-        for number, part in search.unopened.items()
-        if part.question.microbatch_size >= num_devices
-    }
-    if sizes:
-        search.open(sizes[min(sizes)])
+    sizes = {part.question.microbatch_size: n for n, part in search.unopened.items()}
+    shared = [size for size in sizes if size >= num_devices]
+    for size in {min(group) for group in (sizes, shared) if group}:
+        search.open(sizes[size])
 
 
 def _limits(least: int, most: int) -> Sequence[int]:

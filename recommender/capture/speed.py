@@ -148,10 +148,11 @@ class Timed(Policy):
         within, fastest = self.within(search), bracket.least_step_seconds or 0.0
         proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
         if not plans:
-            said = f"a step takes at least {step}"
+            said = f"no step is shorter than {step}"
             if self._has_front:
                 said = f"every plan needs at least {format_bytes(bracket.least_bytes)}, and {said}"
-            said = f"nothing that fits was compiled: {said}."
+            about = format_seconds(seconds_of(look.found))
+            said = f"nothing that fits was compiled: this plan is estimated to take {about}; {said}."
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
         front = self.front(search) if self._has_front else None
         by = "not proven" if within is None else f"proven within {within:.1%}"
