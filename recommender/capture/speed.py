@@ -152,7 +152,9 @@ class Timed(Policy):
             if self._has_front:
                 said = f"every plan needs at least {format_bytes(bracket.least_bytes)}, and {said}"
             about = format_seconds(seconds_of(look.found))
-            said = f"nothing that fits was compiled: this plan is estimated to take {about}; {said}."
+            said = (
+                f"nothing that fits was compiled: this plan is estimated to take {about}; {said}."
+            )
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
         front = self.front(search) if self._has_front else None
         by = "not proven" if within is None else f"proven within {within:.1%}"
