@@ -207,7 +207,7 @@ def main(options: argparse.Namespace) -> int:
     whole = None if of_a_profile else whole_question(given)
     if whole is not None:
         of_profile = of_whole(of_profile, whole)
-    question = _question(options, of_profile) if whole is None else whole.question()
+    question = _question(options, of_profile, given) if whole is None else whole.question()
     _check_times(question)
     if not (options.quick or options.no_compile or options.compiles == 0 or of_profile.executes):
         check_compiler(Target.load(question.cluster.target))
@@ -352,8 +352,10 @@ def _refuse_options(options: argparse.Namespace) -> None:
     )
 
 
-def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQuestion:
-    """What the options ask for."""
+def _question(
+    options: argparse.Namespace, of_profile: ProfileQuestion, given: argparse.Namespace
+) -> PlanQuestion:
+    """What the options ask for; ``given`` is as the user typed them."""
     global_batch, num_microbatches = asked.read_batch(vars(options))
     default = options.parser.get_default
     return PlanQuestion(
@@ -368,7 +370,7 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         of_profile.space,
         options.merge_layers,
         options.remat if num_full_layers(options.remat or "") else None,
-        tuple(name for name, value in vars(options).items() if value != default(name)),
+        tuple(name for name, value in vars(given).items() if value != default(name)),
     )
 
 
