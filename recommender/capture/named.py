@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import log
+from math import inf, log
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import search_problem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
+    NEARLY,
     Ratios,
     Timed,
     estimates,
@@ -44,22 +45,31 @@ class Named(Timed):
 
     def look(self, search: Search) -> Look:
         look = super().look(search)
-        if len(self._names) < 2 and search.fitting:
+        if len(self._names) < 2 and search.fitting and look.bracket is not None:
             return look._replace(reasons={})  # two are still to be named
         return look
 
     def next(self, search: Search, look: Look) -> Found | None:
-        """What may be faster; once nothing is, the plans with other names."""
-        within = self.within(search)
-        is_near = within is not None and within <= search.effort.within_fraction
-        found = None if is_near and search.fitting else super().next(search, look)
-        while found is None and len(self._names) < 2 and search.fitting:
-            if not self._names:
-                _open_smallest(search)
+        """What may be faster; once nothing is, the plans with other names, and then nothing."""
+        if not self._names:
+            found = self._faster(search, look)
+            if found is not None or not search.fitting:
+                return found
+            _open_smallest(search)
+        while len(self._names) < 2:
             name = KNEE if LOWEST in self._names else LOWEST
             self._names[name] = named = self._named(search, name)
-            found = None if search.is_asked(named) else named
-        return found
+            if not search.is_asked(named):
+                return named
+        return None
+
+    def _faster(self, search: Search, look: Look) -> Found | None:
+        """The plan that is estimated to be fastest, where that is worth a compile."""
+        within, found = self.within(search), super().next(search, look)
+        best = min(map(seconds_of, search.fitting), default=inf)
+        is_near = within is not None and within <= search.effort.within_fraction
+        is_worth = found is not None and seconds_of(found) < (1 - NEARLY) * best
+        return found if is_worth and not is_near else None
 
     def _named(self, search: Search, name: str) -> Found:
         """The plan of a name, as it is estimated."""

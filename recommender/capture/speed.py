@@ -267,6 +267,9 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
     def ratio(choice: StageChoice) -> float:
         if (same := next((found[choice] for found in maps if choice in found), None)) is not None:
             return same
+        parts = [found[part] for part in choice.measured for found in maps if part in found]
+        if parts:  # of a mixture
+            return max(parts)
         alike = [r for c, r in every if c.tensor_parallel == choice.tensor_parallel]
         return min(alike or [r for _, r in every], default=1.0)
 
