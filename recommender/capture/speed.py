@@ -169,7 +169,8 @@ class Timed(Policy):
         else:
             by = f" within {within:.1%}" if within else ""
             said = f"; proven fastest{by} of the plans that fit, {NO_TRANSFERS}"
-        best, summary = min(plans, key=seconds_of), compiled(search, f"{said},")
+        best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))
+        summary = compiled(search, f"{said},")
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
         why = Why(what, front=front, verified=verified, proven=proven)
