@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
@@ -120,6 +121,9 @@ class ModelBounds:
 
             sum over layers of min over choices of d (seconds + price bytes) - price D limit
 
+        The least seconds of a layer are without launches of kernels: those of neighbours may be
+        one.
+
         Args:
             choices: Of stages, no mixtures: layers of one stage may differ here.
             microbatch_size: Over all replicas.
@@ -132,13 +136,15 @@ class ModelBounds:
         if rates is None:
             return 0.0, 0.0
         facts, model = self.facts, TimeModel(rates, max(cluster.nodes))
+        unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
+        without = replace(model, rates=unlaunched)
         num_alike = Counter(
             alike for window, alike in facts.windows.items() if window[1] - window[0] == 1
         )
         costs = np.zeros((3, len(num_alike), len(choices)))
         for (i, window), (j, choice) in product(enumerate(num_alike), enumerate(choices)):
             between, d = facts.bounds(window, choice, microbatch_size), choice.num_devices
-            times = map(model.stage_times, (between.least, between.most))
+            times = (without.stage_times(between.least), model.stage_times(between.most))
             seconds = [0.0 if each is None else each.microbatch_seconds for each in times]
             held = facts.least_held(window, choice, microbatch_size)
             costs[:, i, j] = d * seconds[0], d * seconds[1], d * held

@@ -8,7 +8,7 @@ searched in parts, each of one number of micro-batches and one schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,6 +78,19 @@ class WholeQuestion:
             return self.counts
         batch = self.global_batch_size
         return tuple(m for m in range(1, batch + 1) if batch % m == 0)
+
+    def of_sizes(self, takes: Callable[[int], bool]) -> WholeQuestion:
+        """Return the question without the numbers of micro-batches that nobody asked for and a
+        model does not take: their sizes are no multiples of the smallest that it takes.
+
+        Args:
+            takes: Whether the model takes micro-batches of a size.
+        """
+        sizes = {self.global_batch_size // m: m for m in reversed(self.microbatches)}
+        unit = None if self.counts else next(filter(takes, sizes), None)
+        if unit is None:
+            return self
+        return replace(self, counts=tuple(sorted(m for n, m in sizes.items() if n % unit == 0)))
 
     @property
     def space(self) -> StageSpace:

@@ -318,6 +318,15 @@ QUESTION = (
 )
 #: Of these, a search goes through all values where none is said (``capture.cli.whole``); where it
 #: cannot, each has its default.
+LEFT_OPEN = (
+    CLUSTER[2],
+    MICROBATCHES,
+    SCHEDULE,
+    SHARD_OPTIMIZER,
+    SHARD_PARAMS,
+    SEQUENCE_PARALLEL,
+)
+#: The same, without a value.
 OPEN = tuple(
     replace(
         option,
@@ -328,14 +337,7 @@ OPEN = tuple(
         default=None,
         is_open=option.default is False,
     )
-    for option in (
-        CLUSTER[2],
-        MICROBATCHES,
-        SCHEDULE,
-        SHARD_OPTIMIZER,
-        SHARD_PARAMS,
-        SEQUENCE_PARALLEL,
-    )
+    for option in LEFT_OPEN
 )
 INTERACTIVE = Option(
     "interactive",

@@ -224,6 +224,7 @@ def main(options: argparse.Namespace) -> int:
             if refused is not None:
                 return refused
             if not of_a_profile:
+                whole = whole and whole.of_sizes(measurements.backend.takes)
                 return bounds_first.plan(options, question, of_profile, measurements, whole)
         if measurements is not None and of_a_profile:
             _say_profile(options, of_a_profile, of_profile, measurements)

@@ -12,25 +12,12 @@ from capture.machine.target import Target
 from profiling_runs.question import ProfileQuestion
 from recommender.whole import WholeQuestion
 
-#: Of the options that may be left open, what counts where nothing is searched for it.
-_CLOSED = {
-    option.name: option.default
-    for option in (
-        shared.CLUSTER[2],
-        shared.MICROBATCHES,
-        shared.SCHEDULE,
-        shared.SHARD_OPTIMIZER,
-        shared.SHARD_PARAMS,
-        shared.SEQUENCE_PARALLEL,
-    )
-}
-
 
 def close(options: argparse.Namespace) -> None:
     """Give what is left open its default."""
-    for name, default in _CLOSED.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+    for option in shared.LEFT_OPEN:
+        if getattr(options, option.name) is None:
+            setattr(options, option.name, option.default)
 
 
 def whole_question(options: argparse.Namespace) -> WholeQuestion | None:

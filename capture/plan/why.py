@@ -75,7 +75,8 @@ class CompiledPlans:
 
     Attributes:
         num_plans: Number of plans that were compiled.
-        settled: Whether no other plan is predicted to be better.
+        settled: Whether no other plan is predicted to be better; of the answer with named plans, by
+            more than 1 %.
         summary: The same in words.
     """
 

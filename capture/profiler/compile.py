@@ -142,6 +142,14 @@ class CompileBackend:
                 self._num_layers = traced.graph.num_layers  # at every other size, too
         return self._traced[microbatch_size]
 
+    def takes(self, microbatch_size: int) -> bool:
+        """Whether the workload takes micro-batches of a size; it is traced to know."""
+        try:
+            self.traced(microbatch_size)
+        except Exception:  # of the user's model, which may refuse a batch with any
+            return False
+        return True
+
     @property
     def model_hashes(self) -> dict[int, str]:
         """Hash of the model at every micro-batch size at which it is traced."""

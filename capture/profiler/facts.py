@@ -114,7 +114,7 @@ class LayerFacts:
         """Whether what a device needs depends on its own examples alone, and not on how many the
         micro-batch has."""
         size = self.graph.microbatch_size
-        if size % 4:
+        if size % 4 or not self._backend.takes(size // 2):
             return False
         layers = {window for window in self.windows.values() if window[1] - window[0] == 1}
 
@@ -176,10 +176,19 @@ class LayerFacts:
         examples, size = microbatch_size // choice.data_parallel, microbatch_size
         replicas = choice.data_parallel
         if self.is_by_example:
-            size = self._sizes.setdefault(examples, 2 * examples)
+            size = self._size(examples)
             replicas = size // examples
         plain = _Traced(window, size, choice.remat, choice.tensor_parallel, replicas)
         return [plain, *[replace(plain, tensor_parallel=1)] * choice.sequence_parallel]
+
+    def _size(self, examples: int) -> int:
+        """The micro-batch size at which programs of so many examples on a device are traced: one
+        that the workload takes."""
+        size = self._sizes.get(examples, 2 * examples)
+        while not self._backend.takes(size) and size < self.graph.microbatch_size:
+            size *= 2
+        self._sizes[examples] = size
+        return size
 
     def _trace(self, passes: _Traced) -> StageBounds:
         if passes not in self._passes:
@@ -257,7 +266,7 @@ class LayerFacts:
         """Passes of a window whose parameters are split over replicas, with few examples."""
         if window not in self._of_replicas:
             choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
-            config = StageConfig(*window, choice, _FEW_REPLICAS * min(self._sizes))
+            config = StageConfig(*window, choice, self._size(min(self._sizes)))
             self._of_replicas[window] = self._bounds.of_passes(config, _NO_END)
         return self._of_replicas[window]
 

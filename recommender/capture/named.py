@@ -95,15 +95,22 @@ class Named(Timed):
         found = super().answer(search, look, ended)
         if found.plan is None or not search.fitting:
             return found
-        points = list(self.front(search).points)
-        if len(points) > 1:
-            points[0] = replace(points[0], name=LOWEST)
-            knee = self._names.get(KNEE)
-            stages = knee and knee.answer.plan and knee.answer.plan.stages
-            points[1:-1] = [
-                replace(point, name=KNEE if point.stages == stages else "")
-                for point in points[1:-1]
-            ]
+        plan = found.plan
+        points = [
+            each
+            if each.schedule
+            else replace(each, schedule=plan.schedule, num_microbatches=plan.num_microbatches)
+            for each in self.front(search).points
+        ]
+        names = {
+            (other.stages, other.num_microbatches): name
+            for name, named in self._names.items()
+            if (other := named.answer.plan) is not None
+        }
+        points = [
+            replace(each, name=names.get((each.stages, each.num_microbatches), ""))
+            for each in points
+        ]
         points[-1] = replace(points[-1], name=FASTEST)
         why = replace(found.why, front=Front(tuple(points), False, False, search.seconds))
         return replace(found, why=why, plan=found.plan.with_(why=why))

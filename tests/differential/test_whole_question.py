@@ -1,12 +1,16 @@
 """The whole question on a small model: floors of parts against their exact bounds, and the space."""
 
 import itertools
+from dataclasses import replace
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
+from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.choices import StageChoice
 from profiling_runs.bounds import ModelBounds
 from profiling_runs.measurements import open_measurements
@@ -14,14 +18,32 @@ from profiling_runs.question import ProfileQuestion
 from recommender.capture.least_step import LeastStep
 from recommender.capture.posed import search_problem
 from recommender.whole import WholeQuestion
-from tests import pipeline_models
+from tests import zoo_models
+from tests.pipeline_models import mark
 
-WHOLE = WholeQuestion(Cluster((2, 2), "h100"), 16, memory_limit_bytes=10**9)
+WHOLE = WholeQuestion(Cluster((2, 2), "h100"), 16, memory_limit_bytes=10**10)
+
+
+def wide() -> Workload:
+    """Layers whose products take longer than their launches; nothing of it is computed."""
+    shapes = [(2048, 8192), (8192, 2048)] * 2
+
+    def loss(params, x):
+        for weights in params:
+            x = mark(jnp.tanh(x @ weights))
+        return jnp.mean(x**2)
+
+    return Workload(
+        loss,
+        lambda key: [jnp.zeros(shape) for shape in shapes],
+        lambda key, n: jnp.zeros((n, 1024, 2048)),
+        optax.sgd(0.1),
+    )
 
 
 @pytest.fixture(scope="module")
 def known():
-    asked = ProfileQuestion(pipeline_models.tied(), WHOLE.cluster, 16, choices=(StageChoice(),))
+    asked = ProfileQuestion(wide(), WHOLE.cluster, 16, choices=(StageChoice(),))
     measurements = open_measurements(asked, store=Store())
     examples = {
         16 // m // choice.data_parallel
@@ -31,23 +53,60 @@ def known():
     return ModelBounds(measurements, examples, WHOLE.cluster.num_devices)
 
 
-def test_no_floor_is_above_the_bound_of_its_part(known):
-    """Whatever the limit: what is left out of the floor takes no time."""
-    tight = 0
-    for m in WHOLE.microbatches:
-        question, choices = WHOLE.question(m), WHOLE.choices(16 // m)
+@pytest.mark.parametrize("remat", ["none", "cheap", "full"])
+def test_no_floor_is_above_the_bound_of_its_part(known, remat):
+    """Whatever the limit: what is left out of the floor takes no time. Of mixtures the bounds of
+    bytes are looser than the floor's."""
+    whole, tight = replace(WHOLE, remat=remat), 0
+    for m in whole.microbatches:
+        question, choices = whole.question(m), whole.choices(16 // m)
         problem = search_problem(known.at(choices, 16 // m).least, question, with_times=True)
         step = LeastStep(problem)
         peaks = sorted(
             {int(peak) for d in problem.used_degrees for peak in problem.floor(d)[0, 1:]}
         )
-        for limit in (10**9, *peaks[:: max(1, len(peaks) // 4)]):
+        for limit in (10**10, *peaks[:: max(1, len(peaks) // 4)]):
             exact, _ = step.within(limit)
-            floor, expected = known.seconds(choices, 16 // m, WHOLE.cluster, limit)
+            floor, expected = known.seconds(choices, 16 // m, whole.cluster, limit)
             assert 0 < m * floor <= exact * (1 + 1e-9), (m, limit)
             assert expected > 0
             tight += m * floor > exact / 2
     assert tight, "some floors say something"
+
+
+def test_neighbours_that_share_a_kernel_launch_it_once():
+    """Launches are most of the seconds of a tiny model, and no part of its floor."""
+    whole = WholeQuestion(Cluster((4,), "h100"), 64, counts=(32,), remat="none")
+    asked = ProfileQuestion(zoo_models.load("vit"), whole.cluster, 2, choices=(StageChoice(),))
+    measurements = open_measurements(asked, store=Store())
+    bounds, choices = ModelBounds(measurements, (1, 2), 4), whole.choices(2)
+    problem = search_problem(bounds.at(choices, 2).least, whole.question(), with_times=True)
+    exact, _ = LeastStep(problem).within(10**12)
+    assert 32 * bounds.seconds(choices, 2, whole.cluster, 10**12)[0] <= exact
+
+
+def test_sizes_that_a_model_does_not_take_are_left_out():
+    asked: list[int] = []
+
+    def takes(size):
+        asked.append(size)
+        return size % 4 == 0
+
+    assert WHOLE.of_sizes(takes).microbatches == (1, 2, 4)
+    assert asked == [1, 2, 4], "the smallest that it takes tells of its multiples"
+    said = WholeQuestion(WHOLE.cluster, 16, counts=(16,))
+    assert said.of_sizes(takes) is said, "what was asked for is refused where it is traced"
+    assert WHOLE.of_sizes(lambda size: False) is WHOLE
+
+
+def test_facts_are_traced_at_sizes_that_the_model_takes():
+    """One example on a device is half of a group of experts."""
+    spec = WorkloadSpec.parse("models/moe.py:moe?size=tiny&group_tokens=128")
+    asked = ProfileQuestion(spec, WHOLE.cluster, 8, choices=(StageChoice(),))
+    measurements = open_measurements(asked, store=Store())
+    bounds = ModelBounds(measurements, (1, 8), 4)
+    found = bounds.at([StageChoice(1, 1, "cheap"), StageChoice(8, 1, "cheap")], 8).least
+    assert all(cost.residual_bytes for cost in found.measurements.values())
 
 
 def test_the_space_is_everything_and_options_narrow_it():

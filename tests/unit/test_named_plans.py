@@ -1,0 +1,46 @@
+"""The default answer's named plans, with a planted compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_fastest_bounds import QUESTION
+from test_front_bounds import Planted
+
+from capture.measured.bounds import Bounds
+from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
+from recommender.capture.parts import Part
+from recommender.capture.refine import Effort, refine
+
+
+class NamedPlans(Planted):
+    def search(self, effort: Effort = Effort(), **changes):
+        part = Part(
+            replace(QUESTION, objective="throughput"),
+            lambda: Bounds(self.least, self.bounds("most")),
+        )
+        return refine(Named(), [part], self, effort)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fastest_is_saved_and_named_beside_a_smaller_one(seed):
+    planted = NamedPlans(seed, 0.0)
+    found = planted.search()
+    points, compiled = found.why.front.points, planted.values(planted.compiler.compiled)
+    assert points[-1].name == FASTEST and found.plan.stages == points[-1].stages
+    assert points[-1].step_seconds == pytest.approx(min(seconds for _, seconds in compiled))
+    assert {point.name for point in points} <= {FASTEST, KNEE, LOWEST, ""}
+    names = [point.name for point in points if point.name]
+    assert len(names) == len(set(names))
+    assert all(point.schedule and point.num_microbatches for point in points)
+    if LOWEST in names:
+        least = next(point for point in points if point.name == LOWEST)
+        assert least.peak_bytes == min(peak for peak, _ in compiled)
+
+
+def test_no_plan_has_a_name_before_it_is_looked_for():
+    """The smallest of those that were compiled to be fast is not the one of lowest memory."""
+    found = NamedPlans(1, 0.2).search(Effort(compiles=1))
+    assert [point.name for point in found.why.front.points][-1] == FASTEST
+    assert LOWEST not in [point.name for point in found.why.front.points]
