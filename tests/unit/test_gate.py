@@ -126,9 +126,15 @@ def test_who_does_not_prove_is_cut_off_in_time(monkeypatch):
 def test_the_oldest_of_too_many_without_a_proof_is_cut_off(monkeypatch):
     monkeypatch.setattr(forwarder, "MOST_UNPROVEN", 2)
     place = forwarder.Forwarder(SECRET, ("127.0.0.1", 0)).place
-    first, second, third = [socket.create_connection(place, 1.0) for _ in range(3)]
-    with first, second, third:
-        assert [len(each.recv(64)) for each in (first, second, third)] == [32] * 3
+    with contextlib.ExitStack() as stack:
+
+        def come() -> socket.socket:
+            """Return a connection that was asked for its proof."""
+            connection = stack.enter_context(socket.create_connection(place, 10.0))
+            assert len(connection.recv(64)) == 32
+            return connection
+
+        first, second, third = come(), come(), come()
         assert first.recv(64) == b""
         for each in (second, third):
             each.setblocking(False)
