@@ -273,7 +273,7 @@ class CompileBackend:
                 ],
                 [graph.batch[b].batch_dim for b in layers.batch],
                 [p in owned for p in layers.params],
-                [self._optimizer.param_keys[p] for p in owned],
+                [self._optimizer.param_keys[p] for p in owned] or [self._optimizer.shared_key],
                 len(borrowed),
                 config.stop == graph.num_layers,
                 *_arriving(graph, config),
@@ -319,7 +319,8 @@ class CompileBackend:
             *_arriving(traced.graph, config),
             *self._summary_of_all(config),
         ]
-        return content_hash([self._facts, "update", params, *of_others])
+        updated = params if owned else [*params, self._optimizer.shared_key]
+        return content_hash([self._facts, "update", updated, *of_others])
 
     def measure(self, config: StageConfig) -> StageCost:
         """Compile a stage config, or take its measurement from the store.

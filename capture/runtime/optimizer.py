@@ -122,9 +122,23 @@ class TracedOptimizer:
 
     @cached_property
     def param_keys(self) -> list[str]:
-        """Per parameter, a hash of its update: equal keys mean the same operations, hence the same
-        memory, for another parameter."""
-        return [self.update.key_of(self.update.outputs[p]) for p in range(len(self.params))]
+        """Per parameter, a hash of its update and that of its state: equal keys mean the same
+        operations, hence the same memory, for another parameter."""
+        outputs = [[self.update.outputs[p]] for p in range(len(self.params))]
+        for params, state in zip(self.params_of_state, self._new_state, strict=True):
+            for p in params:
+                outputs[p].append(state)
+        return [self.update.key_of(*each) for each in outputs]
+
+    @cached_property
+    def shared_key(self) -> str:
+        """A hash of the update of the state that belongs to no parameter, which every stage has."""
+        owned = zip(self.params_of_state, self._new_state, strict=True)
+        return self.update.key_of(*(state for params, state in owned if not params))
+
+    @property
+    def _new_state(self) -> Sequence[Any]:
+        return self.update.outputs[len(self.params) :]
 
     @cached_property
     def params_of_state(self) -> list[frozenset[int]]:

@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 
 from capture.model.graph import content_hash
 from capture.tracing.hashing import jaxpr_key
-from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate
+from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate, is_variable
 from capture.tracing.recompute import aval_bytes
 from capture.tracing.source import at_source, line_of
 
@@ -104,9 +104,9 @@ class DataFlow:
                 )
         return flow
 
-    def key_of(self, wanted: Any) -> str:
-        """Hash of the equations that a value depends on, values renumbered; closed-over arrays
-        count by shape, not by content."""
+    def key_of(self, *wanted: Any) -> str:
+        """Return a hash of the equations that values depend on, and of values that none of them
+        names, renumbered; closed-over arrays count by shape, not by content."""
         numbers: dict[Any, int] = {}
 
         def text(atom: Any) -> str:
@@ -117,8 +117,9 @@ class DataFlow:
         lines = [
             f"{list(map(text, e.outvars))}={e.primitive.name}"
             f"{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
-            for e in self.needed([wanted])
+            for e in self.needed(wanted)
         ]
+        lines += [text(each) for each in filter(is_variable, wanted) if each not in numbers]
         return content_hash([re.sub(r"0x[0-9a-f]+", "", line) for line in lines])
 
     @cached_property

@@ -289,6 +289,35 @@ def test_keys_tell_equal_shapes_under_a_mask_apart():
     assert decayed != plain == plain_too
 
 
+def copying(update):
+    """A transformation that holds a copy of the parameters, and changes it so."""
+
+    def changed(updates, state, params):
+        return updates, jax.tree.map(update, state, params)
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.array, params), changed)
+
+
+@pytest.mark.parametrize(
+    "update", [lambda old, new: 0.9 * old + 0.1 * new, lambda old, new: old], ids=["mean", "first"]
+)
+def test_keys_know_of_state_that_no_parameter_reads(update):
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}
+    plain = TracedOptimizer(optax.adam(1e-2), params)
+    with_copies = TracedOptimizer(optax.chain(optax.adam(1e-2), copying(update)), params)
+    assert plain.param_keys[0] == plain.param_keys[1]
+    assert with_copies.param_keys[0] == with_copies.param_keys[1] != plain.param_keys[0]
+
+
+def test_keys_of_stages_without_parameters_know_the_state_that_all_share(params):
+    adam, sgd, schedule = (
+        TracedOptimizer(OPTIMIZERS[name], params).shared_key
+        for name in ("adamw", "sgd", "schedule")
+    )
+    assert len({adam, sgd, schedule}) == 3
+    assert adam == TracedOptimizer(optax.adam(1e-2), params).shared_key, "a count alone"
+
+
 ONE_BY_ONE = ("sgd", "momentum", "adamw", "lion", "schedule", "clip-by-global-norm", "average")
 AS_A_WHOLE = ("adafactor", "lamb", "clip-each", "adamw-masked-decay")
 

@@ -105,6 +105,15 @@ def test_a_stage_of_all_parameters_sums_up_for_one_without():
     assert backend.update_key(whole) != backend.update_key(but_last)
 
 
+def test_keys_of_a_stage_without_parameters_know_the_optimizer():
+    """Its count, learning rate and so on are part of every stage's state."""
+    config = StageConfig(1, 2, StageChoice(), 4)
+    counting, other = (CompileBackend(pooled(name)) for name in OPTIMIZERS)
+    assert not counting.programs(config).owned
+    assert counting.update_key(config) != other.update_key(config)
+    assert counting.key(config) != other.key(config)
+
+
 @pytest.mark.slow
 def test_predictions_of_it_are_evaluated():
     one = (StageChoice(),)
