@@ -24,8 +24,10 @@ from benchmarks import (
     hybrid_sharding,
     mutation,
     mutwo_saturation,
+    open_and_narrow,
     published_runs,
     recommended,
+    whole_space,
 )
 from benchmarks.capture_paper import count_again, figure_7, scenarios
 from benchmarks.mutwo_paper.settings import overlapped
@@ -42,6 +44,7 @@ from capture.plan.stages import Plan
 from capture.profiler.compile import CompileBackend
 from capture.step.interface import plan_interfaces
 from capture.step.ledger import Peak
+from capture.step.times import StageTimes
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 
@@ -428,3 +431,41 @@ def test_what_is_recommended_is_what_the_compiler_says(tmp_path):
     model = f"{Path(__file__).parents[1]}/user_models/widths.py:model"
     row = recommended.compared(model, "1x2", tmp_path)
     assert row["agrees"] and row["num_compiled"] >= 1 and len(row["verified_bytes_per_device"]) == 2
+
+
+def test_a_plan_is_above_what_is_said_of_it_where_any_part_is():
+    """One stage on two devices; each number in turn is put above what compiles."""
+    stage = {"layers": [0, 1], "choice": "", "peak_bytes": 100, "held_bytes": 100}
+    stage |= {"seconds": 1.0, "least_seconds": 1.0, "floor_seconds": 1.0}
+    row = {
+        "stages": [stage],
+        "peak_bytes": [100, 100],
+        "least_peak_bytes": [100, 90],
+        "step_seconds": 5.0,
+        "least_seconds": {"floor": 5.0},
+    }
+    assert not list(whole_space.above(row))
+    planted = [
+        {"stages": [stage | {"held_bytes": 101}]},
+        {"stages": [stage | {"floor_seconds": 1.01}]},
+        {"least_peak_bytes": [100, 101]},
+        {"least_seconds": {"floor": 5.01}},
+    ]
+    assert [len(list(whole_space.above(row | each))) for each in planted] == [1, 1, 1, 1]
+
+
+def test_no_step_of_a_plan_is_below_its_stages_one_after_the_other():
+    """By hand: the second stage begins after the first one's 2 s and works 4 x 3 s; at the end the
+    first one updates for 1 s, which is longer beside the second one's 5 s."""
+    times = [StageTimes(1.0, 1.0, 1.0), StageTimes(1.0, 2.0, 5.0)]
+    assert whole_space.least_step(times, 4) == 2 + 4 * 3 + 1
+
+
+def test_an_open_answer_is_slower_where_a_narrow_one_is_faster_or_it_is_none():
+    narrow = {"FSDP": {"step_seconds": 1.0}, "auto": {"status": "infeasible"}}
+    judged = open_and_narrow.judged
+    assert not judged({"step_seconds": 1.0005}, narrow)["is_slower"]
+    assert judged({"step_seconds": 1.002}, narrow)["is_slower"]
+    assert judged({"status": "infeasible"}, narrow)["is_slower"]
+    assert not judged({"status": "infeasible"}, {"auto": {}})["is_slower"]
+    assert judged({"crashed": "Traceback"}, narrow)["crashed"] == ["open"]
