@@ -19,12 +19,14 @@ fit, one programme from the last device to the first finds it:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise, product
 
 import numpy as np
 
 from recommender.capture.minmax import least_peak
 from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.result import PlacedStage
 
 #: Limits of memory that corners are found of.
 MAX_LIMITS = 32
@@ -41,9 +43,14 @@ class LeastStep:
     def within(self, limit: int | None) -> tuple[float, int]:
         """No step of a plan within a limit is shorter; infinite if there is none. And a limit from
         which on to this one it is the same."""
+        seconds, stages = self.plan(limit)
+        return seconds, max((stage.peak_bytes for stage in stages), default=NEVER)
+
+    def plan(self, limit: int | None) -> tuple[float, Sequence[PlacedStage]]:
+        """The bound of ``within``, and a plan that has it; no stages if there is none."""
         problem, num_rows = self._problem, self._num_rows
         most = NEVER - 1 if limit is None else min(limit, NEVER - 1)
-        peaks, times = self._tables(most)
+        times, chosen = self._tables(most)
         tails = np.full((len(problem.degrees) + 1, num_rows, problem.num_layers + 1), np.inf)
         tails[-1, 0, -1] = 0.0
         for p in range(len(problem.degrees) - 1, 0, -1):
@@ -51,12 +58,15 @@ class LeastStep:
                 steps = self._steps(times[d], tails[p + d][:, None]).min(axis=2)
                 _one_more(tails[p, :, :-1], steps)
         ends = [
-            (*self._first(d, c, tails[d], most), d)
+            (*self._first(d, c, tails[d], most), c, d)
             for d in problem.degrees[0]
             for c in range(len(problem.choices[d]))
         ]
-        seconds, peak, row, stop, d = min(ends, default=(np.inf, NEVER, 0, 0, 0))
-        return seconds, max([peak, *self._behind(peaks, times, tails, (d, row, stop))])
+        seconds, _, row, stop, c, d = min(ends, default=(np.inf, NEVER, 0, 0, 0, 0))
+        if seconds == np.inf:
+            return seconds, ()
+        first = self._stage(0, d, c, (row, 0, stop))
+        return seconds, (first, *self._behind(times, chosen, tails, (d, row, stop)))
 
     def corners(self) -> tuple[tuple[int, float], ...]:
         """(bytes, seconds): every plan within the problem's limit is at least as large and as slow
@@ -94,18 +104,23 @@ class LeastStep:
         return np.maximum(self._problem.num_microbatches * times, times + tails)
 
     def _tables(self, limit: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-        """Per degree the least seconds of every stage that fits, and bytes of a choice that has
-        them, (K, L, L + 1)."""
-        peaks, times = {}, {}
+        """Per degree the least seconds of every stage that fits, and a choice that has them, (K, L,
+        L + 1)."""
+        times, chosen = {}, {}
         for d in self._problem.used_degrees:
             shape = (self._num_rows, *self._seconds[d].shape[1:])
-            peaks[d], times[d] = np.full(shape, NEVER), np.full(shape, np.inf)
+            times[d], chosen[d] = np.full(shape, np.inf), np.zeros(shape, np.int64)
             for c in range(len(self._problem.choices[d])):
                 own = self._problem.bytes_of_choice(d, c)
                 better = (own <= limit) & (self._seconds[d][c] < times[d])
                 np.copyto(times[d], self._seconds[d][c], where=better)
-                np.copyto(peaks[d], own, where=better)
-        return peaks, times
+                np.copyto(chosen[d], c, where=better)
+        return times, chosen
+
+    def _stage(self, p: int, d: int, c: int, at: tuple[int, int, int]) -> PlacedStage:
+        """On d devices from p on, with a choice; at its row of positions, first and stop."""
+        peak, choice = self._problem.bytes_of_choice(d, c)[at], self._problem.choices[d][c]
+        return PlacedStage(*at[1:], tuple(range(p, p + d)), choice, int(peak))
 
     def _first(self, d: int, c: int, tails: np.ndarray, limit: int) -> tuple[float, int, int, int]:
         """The least step with this first stage, its bytes, the row of what follows, and where."""
@@ -118,13 +133,13 @@ class LeastStep:
 
     def _behind(
         self,
-        peaks: dict[int, np.ndarray],
         times: dict[int, np.ndarray],
+        chosen: dict[int, np.ndarray],
         tails: np.ndarray,
         at: tuple[int, int, int],
-    ) -> list[int]:
-        """Bytes of the stages behind the first one of the plan found."""
-        (p, state, first), found, last = at, list[int](), self._num_rows - 1
+    ) -> list[PlacedStage]:
+        """The stages behind the first one of the plan found."""
+        (p, state, first), found, last = at, list[PlacedStage](), self._num_rows - 1
         while 0 < p < len(tails) - 1 and tails[p, state, first] < np.inf:
             # The last state comes before both of the last rows.
             rows = [r for r in (state - 1, last) if r >= 0 and state == min(r + 1, last)]
@@ -135,7 +150,8 @@ class LeastStep:
             else:
                 raise AssertionError("every state that has a step has a stage that leads on")
             stop = int(steps.argmin())
-            found.append(int(peaks[d][row, first, stop]))
+            c = int(chosen[d][row, first, stop])
+            found.append(self._stage(p, d, c, (row, first, stop)))
             p, state, first = p + d, row, stop
         return found
 

@@ -22,7 +22,7 @@ from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
-from capture.plan.why import Bracket, Proven
+from capture.plan.why import Bracket, ByLayers, Proven
 from capture.processor_time import processor_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.compiled import of_compiler, same_model
@@ -114,6 +114,11 @@ class Policy(ABC):
     @abstractmethod
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer: ...
 
+    def by_layers(self, search: Search) -> ByLayers | None:
+        """What layers that are compiled one by one say of the answer, once nothing is left to
+        compile for it; None if nothing."""
+        return None
+
     def is_promising(self, search: Search, part: Part) -> bool:
         """Whether a part that is not open may have a better plan, by what is expected of it; its
         floor bounds it if not."""
@@ -160,7 +165,10 @@ class Search:
     Attributes:
         parts: That are open, by their number.
         compiled: Plans of compiled stages, in their order.
+        by_layers: What compiled layers say of the answer.
     """
+
+    by_layers: ByLayers | None = None
 
     def __init__(
         self,
@@ -189,15 +197,14 @@ class Search:
                 if not self._trail:
                     raise
                 ended = "interrupted"
+        if ended == "search":
+            self.by_layers = self._policy.by_layers(self)
+            self._see()
         return self._policy.answer(self, self._look, ended)
 
     def _round(self) -> str:
         """Look, and open or compile what decides; why that was the last round, or nothing."""
-        self._look = look = self._policy.look(self)
-        # Of parts without a floor, nothing is known before they are open.
-        if look.bracket is not None and all(map(any, self.floors.values())):
-            self._trail.append(look.bracket)
-            self._told(look.bracket)
+        look = self._see()
         to_open = self.to_open()
         reasons = {**look.reasons, **self._is_spent(to_open is not None)}
         if ended := next((reason for reason, holds in reasons.items() if holds), ""):
@@ -214,6 +221,15 @@ class Search:
             self._compile(chosen)
         return "" if chosen else "search"
 
+    def _see(self) -> Look:
+        """What is known now, which is told."""
+        self._look = look = self._policy.look(self)
+        # Of parts without a floor, nothing is known before they are open.
+        if look.bracket is not None and all(map(any, self.floors.values())):
+            self._trail.append(look.bracket)
+            self._told(look.bracket)
+        return look
+
     def _is_spent(self, opens: bool) -> Mapping[str, bool]:
         compiles, seconds = self.effort.compiles, self.effort.seconds
         spent = processor_seconds() - self._spent
@@ -221,6 +237,11 @@ class Search:
             "compiles": compiles is not None and self.num_compiled >= compiles and not opens,
             "seconds": seconds is not None and spent >= seconds and bool(self._trail),
         }
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether so much was computed or compiled as may be."""
+        return any(self._is_spent(opens=False).values())
 
     def _compile(self, found: Found) -> None:
         part, plan = found.part, found.answer.plan
@@ -231,6 +252,17 @@ class Search:
         if said is not None:
             self.num_compiled += said.num_stages_compiled
             self.compiled.append(Found(part, of_compiler(found.answer, said, part.known)))
+
+    def layers(
+        self, part: OpenPart, configs: Sequence[StageConfig]
+    ) -> Mapping[StageConfig, StageCost]:
+        """What the compiler says of layers alone. The search learns it only where that refutes a
+        bound: no plan has such stages."""
+        _, known = self._compiler.probe(configs, part.known)
+        found = {each: known.verified[each] for each in configs if each in known.verified}
+        if any(self._policy.refuted_by(part, found)):
+            self._learn(part.size, known)
+        return found
 
     def open(self, number: int) -> None:
         """Bound the stages of a part."""
@@ -288,8 +320,12 @@ class Search:
 
     @property
     def open_corners(self) -> list[Corner]:
-        """Of the open parts."""
-        return [each for part in self.parts.values() for each in self._policy.corners(part)]
+        """``corners_of`` all open parts."""
+        return [each for number in self.parts for each in self.corners_of(number)]
+
+    def corners_of(self, number: int) -> Sequence[Corner]:
+        """Every plan of an open part that fits is at least as large and as slow as one of them."""
+        return self._policy.corners(self.parts[number])
 
     @property
     def corners(self) -> list[Corner]:
@@ -332,7 +368,7 @@ class Search:
 
     def proven(self, within: float | None, ended: str) -> Proven:
         said = dict.fromkeys(map(str, self._refuted))
-        return Proven(within, tuple(self._trail), ended, tuple(said))
+        return Proven(within, tuple(self._trail), ended, tuple(said), self.by_layers)
 
 
 def far(corner: Corner, values: Iterable[Corner]) -> float:

@@ -25,9 +25,10 @@ import numpy as np
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
-from capture.plan.why import Bracket, CompiledPlans, Front, FrontPoint, Why
-from capture.quantities import format_bytes, format_seconds
+from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, Why
+from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import StageAnswer
+from recommender.capture.by_layers import LayerProof
 from recommender.capture.counted import CountedSearch
 from recommender.capture.least_step import LeastStep
 from recommender.capture.lowest_peak import (
@@ -140,12 +141,19 @@ class Timed(Policy):
                 farthest, chosen = distance, found
         return chosen
 
+    def by_layers(self, search: Search) -> ByLayers | None:
+        plans = search.fitting
+        if self._has_front or not plans:
+            return None
+        enough = min(map(seconds_of, plans)) / (1 + search.effort.within_fraction)
+        return LayerProof(search, lambda part: part.once(_problem), enough).run()
+
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
         if bracket is None:
             needs = [part.least_bytes for part in search.unopened.values()]
             return beyond(search, look.found, min([look.found.answer.proof.peak_bytes, *needs]))
-        within, fastest = self.within(search), bracket.least_step_seconds or 0.0
+        within, fastest = self.within(search), min(seconds for _, seconds in search.corners)
         proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
         if not plans:
             said = f"no step is shorter than {step}"
@@ -157,6 +165,7 @@ class Timed(Policy):
             )
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
         front = self.front(search) if self._has_front else None
+        best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))
         by = "not proven" if within is None else f"proven within {within:.1%}"
         if front is not None:
             said = (
@@ -169,7 +178,8 @@ class Timed(Policy):
         else:
             by = f" within {within:.1%}" if within else ""
             said = f"; proven fastest{by} of the plans that fit, {NO_TRANSFERS}"
-        best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))
+        if search.by_layers is not None:
+            said += f" ({_by_layers(search.by_layers, seconds_of(best))})"
         summary = compiled(search, f"{said},")
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
@@ -194,6 +204,14 @@ class Timed(Policy):
             points.append(point)
         is_whole = self.within(search) == 0 and not any(each.within_fraction for each in points)
         return Front(tuple(points), is_whole, False, search.seconds)
+
+
+def _by_layers(said: ByLayers, step_seconds: float) -> str:
+    """A second proof, as words."""
+    return (
+        f"within {said.within_fraction(step_seconds):.1%} by estimates, at most "
+        f"{said.error_fraction:.1%} above what compiles: {counted(said.num_layers, 'layer')} alone"
+    )
 
 
 def seconds_of(found: Found) -> float:

@@ -1,0 +1,185 @@
+"""The proof by compiled layers: what no plan is faster than, as far as estimates go.
+
+Bounds from tracing count what no compiler avoids, a fourth less than most programs take. What they
+are expected to take is much nearer, but no bound. A layer alone compiles in a second or two, and
+says by how much. So
+
+    stage >= expected(stage) x least of compiled / expected
+
+over what was compiled of the same kind: tensor and sequence parallelism, and recomputation; layers
+alone and whole stages, of any size. Of a kind of which nothing is compiled the bound from tracing
+stays. This is no rule that every program obeys, as that bound is, and is said apart from it.
+
+Of the plan that is least by what is known, a layer is compiled of each kind that is not known, with
+every recomputation at once: until no plan is faster than the best one by more than is asked, or all
+kinds of that plan are known.
+
+Source: cutting planes (Kelley 1960): only what binds is looked at more closely.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
+from capture.plan.why import ByLayers
+from recommender.capture.least_step import LeastStep
+from recommender.capture.parts import OpenPart
+from recommender.capture.problem import SearchProblem
+from recommender.capture.refine import Search
+
+Kind = tuple[int, bool, Remat]
+"""Tensor parallelism, whether it goes along the sequence, and what is recomputed."""
+
+
+class LayerProof:
+    """What compiled layers say of a search that has found a plan.
+
+    Args:
+        search: Whose parts are bounded; those that may matter are opened.
+        problem: Of a part: bounds of its stages, and what is compiled.
+        enough: Seconds of which no more need be proven.
+    """
+
+    def __init__(self, search: Search, problem: Callable[[OpenPart], SearchProblem], enough: float):
+        self._search, self._problem, self._enough = search, problem, enough
+        self._ratios, self._num_layers = _Ratios(), 0
+        #: Per part, as it was last computed: what is compiled only makes it more.
+        self._least = defaultdict[int, float](float)
+
+    def run(self) -> ByLayers | None:
+        """Compile layers until that is enough; None where tracing says enough, or compiled layers
+        nothing."""
+        search = self._search
+        while min(self._floors(), default=(inf, 0))[0] < self._enough:
+            search.open(min(self._floors())[1])
+        if min(map(self._bound, search.parts)) >= self._enough:
+            return None
+        for part in search.parts.values():
+            self._ratios.learn(part, part.known.verified)
+        try:
+            while not search.is_spent and (wanted := self._next()):
+                self._compile(*wanted)
+        except KeyboardInterrupt:
+            pass
+        least = min([*map(self._bound, search.parts), *(seconds for seconds, _ in self._floors())])
+        return ByLayers(least, self._num_layers, self._ratios.error) if least else None
+
+    def _floors(self) -> Iterator[tuple[float, int]]:
+        return ((seconds, number) for number, (_, seconds) in self._search.floors.items())
+
+    def _bound(self, number: int) -> float:
+        """No plan of the part is faster, as far as is known."""
+        corners = self._search.corners_of(number)
+        return max(self._least[number], min((s for _, s in corners), default=inf))
+
+    def _next(self) -> tuple[OpenPart, Sequence[StageConfig]] | None:
+        """The layers to compile next, of the plan that is least by what is known; None where that
+        is enough, or all of its kinds are known."""
+        while True:
+            number = min(self._search.parts, key=self._bound)
+            if (known := self._bound(number)) >= self._enough:
+                return None
+            part = self._search.parts[number]
+            problem = self._ratios.applied(part, self._problem(part))
+            seconds, stages = LeastStep(problem).plan(part.question.limit_bytes)
+            if seconds <= known * (1 + 1e-9):
+                configs = [StageConfig(s.first, s.stop, s.choice, part.size) for s in stages]
+                layers = [layer for config in configs for layer in self._unknown(part, config)]
+                return (part, sorted({*layers})) if layers else None
+            self._least[number] = seconds
+
+    def _unknown(self, part: OpenPart, stage: StageConfig) -> Iterator[StageConfig]:
+        """A layer of each kind of a stage that is not known, and of those that differ in what they
+        recompute."""
+        for choice in stage.choice.measured:
+            if not self._ratios.is_known(choice):
+                layer = _largest(part, replace(stage, choice=choice))
+                for remat in REMAT_POLICIES:
+                    other = replace(choice, remat=remat)
+                    config = replace(layer, choice=other)
+                    if config in part.most.measurements and not self._ratios.is_known(other):
+                        yield config
+
+    def _compile(self, part: OpenPart, layers: Sequence[StageConfig]) -> None:
+        self._ratios.learn(part, self._search.layers(part, layers), layers)
+        self._num_layers += len(layers)
+
+
+class _Ratios:
+    """What was compiled takes over what it was expected to, the least of each kind."""
+
+    def __init__(self) -> None:
+        self._least = dict[Kind, float]()
+
+    @property
+    def error(self) -> float:
+        """By which part estimates were too high, at most."""
+        return max([0.0, *(1 / ratio - 1 for ratio in self._least.values() if ratio)])
+
+    def is_known(self, choice: StageChoice) -> bool:
+        return _kind(choice) in self._least
+
+    def learn(
+        self,
+        part: OpenPart,
+        compiled: Mapping[StageConfig, StageCost],
+        asked: Sequence[StageConfig] = (),
+    ) -> None:
+        """Take what the compiler said; of what it refused, that nothing is said."""
+        for config, cost in compiled.items():
+            times = part.expected.model.stage_times(cost)
+            if config.microbatch_size == part.size and times is not None:
+                ratio = times.microbatch_seconds / _expected(part, config)
+                for kind in map(_kind, config.choice.measured):
+                    self._least[kind] = min(ratio, self._least.get(kind, inf))
+        for config in asked:
+            self._least.setdefault(_kind(config.choice), 0.0)
+
+    def applied(self, part: OpenPart, problem: SearchProblem) -> SearchProblem:
+        """The problem with what stages take at least by this; of compiled ones that is known."""
+        assert problem.seconds is not None, "it has times"
+        seconds = {
+            d: np.maximum(problem.seconds[d], np.stack([self._of(part, each) for each in choices]))
+            for d, choices in problem.choices.items()
+        }
+        for config in part.known.verified:
+            choice, d = config.choice, config.choice.num_devices
+            if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
+                at = problem.choices[d].index(choice), config.first, config.stop
+                seconds[d][at] = problem.seconds[d][at]
+        return replace(problem, seconds=seconds)
+
+    def _of(self, part: OpenPart, choice: StageChoice) -> np.ndarray:
+        """Seconds of every stage, (L, L + 1)."""
+        table = part.expected.table(choice, part.size)
+        ratio = min(self._least.get(_kind(each), 0.0) for each in choice.measured)
+        return ratio * (table.forward + table.backward)
+
+
+def _kind(choice: StageChoice) -> Kind:
+    return choice.tensor_parallel, choice.sequence_parallel, choice.remat
+
+
+def _expected(part: OpenPart, config: StageConfig) -> float:
+    """Seconds of a micro-batch on a stage."""
+    table = part.expected.table(config.choice, part.size)
+    return table.at(config.first, config.stop).microbatch_seconds
+
+
+def _largest(part: OpenPart, stage: StageConfig) -> StageConfig:
+    """Of the layers of a stage, that which takes most of its time with all that are the same: these
+    share what is known of them."""
+    known = part.most.measurements
+    layers = [replace(stage, first=n, stop=n + 1) for n in range(stage.first, stage.stop)]
+    counts = Counter(id(known[each]) for each in layers)
+    return max(
+        layers, key=lambda each: (counts[id(known[each])] * _expected(part, each), -each.first)
+    )

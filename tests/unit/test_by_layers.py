@@ -1,0 +1,111 @@
+"""What layers that are compiled one by one say of the fastest plan, with a planted compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from report_plans import with_work
+from test_fastest_bounds import QUESTION, Timed
+
+from capture.measured.bounds import Bounds
+from capture.measured.profile import StageConfig
+from recommender.capture.by_layers import _Ratios
+from recommender.capture.parts import OpenPart
+from recommender.capture.posed import search_problem
+from recommender.capture.refine import Effort
+
+#: By tensor parallelism, what programs take over what they are expected to.
+OVER = {1: 0.9, 2: 1.3}
+
+
+class Layered(Timed):
+    """A compiler of programs that take ``OVER``; ``refuses`` those of layers alone."""
+
+    refuses = False
+
+    def __init__(self, seed: int):
+        super().__init__(seed, spread=0.0)
+        self.asked = list[StageConfig]()
+
+    def cost(self, config):
+        noise = 1 + self.spread * np.random.default_rng([config.first, config.stop]).uniform()
+        slowness = 3 * OVER[config.choice.tensor_parallel] * noise
+        return with_work(config, self.compiler.cost(config), slowness)
+
+    def bounds(self, name: str):
+        found = super().bounds(name)
+        if name == "least":
+            return found
+        costs = found.measurements.items()
+        return replace(found, measurements={c: with_work(c, cost, 3) for c, cost in costs})
+
+    def probe(self, configs, known):
+        self.asked += configs
+        costs = {} if self.refuses else {config: self.cost(config) for config in configs}
+        return len(configs), replace(known, verified={**known.verified, **costs})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_faster_than_compiled_layers_say(seed):
+    """Here every kind of layer takes what one of it does, so that it holds exactly; and it says
+    more than tracing."""
+    planted = Layered(seed)
+    proven = planted.search().why.proven
+    said, traced = proven.by_layers, proven.trail[-1].least_step_seconds
+    assert traced < said.least_step_seconds <= planted.fastest() * (1 + 1e-9)
+    assert said.num_layers == len(planted.asked) and {c.num_layers for c in planted.asked} <= {1}
+    assert said.error_fraction == pytest.approx(1 / 0.9 - 1)
+
+
+def test_layers_are_compiled_of_what_may_be_faster_and_is_not_known():
+    planted = Layered(3)
+    planted.search()
+    stages = planted.compiler.compiled
+    known = {stage.choice.tensor_parallel for plan in stages for stage in plan.stages}
+    asked = {config.choice.tensor_parallel for config in planted.asked}
+    assert asked and not asked & known
+
+
+def test_layers_that_do_not_compile_say_nothing():
+    planted = Layered(3)
+    planted.refuses = True
+    proven = planted.search().why.proven
+    said, traced = proven.by_layers, proven.trail[-1].least_step_seconds
+    assert planted.asked and traced <= said.least_step_seconds <= planted.fastest()
+
+
+def test_no_stage_that_was_compiled_is_faster_than_its_kind_says():
+    """Whatever each takes over what is expected."""
+    planted = Layered(0)
+    planted.spread = 0.5
+    part = OpenPart(QUESTION, Bounds(planted.least, planted.bounds("most")))
+    problem = search_problem(part.known, QUESTION, with_times=True)
+    ratios, real = _Ratios(), {config: planted.cost(config) for config in planted.all.measurements}
+    ratios.learn(part, real)
+    known, nearer = ratios.applied(part, problem).seconds, 0
+    for config, cost in real.items():
+        d, at = config.choice.num_devices, (config.first, config.stop)
+        row = problem.choices[d].index(config.choice), *at
+        seconds = part.expected.model.stage_times(cost).microbatch_seconds
+        assert problem.seconds[d][row] <= known[d][row] <= seconds * (1 + 1e-9)
+        nearer += known[d][row] > problem.seconds[d][row]
+    assert nearer > len(real) / 2
+
+
+def test_what_tracing_proves_needs_no_layers():
+    planted = Layered(0)
+    proven = planted.search(Effort(within_fraction=10.0)).why.proven
+    assert proven.by_layers is None and not planted.asked
+
+
+def test_the_answer_says_which_proof_is_which():
+    found = Layered(1).search()
+    said, seconds = found.why.proven.by_layers, found.proof.step_seconds
+    within = f"{said.within_fraction(seconds):.1%} by estimates"
+    assert within in found.why.summary and "by a bound that leaves transfers out" in (
+        found.why.summary
+    )
+    written = found.to_json()["why"]["proven"]["by_layers"]
+    assert written["num_layers"] == said.num_layers
