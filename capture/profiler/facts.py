@@ -32,7 +32,7 @@ from capture.measured.stage_cost import StageBounds, StageCost, UpdateCost
 from capture.measured.work import ProgramWork
 from capture.model.graph import LayerGraph
 from capture.partition.sharding import ModelSharding
-from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.choices import ParamSplit, StageChoice, is_cut
 from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend, EndBounds
 from capture.profiler.compile import CompileBackend
@@ -227,9 +227,13 @@ class LayerFacts:
         return sum(sizes[p] for p in owned) + optimizer + kept // choice.tensor_parallel
 
     def _combined(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
-        plain, *whole = map(self._trace, self._needed(window, choice, size))
+        plain, *whole = map(self._passes_of, self._needed(window, choice, size))
         if whole:
             plain = self._along_sequence(window, choice, size, plain, whole[0])
+        if choice.data_parallel == 1 and self.is_by_example:
+            # What products add to gradients need not be read and written once more.
+            work = _of_examples(plain.least.backward_work)
+            plain = replace(plain, least=replace(plain.least, backward_work=work))
         ends = self._end(window, choice)
         if choice.shard_params:
             plain = self._of_split_params(window, choice, plain)
@@ -261,6 +265,44 @@ class LayerFacts:
                 **most,
             ),
         )
+
+    def _passes_of(self, passes: _Traced) -> StageBounds:
+        """Passes with as many examples on a device, whatever the replicas. None keep less than one
+        replica by itself where a minimum cut depends on them."""
+        found, examples = self._trace(passes), passes.size // passes.data_parallel
+        if not (is_cut(passes.remat) and self._cuts_vary and self._backend.takes(examples)):
+            return found
+        alone = replace(passes, size=examples, data_parallel=1)
+        other, least = self._trace(alone).least, found.least
+        fewer = other if self._kept(alone) < self._kept(passes) else least
+        least = replace(
+            fewer,
+            forward_bytes=min(least.forward_bytes, other.forward_bytes),
+            backward_bytes=min(least.backward_bytes, other.backward_bytes),
+            forward_work=least.forward_work,
+            backward_work=least.backward_work,
+        )
+        return replace(found, least=least)
+
+    def _kept(self, passes: _Traced) -> int:
+        """Bytes that passes keep for the backward one."""
+        graph, config = self.graph_at(passes.size), passes.config
+        return kept_bytes(graph, *passes.window, config.choice, self._trace(passes).least)
+
+    @cached_property
+    def _cuts_vary(self) -> bool:
+        """Whether a minimum cut of few examples of one replica is another one than of several: it
+        weighs what each example has against what all have in common, such as their mean."""
+        fewest = min(filter(self._backend.takes, self._sizes), default=0)
+        if not fewest or not self.is_by_example:
+            return False
+        layers = {window for window in self.windows.values() if window[1] - window[0] == 1}
+        size = self._size(fewest)
+
+        def kept(window: Window, size: int) -> int:
+            return self._kept(_Traced(window, size, "cheap", 1, size // fewest))
+
+        return any(kept(window, fewest) != kept(window, size) for window in layers)
 
     def _split_params(self, window: Window) -> StageBounds:
         """Passes of a window whose parameters are split over replicas, with few examples."""
@@ -338,13 +380,18 @@ def _sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> 
 def _splitting(
     work: ProgramWork | None, own: ProgramWork | None, degree: int
 ) -> ProgramWork | None:
+    """The least work as ``_of_examples``, of a program whose replicas send as ``_sending``."""
+    return _sending(_of_examples(work), own, degree)
+
+
+def _of_examples(work: ProgramWork | None) -> ProgramWork | None:
     """The least work of a program, of which the traffic of what is the same on all replicas, its
-    last kernel, is no part any more; and whose replicas send as ``_sending``."""
+    last kernel, is no part any more."""
     if work is None or work.kernels is None:
         return None
     traffic = [kernel for kernel in work.kernels if not kernel.dtype]
     kernels = [kernel for kernel in work.kernels if kernel.dtype]
-    return _sending(replace(work, kernels=(*kernels, *traffic[:1])), own, degree)
+    return replace(work, kernels=(*kernels, *traffic[:1]))
 
 
 def _in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:

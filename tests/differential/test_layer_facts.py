@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload
@@ -125,3 +126,59 @@ def test_a_model_whose_examples_meet_is_traced_at_every_size():
     for size in SIZES:
         found = facts.bounds((1, 2), choice, size)
         assert found == alone.measure(StageConfig(1, 2, choice, size))
+
+
+def normalized(params, x):
+    """Two layers whose examples have their mean and variance in common."""
+    for weights in params:
+        x = x @ weights
+        x = mark(jax.nn.relu((x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1)))
+    return jnp.mean(x**2)
+
+
+def wide(loss, width, target):
+    """The facts of two layers of one width, and what traces them by themselves."""
+
+    def init(key):
+        return [jax.random.normal(each, (width, width)) for each in jax.random.split(key)]
+
+    model = Workload(loss, init, lambda key, n: jax.random.normal(key, (n, width)), optax.sgd(0.1))
+    backend = CompileBackend(
+        model, store=Store(), target=Target.load(target), num_devices=NUM_DEVICES
+    )
+    facts = LayerFacts(backend, [1, 2, 128, 256], NUM_DEVICES)
+    return facts, BoundsBackend(backend, for_devices=NUM_DEVICES)
+
+
+def test_one_replica_reads_and_writes_no_gradients_beside_its_products():
+    """Several sum them up first; a product may add them to those of other micro-batches."""
+
+    def loss(params, x):
+        for weights in params:
+            x = mark(jnp.tanh(x @ weights))
+        return jnp.mean(x**2)
+
+    facts, alone = wide(loss, 1024, "h100")
+    assert facts.is_by_example
+    for choice, size in ((StageChoice(1, 1, "none"), 256), (StageChoice(1, 2, "full"), 128)):
+        found, traced = (
+            sum(k.nbytes for k in each.least.backward_work.kernels if not k.dtype)
+            for each in (
+                facts.bounds((1, 2), choice, size),
+                alone.measure(StageConfig(1, 2, choice, size)),
+            )
+        )
+        assert 0 < found <= traced
+
+
+def test_few_examples_keep_no_more_than_a_cut_of_their_own():
+    facts, alone = wide(normalized, 64, "cpu")
+    assert facts.is_by_example
+    for remat, size in itertools.product(("cheap", "full"), (1, 2)):
+        choice = StageChoice(1, 1, remat)
+        found = facts.bounds((0, 1), choice, size)
+        traced = alone.measure(StageConfig(0, 1, choice, size))
+        kept = [
+            kept_bytes(facts.graph_at(size), 0, 1, choice, each.least) for each in (found, traced)
+        ]
+        assert kept[0] <= kept[1], (remat, size)
