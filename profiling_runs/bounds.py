@@ -104,6 +104,7 @@ class ModelBounds:
 
         return Bounds(profile("least"), profile("most"))
 
+    @environment.without_collecting()
     def seconds(
         self,
         choices: Sequence[StageChoice],

@@ -292,11 +292,12 @@ class Memory:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""
         found: dict[Any, int] = {}
         for reads, makes, new in steps:
-            reach = max((found.get(v, 0) for v in reads), default=0)
+            reach = max([found[v] for v in reads if v in found], default=0)
             for v in makes:
-                own, size = self._nbytes[v], math.prod(v.aval.shape)
-                begins = own if new >= size else own * new // size
-                found[v] = max(begins, min(reach, own))
+                own = self._nbytes[v]
+                found[v] = min(reach, own)
+                if new and (size := math.prod(v.aval.shape)):
+                    found[v] = max(own * min(new, size) // size, found[v])
         return found
 
     def most(self) -> int:

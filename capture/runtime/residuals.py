@@ -156,6 +156,8 @@ class ValueSplit:
         self._flow, self._asked = flow, asked
         self._spread = Spread(flow.jaxpr) if spread is None else spread
         self._split = [(axis, degree, dims) for axis, degree, dims in inputs if degree > 1]
+        self._least: dict[Any, int] = {}
+        self._expected: dict[Any, int] = {}
 
     @cached_property
     def _axes(self) -> list[tuple[int, Mapping[Any, int | None]]]:
@@ -213,18 +215,22 @@ class ValueSplit:
     def expected_bytes(self, value: Any) -> int:
         """Per device, once it is compiled: what is scattered goes to zeros, which lie as it
         does."""
-        maker = self._flow.maker(value)
-        is_given = maker is None or not maker.primitive.name.startswith(_LIE_AS_READ)
-        return (self.nbytes if is_given else self.least_bytes)(value)
+        if value not in self._expected:
+            maker = self._flow.maker(value)
+            is_given = maker is None or not maker.primitive.name.startswith(_LIE_AS_READ)
+            self._expected[value] = (self.nbytes if is_given else self.least_bytes)(value)
+        return self._expected[value]
 
     def least_bytes(self, value: Any) -> int:
         """Per device, if the compiler splits it along every axis that reaches it."""
-        parts = math.prod(
-            degree
-            for (_, degree, _), reached in zip(self._split, self._reached, strict=True)
-            if value in reached
-        )
-        return -(-self._flow.nbytes(value) // parts)
+        if value not in self._least:
+            parts = math.prod(
+                degree
+                for (_, degree, _), reached in zip(self._split, self._reached, strict=True)
+                if value in reached
+            )
+            self._least[value] = -(-self._flow.nbytes(value) // parts)
+        return self._least[value]
 
     @cached_property
     def _reached(self) -> list[Collection[Any]]:

@@ -108,20 +108,30 @@ class TracedProgram:
     def readers(self) -> Mapping[Any, Sequence[Any]]:
         """Per value, the operations that read it and that results depend on."""
         found: dict[Any, list[Any]] = {}
-        for at in sorted(self.useful):
-            for value in {*variables(self.equations[at].invars)}:
-                found.setdefault(value, []).append(self.equations[at])
+        for equation, reads in self.useful_reads:
+            for value in {*reads}:
+                found.setdefault(value, []).append(equation)
         return found
+
+    @cached_property
+    def reads(self) -> Sequence[Sequence[Any]]:
+        """Per operation, what it reads."""
+        return [variables(equation.invars) for equation in self.equations]
+
+    @cached_property
+    def useful_reads(self) -> Sequence[tuple[Any, Sequence[Any]]]:
+        """The operations that results depend on, in order, each with what it reads."""
+        return [(self.equations[at], self.reads[at]) for at in sorted(self.useful)]
 
     @cached_property
     def inner_reads(self) -> Sequence[Sequence[Any]]:
         """Per operation, what it reads that is no argument."""
-        return [[v for v in variables(e.invars) if v not in self.given] for e in self.equations]
+        return [[v for v in reads if v not in self.given] for reads in self.reads]
 
     @cached_property
     def given_reads(self) -> Sequence[Sequence[Any]]:
         """Per operation, the arguments that it reads."""
-        return [[v for v in variables(e.invars) if v in self.given] for e in self.equations]
+        return [[v for v in reads if v in self.given] for reads in self.reads]
 
     @cached_property
     def narrowest_dtype(self) -> str:
@@ -255,8 +265,8 @@ class Opaque:
         for at in reversed(others):
             begins = at in self.products
             # What is computed of a result that is there need not be.
-            made = {*equations[at].outvars} & wanted - (results if begins else set())
-            makes = [v for v in equations[at].outvars if v in made]
+            there = results if begins else ()
+            makes = [v for v in equations[at].outvars if v in wanted and v not in there]
             if makes:
                 reads = () if begins else program.inner_reads[at]
                 steps.append(Step(reads, makes, begins * _ALL))
@@ -291,12 +301,13 @@ class Opaque:
         found: dict[int, frozenset[int]] = {}
         origins: dict[Any, frozenset[int]] = {}
         for at, equation in enumerate(self._program.equations):
-            reads = variables(equation.invars)
-            earlier = frozenset[int]().union(*(origins.get(v, ()) for v in reads))
+            reads = self._program.reads[at]
+            earlier = frozenset[int]().union(*(origins[v] for v in reads if v in origins))
             if at in self.products:
                 found[at] = earlier
                 earlier = earlier | {at}
-            origins.update(dict.fromkeys(equation.outvars, earlier))
+            if earlier:
+                origins.update(dict.fromkeys(equation.outvars, earlier))
         return found
 
 

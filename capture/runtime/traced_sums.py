@@ -170,27 +170,30 @@ class Exchanges:
         of: dict[Any, _Parts] = {}
         least: dict[Any, int] = {}  # bytes of what is summed, where it is narrowest so far
         level: dict[Any, int] = {}
-        for at in sorted(self._program.useful):
-            equation, name = self._program.equations[at], self._program.equations[at].primitive.name
-            reads = [v for v in variables(equation.invars) if v in of]
+        for equation, operands in self._program.useful_reads:
+            name, reads = equation.primitive.name, [v for v in operands if v in of]
             parts = [*{id(one): one for v in reads if not (one := of[v].last()).is_done}.values()]
             if name not in _ADDED and name not in _LINEAR:
                 for v in reads:
                     of[v].last().leave(least[v])
                 parts = []
-            before = max((level.get(v, 0) for v in variables(equation.invars)), default=0)
+            before = max([level[v] for v in operands if v in level], default=0)
             before = max([before, *(o.level + 1 for v in reads if (o := of[v].last()).is_done)])
-            level.update(dict.fromkeys(equation.outvars, before))
+            if before:
+                level.update(dict.fromkeys(equation.outvars, before))
             if len(equation.outvars) != 1:
                 continue
             [out] = equation.outvars
-            whole = self._whole_bytes(out)
-            if self._begins(at, equation):
-                of[out], least[out] = _Parts(before, self._others(equation)), whole
+            if self._begins(equation):
+                of[out], least[out] = (
+                    _Parts(before, self._others(equation)),
+                    self._whole_bytes(out),
+                )
                 found.append(of[out])
             elif parts:
                 of[out] = _together(parts, before)
-                least[out] = min(whole, *(least[v] for v in reads if of[v].last() is of[out]))
+                known = [least[v] for v in reads if of[v].last() is of[out]]
+                least[out] = min(self._whole_bytes(out), *known)
             if out in of:
                 one = of[out].last()
                 one.may_be_split |= out in self._axis.reached or self._axis.asked.get(out, False)
@@ -213,7 +216,7 @@ class Exchanges:
         params = [v for v in reads if views.of(v).base in self._program.given]
         return min((self._whole_bytes(v) for v in reads if v not in params), default=0)
 
-    def _begins(self, at: int, equation: Any) -> bool:
+    def _begins(self, equation: Any) -> bool:
         """Whether its results are parts of a sum over the devices."""
         name, dims = equation.primitive.name, self._axis.dims
         if dims.get(equation.outvars[0]) is not None:
@@ -254,10 +257,8 @@ class Exchanges:
     def _made_whole(self) -> Iterator[tuple[int, float, int]]:
         """What constraints make whole."""
         dims, level, known = self._axis.dims, dict[Any, int](), set[Any]()
-        for at in sorted(self._program.useful):
-            equation = self._program.equations[at]
-            reads = variables(equation.invars)
-            before = max((level.get(v, 0) for v in reads), default=0)
+        for equation, reads in self._program.useful_reads:
+            before = max([level[v] for v in reads if v in level], default=0)
             if equation.primitive.name == "sharding_constraint":
                 [value], [out] = reads, equation.outvars
                 is_whole = dims.get(value) is not None and dims.get(out) is None
@@ -267,7 +268,8 @@ class Exchanges:
                         yield self._whole_bytes(value), math.inf, before
                     known.add(base)
                     before += 1
-            level.update(dict.fromkeys(equation.outvars, before))
+            if before:
+                level.update(dict.fromkeys(equation.outvars, before))
 
     def _is_operand(self, value: Any) -> bool:
         """Whether a product reads a value as it is: else it may only be split another way."""
@@ -305,12 +307,13 @@ class Exchanges:
 
     def _updated(self) -> Iterator[tuple[int, float, int]]:
         """Results that are whole, made of arguments that are split."""
-        dims, flow = self._axis.dims, self._program.flow
+        dims, flow, asked = self._axis.dims, self._program.flow, self._axis.asked
+        whole = [v for v, is_split in asked.items() if not is_split and dims.get(v) is not None]
+        if not (whole := [v for v in whole if v not in self._program.given]):
+            return
         split = [i for i, v in enumerate(flow.inputs) if dims.get(v) is not None]
         sources = flow.propagate({flow.inputs[i]: frozenset([i]) for i in split})
-        for value, is_split in self._axis.asked.items():
-            if is_split or dims.get(value) is None or value in self._program.given:
-                continue
+        for value in whole:
             states = sum(self._whole_bytes(flow.inputs[i]) for i in sources[value])
             yield min(states, self._whole_bytes(value)), math.inf, 0
 

@@ -45,6 +45,8 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 _PARTS = frozenset({"gather", "slice", "dynamic_slice", "split"})
 #: May write no more than a part of what they are given.
 _IN_PLACE = ("scatter", "dynamic_update_slice")
+#: Computed inside of what reads the result, as expected.
+_FREE = _ELEMENTS | MOVES
 #: Operations whose results are made of all of their operands.
 _KNOWN = _ELEMENTS | REDUCTIONS | (MOVES - {"dynamic_update_slice"})
 
@@ -76,7 +78,7 @@ class Traffic:
         self._made = {v for at in self.products for v in self.program.equations[at].outvars}
         before: dict[Any, frozenset[Any]] = {}
         for at, equation in enumerate(self.program.equations):
-            reads = variables(equation.invars)
+            reads = self.program.reads[at]
             made = frozenset(equation.outvars if equation.primitive.name in _PRODUCTS else ())
             if found := made.union(*(before[v] for v in reads if v in before)):
                 before.update(dict.fromkeys(equation.outvars, found))
@@ -247,12 +249,12 @@ class Traffic:
                 made_by.update(dict.fromkeys(outs, len(found)))
                 continue
             read: dict[Any, int] = {}
-            for value in variables(equation.invars):
+            for value in program.reads[at]:
                 read |= sources[value] if value in sources else {value: split.expected_bytes(value)}
             if name in _PARTS:
                 most = sum(map(split.expected_bytes, outs))
                 read = {source: min(nbytes, most) for source, nbytes in read.items()}
-            if name in _ELEMENTS | MOVES and stored.isdisjoint(outs):
+            if name in _FREE and stored.isdisjoint(outs):
                 sources.update(dict.fromkeys(outs, read))
                 continue
             # A number, such as a count of steps, is computed again.
@@ -267,7 +269,7 @@ class Traffic:
             one.read |= {v: nbytes for v, nbytes in read.items() if v not in one.made}
             one.made |= {v: split.expected_bytes(v) for v in outs}
             # What is summed is known when the kernel ends.
-            made_by.update(dict.fromkeys(outs, together + (name not in _ELEMENTS | MOVES)))
+            made_by.update(dict.fromkeys(outs, together + (name not in _FREE)))
         return [Kernel(sum((one.made | one.read).values())) for one in found]
 
 

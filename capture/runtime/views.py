@@ -43,6 +43,7 @@ class Views:
     def __init__(self, equations: Sequence[Any]):
         self._equations = equations
         self._known: dict[Any, View] = {}
+        self._own: dict[Any, View] = {}  # of values that are no views
         for equation in equations:
             name, [out, *more] = equation.primitive.name, equation.outvars or [None]
             if name in _MOVED and not more and is_variable(equation.invars[0]):
@@ -50,8 +51,10 @@ class Views:
 
     def of(self, value: Any) -> View:
         """Return what a value is a view of."""
-        known = self._known.get(value)
-        return _own(value) if known is None else known
+        known = self._known.get(value) or self._own.get(value)
+        if known is None:
+            known = self._own[value] = _own(value)
+        return known
 
     def _moved(self, equation: Any, view: View) -> View:
         [out], name, runs = equation.outvars, equation.primitive.name, view.runs
