@@ -4,7 +4,7 @@ was asked."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -15,7 +15,7 @@ import numpy as np
 from capture import environment
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target
+from capture.machine.target import Rates, Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
@@ -52,6 +52,7 @@ class ModelBounds:
     ):
         self._measurements, self._progress, self._begin = measurements, progress, begin
         self._examples, self._num_devices = tuple(examples), num_devices
+        self._costs: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def facts(self) -> LayerFacts:
@@ -111,6 +112,7 @@ class ModelBounds:
         microbatch_size: int,
         cluster: Cluster,
         limit_bytes: int | None,
+        num_devices: int | None = None,
     ) -> tuple[float, float]:
         """Seconds of a micro-batch, forward and backward, that all devices together cannot be
         faster than, divided by their number, whatever the stages, the schedule and the cuts; and
@@ -130,12 +132,38 @@ class ModelBounds:
             microbatch_size: Over all replicas.
             cluster: With D devices.
             limit_bytes: Of a device.
+            num_devices: Of every stage, where it is known.
 
         Source: Lagrangian relaxation of the memory of all devices together.
         """
         rates = Target.load(cluster.target).rates
         if rates is None:
             return 0.0, 0.0
+        key = (tuple(choices), microbatch_size, cluster)
+        if key not in self._costs:
+            self._costs[key] = self._layer_costs(choices, microbatch_size, cluster, rates)
+        count, costs = self._costs[key]
+        if num_devices is not None:
+            costs = costs[:, :, [choice.num_devices == num_devices for choice in choices]]
+        limit = cluster.num_devices * (limit_bytes or 0)
+        least, expected = (
+            max(
+                float(count @ (seconds + price * costs[2]).min(axis=1)) - price * limit
+                for price in _prices(seconds, costs[2], limit)
+            )
+            for seconds in costs[:2]
+        )
+        return least / cluster.num_devices, expected / cluster.num_devices
+
+    def _layer_costs(
+        self,
+        choices: Sequence[StageChoice],
+        microbatch_size: int,
+        cluster: Cluster,
+        rates: Rates,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """How many layers are alike, of each kind; and per kind and choice, of all devices of a
+        stage, its least and expected seconds and what it holds at least."""
         facts, model = self.facts, TimeModel(rates, max(cluster.nodes))
         unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
         without = replace(model, rates=unlaunched)
@@ -149,15 +177,7 @@ class ModelBounds:
             seconds = [0.0 if each is None else each.microbatch_seconds for each in times]
             held = facts.least_held(window, choice, microbatch_size)
             costs[:, i, j] = d * seconds[0], d * seconds[1], d * held
-        count, limit = np.array(list(num_alike.values())), cluster.num_devices * (limit_bytes or 0)
-        least, expected = (
-            max(
-                float(count @ (seconds + price * costs[2]).min(axis=1)) - price * limit
-                for price in _prices(seconds, costs[2], limit)
-            )
-            for seconds in costs[:2]
-        )
-        return least / cluster.num_devices, expected / cluster.num_devices
+        return np.array(list(num_alike.values())), costs
 
 
 def _prices(seconds: np.ndarray, nbytes: np.ndarray, limit: int) -> list[float]:

@@ -35,7 +35,8 @@ class WholeQuestion:
     Attributes:
         cluster, global_batch_size, memory_limit_bytes, objective, chosen: As of ``PlanQuestion``.
         counts: Numbers of micro-batches.
-        schedule, remat: The same of every plan.
+        schedule: Of every plan.
+        remat: Of every stage.
         shard_optimizer: Whether all replicas split the optimizer state (ZeRO 1).
         shard_params: Whether they may split parameters and gradients, too (ZeRO 3).
         sequence_parallel: Whether stages may split activations along the sequence.
@@ -99,13 +100,24 @@ class WholeQuestion:
             several if self.whole_nodes is None else self.whole_nodes, self.any_divisor
         )
 
-    def question(self, num_microbatches: int | None = None) -> PlanQuestion:
-        """That of one part; by default of that with the largest micro-batches."""
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Those that are searched, the plain one first. What shares devices or splits backward
+        passes is searched for speed alone."""
+        if self.schedule is not None or self.objective != "throughput":
+            return (self.schedule or BEST_PLAIN,)
+        return (BEST_PLAIN, *(name for name, kind in SCHEDULES.items() if not kind.is_plain))
+
+    def question(
+        self, num_microbatches: int | None = None, schedule: str | None = None
+    ) -> PlanQuestion:
+        """That of one part; by default of that with the largest micro-batches, and the plain
+        schedule."""
         return PlanQuestion(
             self.cluster,
             self.global_batch_size,
             num_microbatches or self.microbatches[0],
-            self.schedule or BEST_PLAIN,
+            schedule or self.schedules[0],
             self.memory_limit_bytes,
             self.objective,
             space=self.space,
@@ -137,7 +149,8 @@ class WholeQuestion:
         if self.schedule is None:
             yield "GPipe", "as fast as 1F1B, and holds no less"
             others = [name for name, kind in SCHEDULES.items() if not kind.is_plain]
-            yield ", ".join(others), "searched where they are named"
+            if len(self.schedules) == 1:
+                yield ", ".join(others), "searched where the fastest plan is asked for"
         if max(self.cluster.nodes) < self.cluster.num_devices:
             yield "tensor parallelism over several nodes", "its sums wait for the slow links"
         if not self.any_divisor:

@@ -38,6 +38,7 @@ from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
+from recommender.capture import grouped
 from recommender.capture.changes import FittingChange, cheapest_change
 from recommender.capture.extent import (
     Attempt,
@@ -236,13 +237,24 @@ class _Asking:
             return refine(policy, parts, compiler, effort, told.known)
 
     def _part(self, question: PlanQuestion, has_floor: bool) -> Part:
-        """Plans of one number of micro-batches, with what none of them can be faster than."""
+        """Plans of one number of micro-batches and one schedule, with what none of them can be
+        faster than."""
         size, limit = question.microbatch_size, question.limit_bytes
         part = Part(question, partial(self.bounds, size))
         if not has_floor or question.search[0] == "memory":
             return part
-        seconds = self._known.seconds(self._choices(size), size, question.cluster, limit)
-        least, expected = (question.num_microbatches * each for each in seconds)
+        choices = self._choices(size)
+
+        def seconds(num_devices: int | None = None) -> tuple[float, float]:
+            return self._known.seconds(choices, size, question.cluster, limit, num_devices)
+
+        if part.is_plain:
+            least, expected = (question.num_microbatches * each for each in seconds())
+            return replace(part, least_seconds=least, expected_seconds=expected)
+        num_layers = self._known.facts.graph.num_layers
+        least, expected = grouped.floor(question, num_layers, seconds)
+        if SCHEDULES[question.schedule].splits_backward:
+            part = replace(part, open=lambda: self.bounds(size).split)
         return replace(part, least_seconds=least, expected_seconds=expected)
 
     @contextmanager
@@ -303,7 +315,9 @@ class _Asking:
         tried = self._options.try_microbatches
         if self._whole is not None and not tried:
             tried = self._whole.microbatches
-        return over_microbatches(question, tried) if tried else [question]
+        asked = over_microbatches(question, tried) if tried else [question]
+        schedules = [question.schedule] if self._whole is None else self._whole.schedules
+        return [replace(each, schedule=name) for name in schedules for each in asked]
 
     def left_out(self) -> Sequence[str]:
         """Return a line on what was not searched though nothing said so."""

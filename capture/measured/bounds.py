@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from capture.measured.profile import Profile
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import SplitCost, StageCost
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,40 @@ class Bounds:
 
     least: Profile
     most: Profile
+
+    @cached_property
+    def split(self) -> Bounds:
+        """The same with backward passes in two programs, of which nothing bounds what they need."""
+        return Bounds(_with_split(self.least, _NOTHING), _with_split(self.most, None))
+
+
+_NOTHING = SplitCost(0, 0, 0, 0)
+
+
+def _with_split(profile: Profile, split: SplitCost | None) -> Profile:
+    """Return a profile whose costs have a split backward pass: this one, or what is expected of
+    it. Costs that were the same object still are."""
+    found: dict[tuple[int, bool], StageCost] = {}
+
+    def cost_of(config: StageConfig, cost: StageCost) -> StageCost:
+        key = (id(cost), config.first == 0)
+        if key not in found:
+            found[key] = replace(cost, split=split or _expected(cost, config.first == 0))
+        return found[key]
+
+    costs = {config: cost_of(config, cost) for config, cost in profile.measurements.items()}
+    return replace(profile, measurements=costs)
+
+
+def _expected(cost: StageCost, is_first: bool) -> SplitCost:
+    """Each program needs what the whole pass does, and everything that is kept waits for the
+    gradients of weights. The first layers have no gradients of inputs."""
+    return SplitCost(
+        0 if is_first else cost.backward_bytes,
+        cost.backward_bytes,
+        cost.residual_bytes,
+        0,
+        cost.kept_inputs,
+        cost.kept_outputs,
+        cost.kept_batch,
+    )

@@ -50,14 +50,15 @@ class CountedSteps:
     Args:
         profile: Measurements for an accelerator.
         cluster: Of the plans.
+        times: Of their stages; None for those that the profile predicts.
 
     Raises:
         ProfileError: ``profile-no-times``.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster):
+    def __init__(self, profile: Profile, cluster: Cluster, times: TimePredictor | None = None):
         self._profile = profile
-        self.times = TimePredictor(profile, max(cluster.nodes))
+        self.times = times or TimePredictor(profile, max(cluster.nodes))
         self.links = LinkTimes(cluster, self.times.model.rates)
         self._tables: dict[tuple[str, int, int], TableTimes] = {}
 

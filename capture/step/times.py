@@ -57,6 +57,13 @@ class StageTimes:
         """Seconds of a micro-batch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
+    @property
+    def least_microbatch_seconds(self) -> float:
+        """The same with the backward pass whole or in two programs, whichever is faster; whole
+        where that alone is known."""
+        split = self.backward_inputs_seconds + self.backward_weights_seconds
+        return self.forward_seconds + min(self.backward_seconds, split or self.backward_seconds)
+
     def of(self, program: str) -> float:
         """Seconds of the program that a ``Run`` names."""
         return {

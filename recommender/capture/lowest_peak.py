@@ -11,6 +11,7 @@ import numpy as np
 from capture.errors import ProfileError, said_once
 from capture.machine.target import Target
 from capture.measured.profile import REFUSED_BYTES, StageConfig
+from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.predictor import AdditivePredictor
@@ -178,8 +179,9 @@ def answer(search: Search, best: Found, why: Why, within: float | None) -> Stage
 def beyond(search: Search, best: Found, least: int, within: float | None = None) -> StageAnswer:
     """That nothing fits."""
     limit, found = best.part.question.limit_bytes, best.answer
+    is_plain = all(SCHEDULES[question.schedule].is_plain for question in search.questions)
     why = Why(
-        f"Every plan needs at least {least:,} bytes on a device, and "
+        f"Every plan{'' if is_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, and "
         f"memory_limit_bytes={limit or 0:,}: proven with "
         f"{counted(search.num_compiled, 'compiled stage')} and, {RESTS_ON}. "
         "Raise the limit, or use more devices, more micro-batches of a smaller size, or "

@@ -75,7 +75,7 @@ class Named(Timed):
         """The plan of a name, as it is estimated."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         fastest = min(search.fitting, key=seconds_of)
-        lowest = min(part.once(_least_expected) for part in search.parts.values())
+        lowest = min(part.once(_least_expected) for part in search.plain_parts)
         most = max(fastest.answer.peak_bytes, lowest)
         limits = (lowest,) if name == LOWEST else _limits(lowest, most)
         points = [
@@ -84,7 +84,7 @@ class Named(Timed):
             if (
                 found := [
                     each
-                    for part in search.parts.values()
+                    for part in search.plain_parts
                     for each in part.once(_within, limit, ratios(part, known))
                 ]
             )
@@ -120,7 +120,8 @@ def _open_smallest(search: Search) -> None:
     """Open the part with the smallest micro-batches, and that with the smallest of which every
     device can have an example: of all, their plans are expected to need least."""
     num_devices = search.questions[0].cluster.num_devices
-    sizes = {part.question.microbatch_size: n for n, part in search.unopened.items()}
+    unopened = {n: part for n, part in search.unopened.items() if part.is_plain}
+    sizes = {part.question.microbatch_size: n for n, part in unopened.items()}
     shared = [size for size in sizes if size >= num_devices]
     for size in {min(group) for group in (sizes, shared) if group}:
         search.open(sizes[size])

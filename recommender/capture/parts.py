@@ -12,6 +12,7 @@ from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import agreed_value_dims
+from capture.plan.schedule import SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from recommender.answer import StageAnswer
@@ -43,6 +44,11 @@ class Part:
         limit = self.question.limit_bytes
         return limit is None or self.least_bytes <= limit
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its schedule is (``capture.plan.orders.ScheduleKind``)."""
+        return SCHEDULES[self.question.schedule].is_plain
+
 
 class OpenPart:
     """A part with bounds of its stages.
@@ -50,11 +56,18 @@ class OpenPart:
     Attributes:
         question: Of its plans.
         known: Lower bounds that nothing has refuted, and the stages that are compiled.
+        least_seconds: No plan of the part is faster; 0 once a bound was refuted.
     """
 
-    def __init__(self, question: PlanQuestion, between: Bounds):
+    def __init__(self, question: PlanQuestion, between: Bounds, least_seconds: float = 0.0):
         self.question, self.known, self._most = question, between.least, between.most
+        self.least_seconds = least_seconds
         self._said: dict[tuple[Hashable, ...], object] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """As of ``Part``."""
+        return SCHEDULES[self.question.schedule].is_plain
 
     @property
     def size(self) -> int:
@@ -93,7 +106,7 @@ class OpenPart:
         new = {
             config: cost
             for config, cost in said.verified.items()
-            if config.microbatch_size == size and config not in known.verified
+            if config.microbatch_size == size and _is_new(cost, known.verified.get(config))
         }
         if new:
             dims = agreed_value_dims([known.graph, said.graph])
@@ -111,7 +124,7 @@ class OpenPart:
         """Use bounds of some kinds no longer."""
         if not kinds:
             return
-        self.known = without_bounds(self.known, kinds)
+        self.known, self.least_seconds = without_bounds(self.known, kinds), 0.0
         self._said.clear()
         for name in ("bounds", "bounded"):
             self.__dict__.pop(name, None)
@@ -122,3 +135,8 @@ class Found(NamedTuple):
 
     part: OpenPart
     answer: StageAnswer
+
+
+def _is_new(cost: StageCost, known: StageCost | None) -> bool:
+    """Whether a compiled stage, or its split backward pass, was not known."""
+    return known is None or (known.split is None and cost.split is not None)

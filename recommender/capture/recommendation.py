@@ -16,6 +16,7 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint, Why
 from capture.predictor import AdditivePredictor, Prediction
+from capture.predictor.step_time import CountedSteps
 from capture.quantities import counted
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
@@ -105,7 +106,8 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
 
 def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -> StageAnswer:
     """The answer for a schedule whose stages share devices or whose backward passes are split."""
-    search = TableSearch(profile, question, objective != "memory")
+    steps = None if objective == "memory" else CountedSteps(profile, question.cluster)
+    search = TableSearch(profile, question, steps)
     found = search.least_peak() if objective == "memory" else search.fastest(question.limit_bytes)
     if found is None:
         result = nothing_fits(question, profile.graph.num_layers)

@@ -119,6 +119,10 @@ class Policy(ABC):
         compile for it; None if nothing."""
         return None
 
+    def least_seconds(self, search: Search, part: Part) -> float:
+        """No plan of a part that is not open is faster."""
+        return part.least_seconds
+
     def is_promising(self, search: Search, part: Part) -> bool:
         """Whether a part that is not open may have a better plan, by what is expected of it; its
         floor bounds it if not."""
@@ -269,7 +273,8 @@ class Search:
         question = self._all[number].question
         if self._policy.objective is not None:
             question = replace(question, algorithm=None, objective=self._policy.objective)
-        part = self.parts[number] = OpenPart(question, self._all[number].open())
+        least = self._all[number].least_seconds
+        part = self.parts[number] = OpenPart(question, self._all[number].open(), least)
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:
             self._learn(part.size, self._profiles[part.size])
@@ -301,6 +306,11 @@ class Search:
         return [part.question for part in self._all]
 
     @property
+    def plain_parts(self) -> list[OpenPart]:
+        """Open parts of plain schedules, whose plans are searched stage by stage."""
+        return [part for part in self.parts.values() if part.is_plain]
+
+    @property
     def unopened(self) -> Mapping[int, Part]:
         """Parts that are not open, by their number."""
         return {n: part for n, part in enumerate(self._all) if n not in self.parts}
@@ -313,7 +323,8 @@ class Search:
             return dict.fromkeys(self.unopened, (0.0, 0.0))
         return {
             number: self._policy.corner(
-                part.least_bytes, part.least_seconds if part.may_fit else math.inf
+                part.least_bytes,
+                self._policy.least_seconds(self, part) if part.may_fit else math.inf,
             )
             for number, part in self.unopened.items()
         }

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from recommender.question import PlanQuestion
 
 
@@ -37,15 +38,16 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
     else:
         fixed.append(f"remat of {', '.join(policies)}")
     counts = sorted({question.num_microbatches for question in questions})
-    schedules = sorted({question.schedule.upper() for question in questions})
+    schedules = sorted({question.schedule for question in questions})
     tried = "try_microbatches" in chosen
     one = " of those tried" if tried else by("microbatches")
     fixed.append(f"{_either(counts)} micro-batches{one * (len(counts) == 1)}")
     batch = questions[0].global_batch_size
     has_every = counts == [m for m in range(1, batch + 1) if batch % m == 0]
     left_out += ["other micro-batches"] * (not has_every and (len(counts) > 1 or not tried))
-    fixed.append(f"{_either(schedules)}{by('schedule') * (len(schedules) == 1)}")
-    left_out.append("other schedules")
+    one = by("schedule") * (len(schedules) == 1)
+    fixed.append("all schedules" if _has_all(schedules) else f"{_either(schedules)}{one}")
+    left_out += ["other schedules"] * (not _has_all(schedules))
     sharded = [
         name
         for name, is_known in (
@@ -61,7 +63,12 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
     return f"for {', '.join(fixed)}; not searched: {', '.join(left_out)}"
 
 
+def _has_all(schedules: Collection[str]) -> bool:
+    """Say whether no other schedule can be faster: GPipe is never faster than 1F1B."""
+    return {*SCHEDULES} - {"gpipe"} <= {*schedules}
+
+
 def _either(names: Sequence[object]) -> str:
     """Return names as of a choice, such as ``2, 4 or 8``."""
-    *first, last = map(str, names)
+    *first, last = (str(name).upper() for name in names)
     return f"{', '.join(first)} or {last}" if first else last

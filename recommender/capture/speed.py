@@ -28,6 +28,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, Why
 from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import StageAnswer
+from recommender.capture import grouped
 from recommender.capture.by_layers import LayerProof
 from recommender.capture.counted import CountedSearch
 from recommender.capture.least_step import LeastStep
@@ -78,14 +79,26 @@ class Timed(Policy):
         for config, cost in compiled.items():
             if (times := part.bounded.model.stage_times(cost)) is not None:
                 least = _bounded_seconds(part, config)
-                if above(least, times.microbatch_seconds):
-                    yield Refuted(config, "seconds", least, times.microbatch_seconds)
+                if above(least, seconds := times.least_microbatch_seconds):
+                    yield Refuted(config, "seconds", least, seconds)
+
+    def least_seconds(self, search: Search, part: Part) -> float:
+        """Its floor, or what is known of all schedules where a part with as many micro-batches is
+        open."""
+        size = part.question.microbatch_size
+        known = next((each for each in search.plain_parts if each.size == size), None)
+        if part.is_plain or known is None:
+            return part.least_seconds
+        return max(part.least_seconds, grouped.least_seconds(known, part.question))
 
     def is_promising(self, search: Search, part: Part) -> bool:
         if self._has_front or not part.expected_seconds or not search.open_corners:
             return True
-        known = map(seconds_of, (*self._points(search), *search.fitting))
-        return part.expected_seconds < (1 - NEARLY) * min(known)
+        if not part.is_plain and not search.fitting:
+            return False
+        known = min(map(seconds_of, (*self._points(search), *search.fitting)))
+        by = 1.0 if part.is_plain else _least_slowness(search)
+        return by * part.expected_seconds < (1 - NEARLY) * known
 
     def look(self, search: Search) -> Look:
         if not search.open_corners:
@@ -151,7 +164,7 @@ class Timed(Policy):
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
         if bracket is None:
-            needs = [part.least_bytes for part in search.unopened.values()]
+            needs = [part.least_bytes for part in search.unopened.values() if part.is_plain]
             return beyond(search, look.found, min([look.found.answer.proof.peak_bytes, *needs]))
         within, fastest = self.within(search), min(seconds for _, seconds in search.corners)
         proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
@@ -242,6 +255,8 @@ def _problem(part: OpenPart) -> SearchProblem:
 
 def _corners(part: OpenPart) -> Sequence[Corner]:
     """Every plan of the part that fits is at least as large and as slow as one of them."""
+    if not part.is_plain:
+        return [(0, max(part.least_seconds, grouped.least_seconds(part, part.question)))]
     step = LeastStep(part.once(_problem))
     if part.question.objective == "pareto":
         return step.corners()
@@ -276,6 +291,12 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
 
 
+def _least_slowness(search: Search) -> float:
+    """What compiled stages take over what they are expected to, where that is least."""
+    known = [found for part in search.plain_parts for found in part.once(slowness).values()]
+    return min(known, default=1.0)
+
+
 def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
     """What stages are taken to take over what they are expected to, per degree and choice: as known
     at their micro-batch size, or at another, or the least of those with as many devices to a
@@ -292,6 +313,8 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
         alike = [r for c, r in every if c.tensor_parallel == choice.tensor_parallel]
         return min(alike or [r for _, r in every], default=1.0)
 
+    if not part.is_plain:
+        return (tuple(map(ratio, part.known.choices)),)
     return tuple(tuple(map(ratio, choices)) for choices in part.once(_problem).choices.values())
 
 
@@ -330,6 +353,8 @@ def estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
 def _fastest(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
     """The plan that is estimated to be fastest; where none is expected to fit, that of the least
     bounds of bytes."""
+    if not part.is_plain:
+        return grouped.fastest(part, dict(zip(part.known.choices, *ratios, strict=True)))
     problem = estimates(part, ratios)
     found = throughput(problem)
     if found.status != "ok":

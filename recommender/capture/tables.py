@@ -53,38 +53,38 @@ class TableSearch:
     Args:
         profile: Measurements of the model.
         question: With a schedule that is not plain.
-        with_times: Whether the profile must know times.
+        steps: Counts those of plans; None searches for least peak alone.
+        of: Choices of stages; None for whatever the profile knows.
 
     Raises:
         ProfileError: ``profile-split`` if the schedule splits backward passes and the profile was
-            made without; ``profile-no-times``.
+            made without.
     """
 
-    def __init__(self, profile: Profile, question: PlanQuestion, with_times: bool):
-        self.profile, self.question = profile, question
-        self.kind = SCHEDULES[question.schedule]
+    def __init__(
+        self,
+        profile: Profile,
+        question: PlanQuestion,
+        steps: CountedSteps | None,
+        of: Sequence[StageChoice] | None = None,
+    ):
+        self.profile, self.question, self.steps = profile, question, steps
         self.predictor = AdditivePredictor(profile)
         self.predictor.check_split(question.schedule)
-        self.steps = CountedSteps(profile, question.cluster) if with_times else None
+        self._of = stage_choices(profile, question.remat) if of is None else of
 
     @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
         """Those that stages can have."""
-        cluster, size = self.question.cluster, self.question.microbatch_size
-        degrees, found = self.question.space.degrees(cluster), []
-        for choice in stage_choices(self.profile, self.question.remat):
-            d = choice.num_devices
-            num_groups, rest = divmod(cluster.num_devices, d)
-            if (
-                not rest
-                and size % choice.data_parallel == 0
-                and num_groups * self.kind.stages_per_group <= self.profile.graph.num_layers
-                and not self.kind.wrong(num_groups, self.question.num_microbatches)
-                and all(d in degrees[p] for p in range(0, cluster.num_devices, d))
-                and self.predictor.can_predict(choice, size)
-            ):
-                found.append(choice)
-        return tuple(found)
+        size = self.question.microbatch_size
+        degrees = group_sizes(self.question, self.profile.graph.num_layers)
+        return tuple(
+            choice
+            for choice in self._of
+            if choice.num_devices in degrees
+            and size % choice.data_parallel == 0
+            and self.predictor.can_predict(choice, size)
+        )
 
     @cached_property
     def spaces(self) -> list[TableSpace]:
@@ -176,6 +176,22 @@ class TableSearch:
         result = _result(stages, prediction, seconds)
         result = replace(result, optimal=proven, num_explored=explored)
         return TablePlan(plan.with_(prediction=prediction), result)
+
+
+def group_sizes(question: PlanQuestion, num_layers: int) -> Sequence[int]:
+    """Return the numbers of devices that all groups of a schedule may have."""
+    cluster, kind = question.cluster, SCHEDULES[question.schedule]
+    degrees, found = question.space.degrees(cluster), []
+    for d in question.space.all_degrees(cluster):
+        num_groups, rest = divmod(cluster.num_devices, d)
+        if (
+            not rest
+            and num_groups * kind.stages_per_group <= num_layers
+            and not kind.wrong(num_groups, question.num_microbatches)
+            and all(d in degrees[p] for p in range(0, cluster.num_devices, d))
+        ):
+            found.append(d)
+    return found
 
 
 def _result(

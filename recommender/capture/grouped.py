@@ -1,0 +1,187 @@
+"""Parts of a search for speed whose schedule is not plain: several stages share a group of devices,
+or backward passes are split.
+
+Such a schedule shortens what groups wait for each other, and nothing else. So a part is worth
+opening where a step of equal stages by its table would be faster than the best plan that is known;
+what bounds it is the floor of its parts alone, which leaves waiting out. In an open part
+``recommender.capture.tables`` looks for the plan that is expected to be fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from math import inf
+
+import numpy as np
+
+from capture.measured.profile import Profile
+from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES, make_schedule
+from capture.predictor.step_time import CountedSteps
+from capture.predictor.times import StageTable, TimePredictor
+from capture.step.times import StageTimes, TableTimes
+from recommender.capture.lowest_peak import expected
+from recommender.capture.parts import Found, OpenPart
+from recommender.capture.posed import stage_choices
+from recommender.capture.tables import TableSearch, group_sizes
+from recommender.question import PlanQuestion
+
+#: Micro-batches per group after which each takes as long as the one before.
+_MICROBATCHES_PER_GROUP = 4
+#: The part of a backward pass that computes gradients of weights: what is recomputed, element by
+#: element or without weights comes before.
+_WEIGHTS_FRACTION = 1 / 3
+
+
+def sizes(question: PlanQuestion, num_layers: int) -> Sequence[int]:
+    """Return the numbers of devices that a group may have: there are several groups, and as many
+    micro-batches. Of one group nothing waits; with fewer micro-batches some group always does."""
+    num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
+    return [
+        d for d in group_sizes(question, num_layers) if 1 < num_devices // d <= num_microbatches
+    ]
+
+
+def floor(
+    question: PlanQuestion,
+    num_layers: int,
+    seconds: Callable[[int], tuple[float, float]],
+) -> tuple[float, float]:
+    """Return the seconds that no step is below, and those that a step is expected to take at least.
+
+    Args:
+        question: Of the part.
+        num_layers: Of the model.
+        seconds: The same of a micro-batch, by the number of devices of every group
+            (``profiling_runs.bounds.ModelBounds.seconds``).
+
+    Returns:
+        Both infinite where there are no groups.
+    """
+    num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
+    known = {d: seconds(d) for d in sizes(question, num_layers)}
+    least = num_microbatches * min((each for each, _ in known.values()), default=inf)
+    steps = (
+        each * step_of_equal_stages(question.schedule, num_devices // d, num_microbatches)
+        for d, (_, each) in known.items()
+    )
+    return least, min(steps, default=inf)
+
+
+def least_seconds(part: OpenPart, question: PlanQuestion) -> float:
+    """Return the seconds that no step is below: all groups together work on every micro-batch and
+    update their stages, and the busiest no less than the mean.
+
+    Args:
+        part: Open, with the question's number of micro-batches and any schedule.
+        question: With a schedule that is not plain.
+    """
+    num_devices = question.cluster.num_devices
+    shares = (
+        d / num_devices * part.once(_least_sum, d)
+        for d in sizes(question, part.known.graph.num_layers)
+    )
+    return min(shares, default=inf)
+
+
+def _least_sum(part: OpenPart, num_devices: int) -> float:
+    """Return the least seconds of a step on stages of so many devices one after the other, however
+    layers are cut. Two programs of a backward pass take no less than the whole: no product
+    runs twice, and each reads and makes what is its own."""
+    tables = [
+        part.bounded.table(choice, part.size)
+        for choice in stage_choices(part.known, part.question.remat)
+        if choice.num_devices == num_devices and part.size % choice.data_parallel == 0
+    ]
+    num_microbatches = part.question.num_microbatches
+    stage = np.min(
+        [num_microbatches * (table.forward + table.backward) + table.update for table in tables],
+        axis=0,
+    )
+    least = np.zeros(stage.shape[1])
+    for stop in range(1, len(least)):
+        least[stop] = (least[:stop] + stage[:stop, stop]).min()
+    return float(least[-1])
+
+
+def step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:
+    """Return the length of a step by the schedule's table, in micro-batches of a group: the passes
+    of all stages take as long, and a backward pass as two forward passes.
+
+    Example:
+        >>> step_of_equal_stages("1f1b", 4, 8), step_of_equal_stages("zb-h2", 4, 8)
+        (11.0, 9.0)
+    """
+    few = min(num_microbatches, _MICROBATCHES_PER_GROUP * num_groups)
+    return _step_of_equal_stages(schedule, num_groups, few) + num_microbatches - few
+
+
+@lru_cache(maxsize=256)
+def _step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:
+    table = make_schedule(schedule, num_groups, num_microbatches)
+    one = StageTimes(1, 2, 0, backward_inputs_seconds=1, backward_weights_seconds=1)
+    seconds = TableTimes(table).seconds([one] * table.num_stages, [0.0] * (table.num_stages - 1))
+    return seconds / (3 * SCHEDULES[schedule].stages_per_group)
+
+
+def fastest(part: OpenPart, ratios: Mapping[StageChoice, float]) -> Sequence[Found]:
+    """Return the plan of an open part that is estimated to be fastest; of mixtures none.
+
+    Args:
+        part: Its bounds have split backward passes where the schedule does.
+        ratios: What stages take over what they are expected to.
+    """
+    cluster, most = part.question.cluster, part.most
+    usable = set(sizes(part.question, most.graph.num_layers))
+    choices = [choice for choice in most.choices if choice.num_devices in usable]
+    steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), ratios))
+    found = TableSearch(most, part.question, steps, choices).fastest(part.question.limit_bytes)
+    return [] if found is None else [Found(part, expected(part, found.result, found.plan))]
+
+
+class _Estimated(TimePredictor):
+    """Seconds as they are estimated: those of stages that are not compiled by a ratio, those of
+    layers like compiled ones as compiled, and of backward passes that were not compiled in two
+    programs a part each."""
+
+    def __init__(
+        self, profile: Profile, devices_per_node: int, ratios: Mapping[StageChoice, float]
+    ):
+        super().__init__(profile, devices_per_node)
+        self._ratios = ratios
+        self._estimated: dict[StageChoice, StageTable] = {}
+
+    def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
+        """Seconds of every stage, at the one micro-batch size of a part."""
+        if choice not in self._estimated:
+            table = super().table(choice, microbatch_size)
+            self._estimated[choice] = self._estimate(choice, table)
+        return self._estimated[choice]
+
+    def _estimate(self, choice: StageChoice, table: StageTable) -> StageTable:
+        forward, backward, update = (
+            self._ratios[choice] * each for each in (table.forward, table.backward, table.update)
+        )
+        weights = backward * _WEIGHTS_FRACTION
+        weights[0] = backward[0]  # the first layers have no gradients of inputs
+        rows = np.stack([forward, backward, update, backward - weights, weights])
+        for first, stop, times in self._compiled(choice):
+            seconds = np.array([times.of(each.name) for each in fields(StageTable)])
+            if seconds[3:].any() or not self.profile.splits_backward:
+                rows[:, first, stop] = seconds
+        return StageTable(*rows)
+
+    def _compiled(self, choice: StageChoice) -> Iterator[tuple[int, int, StageTimes]]:
+        """Stages that are compiled, and those of layers that are alike."""
+        keys = [layer.key for layer in self.profile.graph.layers]
+        for config, cost in self.profile.verified.items():
+            times = self.model.stage_times(cost)
+            if config.choice != choice or times is None:
+                continue
+            layers = keys[config.first : config.stop]
+            for first in range(len(keys) - len(layers) + 1):
+                stop = first + len(layers)
+                if keys[first:stop] == layers and (first == 0) == (config.first == 0):
+                    yield first, stop, times
