@@ -360,14 +360,17 @@ class Search:
     def to_open(self) -> int | None:
         """Of the parts that may hold a plan which is farther than asked from the compiled ones, and
         below what is known of open parts, that which is expected to be fastest, or of the least
-        floor."""
+        floor. Parts of other schedules than plain ones have the same floor, which says nothing."""
         known, values = self.open_corners, self.values
         left = [
             (self._all[number].expected_seconds, floor[::-1], number)
             for number, floor in self.floors.items()
             if floor[1] < math.inf
             and far(floor, values) > self.effort.within_fraction
-            and not any(p <= floor[0] and s <= floor[1] for p, s in known)
+            and not (
+                self._all[number].is_plain
+                and any(p <= floor[0] and s <= floor[1] for p, s in known)
+            )
             and self._policy.is_promising(self, self._all[number])
         ]
         return min(left)[-1] if left else None
