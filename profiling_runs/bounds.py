@@ -132,7 +132,7 @@ class ModelBounds:
             microbatch_size: Over all replicas.
             cluster: With D devices.
             limit_bytes: Of a device.
-            num_devices: Of every stage, where it is known.
+            num_devices: Of every stage, where it is known; no choice has so many: infinite.
 
         Source: Lagrangian relaxation of the memory of all devices together.
         """
@@ -145,6 +145,8 @@ class ModelBounds:
         count, costs = self._costs[key]
         if num_devices is not None:
             costs = costs[:, :, [choice.num_devices == num_devices for choice in choices]]
+        if not costs.size:
+            return np.inf, np.inf
         limit = cluster.num_devices * (limit_bytes or 0)
         least, expected = (
             max(

@@ -90,16 +90,16 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
     """Return the least seconds of a step on stages of so many devices one after the other, however
     layers are cut. Two programs of a backward pass take no less than the whole: no product
     runs twice, and each reads and makes what is its own."""
-    tables = [
+    tables = (
         part.bounded.table(choice, part.size)
         for choice in stage_choices(part.known, part.question.remat)
         if choice.num_devices == num_devices and part.size % choice.data_parallel == 0
-    ]
-    num_microbatches = part.question.num_microbatches
-    stage = np.min(
-        [num_microbatches * (table.forward + table.backward) + table.update for table in tables],
-        axis=0,
     )
+    num_microbatches, num_layers = part.question.num_microbatches, part.known.graph.num_layers
+    stage = np.full((num_layers, num_layers + 1), inf)
+    for table in tables:
+        step = num_microbatches * (table.forward + table.backward) + table.update
+        np.minimum(stage, step, out=stage)
     least = np.zeros(stage.shape[1])
     for stop in range(1, len(least)):
         least[stop] = (least[:stop] + stage[:stop, stop]).min()

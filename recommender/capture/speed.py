@@ -96,9 +96,13 @@ class Timed(Policy):
             return True
         if not part.is_plain and not search.fitting:
             return False
-        known = min(map(seconds_of, (*self._points(search), *search.fitting)))
         by = 1.0 if part.is_plain else _least_slowness(search)
-        return by * part.expected_seconds < (1 - NEARLY) * known
+
+        def is_faster(than: Iterable[Found]) -> bool:
+            known = min(map(seconds_of, than), default=inf)
+            return by * part.expected_seconds < (1 - NEARLY) * known
+
+        return is_faster(search.fitting) and is_faster(self._points(search))
 
     def look(self, search: Search) -> Look:
         if not search.open_corners:
