@@ -29,11 +29,14 @@ import numpy as np
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
+from capture.plan.schedule import SCHEDULES
 from capture.plan.why import ByLayers
+from recommender.capture import grouped
 from recommender.capture.least_step import LeastStep
 from recommender.capture.parts import OpenPart
 from recommender.capture.problem import SearchProblem
 from recommender.capture.refine import Search
+from recommender.question import PlanQuestion
 
 Kind = tuple[int, bool, Remat]
 """Tensor parallelism, whether it goes along the sequence, and what is recomputed."""
@@ -60,36 +63,57 @@ class LayerProof:
         search = self._search
         while min(self._floors(), default=(inf, 0))[0] < self._enough:
             search.open(min(self._floors())[1])
-        if min(map(self._bound, search.parts)) >= self._enough:
+        if min(map(self._bound, self._plain)) >= self._enough:
             return None
-        for part in search.parts.values():
+        for part in search.plain_parts:
             self._ratios.learn(part, part.known.verified)
         try:
             while not search.is_spent and (wanted := self._next()):
                 self._compile(*wanted)
         except KeyboardInterrupt:
             pass
-        least = min([*map(self._bound, search.parts), *(seconds for seconds, _ in self._floors())])
+        least = min([*map(self._bound, self._plain), *(seconds for seconds, _ in self._floors())])
         return ByLayers(least, self._num_layers, self._ratios.error) if least else None
 
     def _floors(self) -> Iterator[tuple[float, int]]:
-        return ((seconds, number) for number, (_, seconds) in self._search.floors.items())
+        """Of plain parts; others have no less than those of as many micro-batches."""
+        return (
+            (seconds, number)
+            for number, (_, seconds) in self._search.floors.items()
+            if self._search.unopened[number].is_plain
+        )
+
+    @property
+    def _plain(self) -> list[int]:
+        return [number for number, part in self._search.parts.items() if part.is_plain]
+
+    def _others(self, part: OpenPart) -> list[PlanQuestion]:
+        """Those of other schedules with as many micro-batches, which its bounds are of, too."""
+        return [
+            question
+            for question in self._search.questions
+            if question.microbatch_size == part.size and not SCHEDULES[question.schedule].is_plain
+        ]
 
     def _bound(self, number: int) -> float:
-        """No plan of the part is faster, as far as is known."""
-        corners = self._search.corners_of(number)
-        return max(self._least[number], min((s for _, s in corners), default=inf))
+        """No plan with as many micro-batches is faster, as far as is known."""
+        part = self._search.parts[number]
+        traced = [seconds for _, seconds in self._search.corners_of(number)]
+        traced += [grouped.least_seconds(part, each) for each in self._others(part)]
+        return max(self._least[number], min(traced, default=inf))
 
     def _next(self) -> tuple[OpenPart, Sequence[StageConfig]] | None:
         """The layers to compile next, of the plan that is least by what is known; None where that
         is enough, or all of its kinds are known."""
         while True:
-            number = min(self._search.parts, key=self._bound)
+            number = min(self._plain, key=self._bound)
             if (known := self._bound(number)) >= self._enough:
                 return None
             part = self._search.parts[number]
             problem = self._ratios.applied(part, self._problem(part))
-            seconds, stages = LeastStep(problem).plan(part.question.limit_bytes)
+            plans = [LeastStep(problem).plan(part.question.limit_bytes)]
+            plans += [grouped.least_plan(problem, each) for each in self._others(part)]
+            seconds, stages = min(plans, key=lambda plan: plan[0])
             if seconds <= known * (1 + 1e-9):
                 configs = [StageConfig(s.first, s.stop, s.choice, part.size) for s in stages]
                 layers = [layer for config in configs for layer in self._unknown(part, config)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -25,6 +26,8 @@ from capture.step.times import StageTimes, TableTimes
 from recommender.capture.lowest_peak import expected
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import stage_choices
+from recommender.capture.problem import SearchProblem
+from recommender.capture.result import PlacedStage
 from recommender.capture.tables import TableSearch, group_sizes
 from recommender.question import PlanQuestion
 
@@ -88,22 +91,51 @@ def least_seconds(part: OpenPart, question: PlanQuestion) -> float:
 
 def _least_sum(part: OpenPart, num_devices: int) -> float:
     """Return the least seconds of a step on stages of so many devices one after the other, however
-    layers are cut. Two programs of a backward pass take no less than the whole: no product
-    runs twice, and each reads and makes what is its own."""
-    tables = (
-        part.bounded.table(choice, part.size)
-        for choice in stage_choices(part.known, part.question.remat)
-        if choice.num_devices == num_devices and part.size % choice.data_parallel == 0
-    )
-    num_microbatches, num_layers = part.question.num_microbatches, part.known.graph.num_layers
+    layers are cut. Two programs of a backward pass take no less than the whole: no product runs
+    twice, and each reads and makes what is its own."""
+    num_layers = part.known.graph.num_layers
     stage = np.full((num_layers, num_layers + 1), inf)
-    for table in tables:
-        step = num_microbatches * (table.forward + table.backward) + table.update
-        np.minimum(stage, step, out=stage)
-    least = np.zeros(stage.shape[1])
+    for choice in stage_choices(part.known, part.question.remat):
+        if choice.num_devices == num_devices and part.size % choice.data_parallel == 0:
+            table = part.bounded.table(choice, part.size)
+            step = part.question.num_microbatches * (table.forward + table.backward)
+            np.minimum(stage, step + table.update, out=stage)
+    return _least_cut(stage)[0]
+
+
+def least_plan(problem: SearchProblem, question: PlanQuestion) -> tuple[float, list[PlacedStage]]:
+    """Return the bound of ``least_seconds`` by the seconds of a problem, and stages that have it;
+    where there are no groups it is infinite.
+
+    Args:
+        problem: With seconds, of as many micro-batches as the question has.
+        question: With a schedule that is not plain.
+    """
+    assert problem.seconds is not None and problem.update_seconds is not None, "it has times"
+    least, found = inf, list[PlacedStage]()
+    for d in {*sizes(question, problem.num_layers)} & {*problem.used_degrees}:
+        steps = question.num_microbatches * problem.seconds[d] + problem.update_seconds[d]
+        seconds, cuts = _least_cut(steps.min(axis=0))
+        if (share := d / question.cluster.num_devices * seconds) < least:
+            chosen = steps.argmin(axis=0)
+            least, found = share, [
+                PlacedStage.at(0, first, stop, problem.choices[d][chosen[first, stop]])
+                for first, stop in pairwise(cuts)
+            ]  # fmt: skip
+    return least, found
+
+
+def _least_cut(stage: np.ndarray) -> tuple[float, list[int]]:
+    """Return the least sum over stages, (L, L + 1), and where it is cut."""
+    least, begins = np.zeros(stage.shape[1]), [0]
     for stop in range(1, len(least)):
-        least[stop] = (least[:stop] + stage[:stop, stop]).min()
-    return float(least[-1])
+        sums = least[:stop] + stage[:stop, stop]
+        begins.append(int(sums.argmin()))
+        least[stop] = sums.min()
+    cuts = [len(least) - 1]
+    while cuts[0]:
+        cuts.insert(0, begins[cuts[0]])
+    return float(least[-1]), cuts
 
 
 def step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:

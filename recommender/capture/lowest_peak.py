@@ -181,8 +181,8 @@ def beyond(search: Search, best: Found, least: int, within: float | None = None)
     limit, found = best.part.question.limit_bytes, best.answer
     is_plain = all(SCHEDULES[question.schedule].is_plain for question in search.questions)
     why = Why(
-        f"Every plan{'' if is_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, and "
-        f"memory_limit_bytes={limit or 0:,}: proven with "
+        f"Every plan{'' if is_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, "
+        f"and memory_limit_bytes={limit or 0:,}: proven with "
         f"{counted(search.num_compiled, 'compiled stage')} and, {RESTS_ON}. "
         "Raise the limit, or use more devices, more micro-batches of a smaller size, or "
         "rematerialisation. [memory-limit]",

@@ -60,7 +60,8 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
         left_out.append(f"sharded {' or '.join(sharded)}")
     if not any(choice.sequence_parallel for choice in choices):
         left_out.append("sequence parallelism")
-    return f"for {', '.join(fixed)}; not searched: {', '.join(left_out)}"
+    not_searched = f"; not searched: {', '.join(left_out)}" if left_out else ""
+    return f"for {', '.join(fixed)}{not_searched}"
 
 
 def _has_all(schedules: Collection[str]) -> bool:
