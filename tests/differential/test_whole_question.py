@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -12,6 +13,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from profiling_runs.bounds import ModelBounds
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -74,6 +76,35 @@ def test_no_floor_is_above_the_bound_of_its_part(known, remat):
     assert tight, "some floors say something"
 
 
+def test_the_floor_of_stages_on_as_many_devices_is_that_of_their_choices(known):
+    whole, size = replace(WHOLE, remat="cheap"), 4
+    question, choices = whole.question(4), whole.choices(size)
+    problem = search_problem(known.at(choices, size).least, question, with_times=True)
+    floors = []
+    for d in (1, 2, 4):
+        exact, _ = LeastStep(replace(problem, choices={d: problem.choices[d]})).within(10**10)
+        floor, expected = known.seconds(choices, size, whole.cluster, 10**10, d)
+        assert exact / 2 < 4 * floor <= exact * (1 + 1e-9) and floor < expected
+        floors.append(floor)
+    every, _ = known.seconds(choices, size, whole.cluster, 10**10)
+    assert every <= min(floors) * (1 + 1e-9)
+    assert known.seconds(choices, size, whole.cluster, 10**10, 8) == (np.inf, np.inf)
+
+
+def test_bounds_of_split_passes_have_the_rest_as_it_is(known):
+    between = known.at(WHOLE.choices(4), 4)
+    assert not between.least.splits_backward and between.split is between.split
+    for name in ("least", "most"):
+        plain, split = getattr(between, name), getattr(between.split, name)
+        assert split.splits_backward and split.measurements.keys() == plain.measurements.keys()
+        for config, cost in split.measurements.items():
+            assert replace(cost, split=None) == plain.measurements[config]
+            known_bytes = cost.split.inputs_bytes, cost.split.weights_bytes
+            most = cost.backward_bytes * (config.first > 0), cost.backward_bytes
+            assert known_bytes == ((0, 0) if name == "least" else most)
+        assert len({*map(id, split.measurements.values())}) < len(split.measurements)
+
+
 def test_neighbours_that_share_a_kernel_launch_it_once():
     """Launches are most of the seconds of a tiny model, and no part of its floor."""
     whole = WholeQuestion(Cluster((4,), "h100"), 64, counts=(32,), remat="none")
@@ -126,6 +157,15 @@ def test_the_space_is_everything_and_options_narrow_it():
     for c, other in itertools.pairwise(sorted(narrow.choices(4))):
         assert c.remat == other.remat == "full" and not c.shard_params and not c.sequence_parallel
         assert c.shard_optimizer == (c.data_parallel > 1) and c.num_devices <= 2
+
+
+def test_all_schedules_are_searched_for_speed_unless_one_is_named():
+    assert WHOLE.schedules[0] == "1f1b" and {*SCHEDULES} - {*WHOLE.schedules} == {"gpipe"}
+    assert WHOLE.question(4, "zb-v").schedule == "zb-v" and WHOLE.question(4).schedule == "1f1b"
+    assert not any("zb-v" in what for what, _ in WHOLE.left_out())
+    for narrow in (replace(WHOLE, schedule="1f1b"), replace(WHOLE, objective="memory")):
+        assert narrow.schedules == ("1f1b",)
+    assert any("zb-v" in what for what, _ in replace(WHOLE, objective="pareto").left_out())
 
 
 def test_an_empty_space_is_said_at_once():

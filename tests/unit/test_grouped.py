@@ -257,3 +257,20 @@ def test_a_step_of_equal_stages_is_that_of_its_table():
     for name in TABLES:
         short, long = (grouped.step_of_equal_stages(name, 2, m) for m in (8, 32))
         assert long == pytest.approx(short + 24)
+
+
+def test_estimates_take_layers_like_compiled_ones_as_compiled():
+    planted, config = Everything(0), StageConfig(1, 3, ONE, MICROBATCH_SIZE)
+    most = planted.between("zb-h1").most
+    layers = tuple(replace(layer, key="same") for layer in most.graph.layers)
+    graph = replace(most.graph, layers=layers)
+    most = replace(most, graph=graph, verified={config: planted.cost(config)})
+    table = grouped._Estimated(most, 1, {ONE: 2.0}).table(ONE, MICROBATCH_SIZE)
+    expected = TimePredictor(replace(most, verified={}), 1).table(ONE, MICROBATCH_SIZE)
+    compiled = TimePredictor(most, 1).table(ONE, MICROBATCH_SIZE)
+    for name in ("forward", "backward_inputs", "backward_weights"):
+        assert getattr(table, name)[2, 4] == getattr(compiled, name)[1, 3] > 0
+    assert table.forward[0, 2] == 2 * expected.forward[0, 2], "the first layers are others"
+    assert table.backward_weights[0, 2] == table.backward[0, 2] > table.backward_inputs[0, 2] == 0
+    parts = table.backward_inputs[3, 6] + table.backward_weights[3, 6]
+    assert parts == pytest.approx(table.backward[3, 6]) and table.backward_inputs[3, 6] > 0
