@@ -92,10 +92,10 @@ class Timed(Policy):
         return max(part.least_seconds, grouped.least_seconds(known, part.question))
 
     def is_promising(self, search: Search, part: Part) -> bool:
-        if self._has_front or not part.expected_seconds or not search.open_corners:
-            return True
         if not part.is_plain and not search.fitting:
             return False
+        if self._has_front or not part.expected_seconds or not search.open_corners:
+            return True
         by = 1.0 if part.is_plain else _least_slowness(search)
 
         def is_faster(than: Iterable[Found]) -> bool:

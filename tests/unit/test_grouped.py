@@ -203,6 +203,17 @@ def test_parts_that_are_not_opened_are_bounded_too():
     assert 0.75 * found.proof.step_seconds < least <= min(planted.every_plan.values())[0]
 
 
+def test_where_no_plan_of_1f1b_fits_no_other_schedule_is_tried():
+    planted = Everything(0)
+    parts = [
+        part if part.is_plain else replace(part, open=never_opened)
+        for part in planted.parts(memory_limit_bytes=1)
+    ]
+    found = refine(Policy(), parts, planted)
+    assert (found.status, found.why.proven.ended) == ("infeasible", "memory")
+    assert found.why.summary.startswith("Every plan of 1F1B needs at least ")
+
+
 def test_no_plan_of_a_schedule_is_below_its_bound():
     planted = Everything(2)
     for name, m in product(TABLES, COUNTS):
