@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.mutwo_costs import ArrayCosts, Graph
 from capture.machine.target import HostLink, Link, Sourced
 from capture.step.sub_array import Bundle
-from recommender.mutwo.costs import ArrayCosts, Graph
 
 
 @dataclass(frozen=True)

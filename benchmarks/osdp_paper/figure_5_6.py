@@ -39,10 +39,10 @@ from benchmarks.osdp_paper.settings import (
     throughput_picture,
     titan,
 )
+from benchmarks.osdp_paper.strategies import PURE, STRATEGIES, OneMode
 from capture.plan.sharding import ZDP
 from capture.step.operator_cost import StepCost
 from recommender.osdp import ShardingProblem
-from recommender.osdp.baselines import PURE, STRATEGIES, OneMode
 from recommender.osdp.exact import fastest_at
 
 PAPER = {

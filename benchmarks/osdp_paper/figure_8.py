@@ -24,7 +24,7 @@ from benchmarks.osdp_paper.settings import (
     throughput_picture,
     titan,
 )
-from recommender.osdp.baselines import Outcome, osdp
+from benchmarks.osdp_paper.strategies import Outcome, osdp
 
 GRANULARITIES = {"none": (1,), "4": (1, 4), "chosen of 2, 4, 8, 16": (1, 2, 4, 8, 16)}
 PAPER = {

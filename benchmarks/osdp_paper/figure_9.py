@@ -25,7 +25,7 @@ from benchmarks.osdp_paper.settings import (
     throughput_picture,
     titan,
 )
-from recommender.osdp.baselines import STRATEGIES
+from benchmarks.osdp_paper.strategies import STRATEGIES
 
 NAMES = ("FSDP", "OSDP-base", "OSDP")
 PAPER = {"over FSDP": {"mean": 0.529, "max": 1.083}}

@@ -32,12 +32,12 @@ from benchmarks.osdp_paper.settings import (
     measured,
     titan,
 )
+from benchmarks.osdp_paper.strategies import OneMode
 from capture.machine.cluster import Machine
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
 from capture.step.operator_cost import Cost
 from recommender.osdp import ShardingProblem
-from recommender.osdp.baselines import OneMode
 from recommender.osdp.exact import fastest_at
 
 ROWS = (1, 2, 3, 4)

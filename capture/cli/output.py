@@ -223,10 +223,6 @@ def front_table(front: Any) -> list[str]:
     ]
 
 
-def _strategy(point: FrontPoint) -> list[str]:
-    return [strategy(point.stages, point.schedule, point.num_microbatches)]
-
-
 def _layout(point: FrontPoint) -> list[str]:
     """Schedule with micro-batches, and layers with degrees."""
     layers = (

@@ -13,7 +13,7 @@ Products that a compiler may leave out, fold, or compute inside of what reads th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -245,8 +245,3 @@ def _slowness(computed: tuple[str, str]) -> tuple[int, int]:
     dtype, precision = computed
     width = {"bfloat16": 2, "float16": 2, "tf32": 3, "float32": 4}.get(dtype, 8)
     return width, ("default", "high", "highest").index(precision)
-
-
-def summed_products(products: Collection[Product], axis: str) -> list[Product]:
-    """Return those whose results are parts of a sum over the devices of an axis."""
-    return [product for product in products if axis in product.summed]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from merged_graphs import random_graph, random_schedule
 
 from capture.step.program import replay
 from capture.step.timeline import Seconds, simulate_step
-from recommender.mutwo.paper.engine import Engine, bytes_with_copies
+from recommender.mutwo.paper.engine import Engine, Execution
 from recommender.mutwo.paper.graph import Pair
-from recommender.mutwo.paper.memory import memory_of
+from recommender.mutwo.paper.memory import MemoryUse, memory_of
 from recommender.mutwo.paper.overhead import swap_overhead, update_swap_prompts
 from recommender.mutwo.paper.policy import CycleSchedule, Policy, schedule_cycle
 from recommender.mutwo.paper.readings import CORRECTED, PAPER, Readings
-from recommender.mutwo.paper.schedule import Prompt, Schedule
+from recommender.mutwo.paper.schedule import Node, Prompt, Schedule
 from recommender.mutwo.paper.step import step_of
 
 
@@ -70,6 +70,26 @@ def test_the_engine_has_the_events_of_the_simulator():
         ours = Engine(schedule.readings).run(schedule.graph, schedule.merged())
         assert [(one.label, one.start, one.end) for one in ours.events] == theirs, seed
         assert ours.seconds == simulation.seconds, seed
+
+
+def bytes_with_copies(
+    nodes: Sequence[Node], use: MemoryUse, execution: Execution
+) -> dict[tuple[str, int], int]:
+    """What operations of one merged graph hold when copies to the host take time: beside what
+    Algorithm G says, all that is still going out when an operation begins."""
+    going: list[tuple[float, int]] = []
+    held, found = dict(use.held), dict[tuple[str, int], int]()
+    events = {(event.stream, event.label): event for event in execution.events}
+    for node in nodes:
+        graph = node.graph
+        at = events["compute", f"{graph.name} {node.operation.name}"]
+        going = [(end, nbytes) for end, nbytes in going if end > at.start]
+        rank = node.rank - (graph.num_forward if node.side == "backward" else 0)
+        found[node.side, rank] = held[node.side, rank] + sum(nbytes for _, nbytes in going)
+        for v in node.to_offload:
+            value = graph.values[v]
+            going.append((events["out", f"{graph.name} out {value.name}"].end, value.nbytes))
+    return found
 
 
 def test_copies_that_take_time_hold_more_than_the_memory_simulator_says():

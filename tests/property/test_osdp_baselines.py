@@ -9,13 +9,13 @@ from itertools import combinations, pairwise
 import pytest
 from osdp_problems import family, machine
 
+from benchmarks.osdp_paper.pipeline import Pipeline, layers_of, stages_of
+from benchmarks.osdp_paper.strategies import STRATEGIES, OneMode
+from benchmarks.osdp_paper.tensor_parallel import TensorParallelCost
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.model.transformer import transformer
 from capture.plan.sharding import DP, ZDP
 from capture.step.operator_cost import PaperCost, StepCost
-from recommender.osdp.baselines import STRATEGIES, OneMode
-from recommender.osdp.pipeline import Pipeline, layers_of, stages_of
-from recommender.osdp.tensor_parallel import TensorParallelCost
 
 GIB = 2**30
 SMALL = transformer("small", [(8, 512)], seq_len=128, vocab_size=5000)

@@ -412,8 +412,8 @@ def sharding_facts(plan: Any) -> Any:
 
 def strategies(model: str, limit_gib: int, nodes: int) -> dict[str, Any]:
     """Every strategy that OSDP is compared with: status, speed and setting."""
+    from benchmarks.osdp_paper.strategies import STRATEGIES
     from capture.step.operator_cost import StepCost
-    from recommender.osdp.baselines import STRATEGIES
     from tests.osdp_problems import family, machine
 
     costs = StepCost(family(model), machine(limit_gib * 2**30, nodes), (1, 4))

@@ -9,7 +9,6 @@ from typing import Literal
 
 from recommender.mutwo.paper.graph import TrainingGraph
 from recommender.mutwo.paper.lineage import Cost
-from recommender.mutwo.paper.memory import MemoryUse
 from recommender.mutwo.paper.readings import Readings
 from recommender.mutwo.paper.schedule import Node
 
@@ -125,23 +124,3 @@ class Engine:
         self._free_at[stream] = start + seconds
         self.execution.events.append(Event(stream, label, start, start + seconds))
         return start + seconds
-
-
-def bytes_with_copies(
-    nodes: Sequence[Node], use: MemoryUse, execution: Execution
-) -> dict[tuple[str, int], int]:
-    """What operations of one merged graph hold when copies to the host take time: beside what
-    Algorithm G says, all that is still going out when an operation begins."""
-    going: list[tuple[float, int]] = []
-    held, found = dict(use.held), dict[tuple[str, int], int]()
-    events = {(event.stream, event.label): event for event in execution.events}
-    for node in nodes:
-        graph = node.graph
-        at = events["compute", f"{graph.name} {node.operation.name}"]
-        going = [(end, nbytes) for end, nbytes in going if end > at.start]
-        rank = node.rank - (graph.num_forward if node.side == "backward" else 0)
-        found[node.side, rank] = held[node.side, rank] + sum(nbytes for _, nbytes in going)
-        for v in node.to_offload:
-            value = graph.values[v]
-            going.append((events["out", f"{graph.name} out {value.name}"].end, value.nbytes))
-    return found

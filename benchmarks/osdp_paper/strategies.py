@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.osdp_paper.pipeline import Pipeline, PipelineSchedule, layers_of
+from benchmarks.osdp_paper.tensor_parallel import TensorParallelCost
 from capture.documents import fields_of
 from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
 from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
 from capture.step.operator_cost import BatchSize, Cost, CostModel, PaperCost, StepCost
-from recommender.osdp.pipeline import Pipeline, PipelineSchedule, layers_of
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.search import search
-from recommender.osdp.tensor_parallel import TensorParallelCost
 
 Costs = PaperCost | StepCost
 
