@@ -37,6 +37,10 @@ class StageTable:
         )
 
 
+def _possible(table: np.ndarray) -> np.ndarray:
+    return np.maximum(np.nan_to_num(table), 0)
+
+
 def _row(seconds: StageTimes) -> np.ndarray:
     return np.array([seconds.of(field.name) for field in fields(StageTable)])
 
@@ -81,21 +85,7 @@ class TimePredictor:
         """
         key = (choice, microbatch_size)
         if key not in self._tables:
-            sizes = sorted(size for known, size in self._windows if known == choice)
-            if microbatch_size in sizes:
-                table = self._extended(choice, microbatch_size)
-            elif sizes:
-                table = fit_line(
-                    sizes, [self._extended(choice, size) for size in sizes], microbatch_size
-                )
-            elif len(choice.measured) > 1:
-                full, cheap = (self._seconds(c, microbatch_size) for c in choice.measured)
-                table = mixture.seconds(full, cheap, num_full_layers(choice.remat))
-            else:
-                raise ProfileError.of(
-                    f"{choice} was not profiled, so its time is unknown; profile it.",
-                    "profile-choice",
-                )
+            table = self._of_windows(choice, microbatch_size)
             for config, cost in self.profile.verified.items():
                 seconds = self.model.stage_times(cost)
                 if (config.choice, config.microbatch_size) == key and seconds is not None:
@@ -103,13 +93,26 @@ class TimePredictor:
                     if self.profile.splits_backward and cost.split is None:
                         row[3:] = table[3:, config.first, config.stop]
                     table[:, config.first, config.stop] = row
-            self._tables[key] = StageTable(*np.maximum(np.nan_to_num(table), 0))
+            self._tables[key] = StageTable(*_possible(table))
         return self._tables[key]
 
-    def _seconds(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """``table`` as one array."""
-        table = self.table(choice, microbatch_size)
-        return np.stack([getattr(table, field.name) for field in fields(table)])
+    def _of_windows(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        """``table`` as one array, without the stages that were compiled: a sum of what layers take
+        is no longer one where some of it is known better."""
+        sizes = sorted(size for known, size in self._windows if known == choice)
+        if microbatch_size in sizes:
+            return self._extended(choice, microbatch_size)
+        if sizes:
+            lines = [self._extended(choice, size) for size in sizes]
+            return fit_line(sizes, lines, microbatch_size)
+        if len(choice.measured) > 1:
+            full, cheap = (
+                _possible(self._of_windows(part, microbatch_size)) for part in choice.measured
+            )
+            return mixture.seconds(full, cheap, num_full_layers(choice.remat))
+        raise ProfileError.of(
+            f"{choice} was not profiled, so its time is unknown; profile it.", "profile-choice"
+        )
 
     def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         windows, num_layers = self._windows[choice, microbatch_size], self.profile.graph.num_layers

@@ -15,21 +15,46 @@ With V(p, first) the least of the plans of layers from ``first`` on devices from
 fit, one programme from the last device to the first finds it:
 
     V(p, first) = min over degree d, stop, choice of  max(M t, t + V(p + d, stop))
+
+What is known of the way on bounds every beginning of a plan, so that plans can be had one by one,
+those of the least bound first (A*: Hart, Nilsson and Raphael 1968).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise, product
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count, pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 
+from capture.plan.choices import num_full_layers
 from recommender.capture.minmax import least_peak
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import PlacedStage
 
 #: Limits of memory that corners are found of.
 MAX_LIMITS = 32
+
+
+class _Beginning(NamedTuple):
+    """The first stages of plans.
+
+    Attributes:
+        seconds: Their micro-batch, forward and backward.
+        working: Until the last of their micro-batches is through any of them, and the update of the
+            first stage.
+        update: Of the first stage.
+        row: Of the stages that follow, as in the tails.
+    """
+
+    seconds: float = 0.0
+    working: float = 0.0
+    update: float = 0.0
+    row: int = -1
+    stages: tuple[PlacedStage, ...] = ()
 
 
 class LeastStep:
@@ -48,15 +73,9 @@ class LeastStep:
 
     def plan(self, limit: int | None) -> tuple[float, Sequence[PlacedStage]]:
         """The bound of ``within``, and a plan that has it; no stages if there is none."""
-        problem, num_rows = self._problem, self._num_rows
-        most = NEVER - 1 if limit is None else min(limit, NEVER - 1)
+        problem, most = self._problem, NEVER - 1 if limit is None else min(limit, NEVER - 1)
         times, chosen = self._tables(most)
-        tails = np.full((len(problem.degrees) + 1, num_rows, problem.num_layers + 1), np.inf)
-        tails[-1, 0, -1] = 0.0
-        for p in range(len(problem.degrees) - 1, 0, -1):
-            for d in problem.degrees[p]:
-                steps = self._steps(times[d], tails[p + d][:, None]).min(axis=2)
-                _one_more(tails[p, :, :-1], steps)
+        tails = self._tails(times)
         ends = [
             (*self._first(d, c, tails[d], most), c, d)
             for d in problem.degrees[0]
@@ -100,6 +119,63 @@ class LeastStep:
                 found.append((start, seconds))
         return tuple(found)
 
+    def plans(self, limit: int, below: float) -> Iterator[tuple[float, Sequence[PlacedStage]]]:
+        """Yield the plans within a limit whose bound is below some seconds, those of the least
+        first, each with its bound."""
+        order, num_layers = count(), self._problem.num_layers
+        tails = self._tails(self._tables(limit)[0])
+        begun = [(0.0, next(order), _Beginning())]
+        while begun:
+            bound, _, beginning = heapq.heappop(begun)
+            if beginning.stages and beginning.stages[-1].stop == num_layers:
+                yield bound, beginning.stages
+                continue
+            for longer in self._longer(beginning, limit):
+                last = longer.stages[-1]
+                tail = longer.seconds + tails[last.devices[-1] + 1, longer.row, last.stop]
+                bound = max(longer.working, tail + longer.update)
+                if bound < below:
+                    heapq.heappush(begun, (bound, next(order), longer))
+
+    def _longer(self, beginning: _Beginning, limit: int) -> Iterator[_Beginning]:
+        """A beginning with one stage more, within the limit."""
+        problem, (seconds, working, update, row, stages) = self._problem, beginning
+        p, first = (stages[-1].devices[-1] + 1, stages[-1].stop) if stages else (0, 0)
+        rows = self._rows_behind(row) if stages else range(self._num_rows)
+        for d in problem.degrees[p] if p < len(problem.degrees) else ():
+            for c, choice in enumerate(problem.choices[d]):
+                own, times = problem.bytes_of_choice(d, c)[:, first], self._seconds[d][c, first]
+                if not stages and problem.update_seconds is not None:
+                    once = problem.update_seconds[d][c, first]
+                else:
+                    once = np.full_like(times, update)
+                # A mixture of no more layers is another name of "full".
+                has_full = replace(choice, remat="full") in problem.choices[d]
+                shortest = num_full_layers(choice.remat) * has_full + 1
+                for r, stop in product(rows, range(first + shortest, problem.num_layers + 1)):
+                    if own[r, stop] <= limit and times[stop] < np.inf:
+                        t, u = float(times[stop]), float(once[stop])
+                        until = seconds + problem.num_microbatches * t + u
+                        stage = self._stage(p, d, c, (r, first, stop))
+                        yield _Beginning(seconds + t, max(working, until), u, r, (*stages, stage))
+
+    def _rows_behind(self, row: int) -> list[int]:
+        """Of the next stage: the last row comes before itself and the one before it."""
+        last = self._num_rows - 1
+        return [r for r in {row - 1, last} if r >= 0 and row == min(r + 1, last)]
+
+    def _tails(self, times: dict[int, np.ndarray]) -> np.ndarray:
+        """V by the stages that there are, (devices + 1, K, L + 1)."""
+        degrees = self._problem.degrees
+        shape = (len(degrees) + 1, self._num_rows, self._problem.num_layers + 1)
+        tails = np.full(shape, np.inf)
+        tails[-1, 0, -1] = 0.0
+        for p in range(len(degrees) - 1, 0, -1):
+            for d in degrees[p]:
+                steps = self._steps(times[d], tails[p + d][:, None]).min(axis=2)
+                _one_more(tails[p, :, :-1], steps)
+        return tails
+
     def _steps(self, times: np.ndarray, tails: np.ndarray) -> np.ndarray:
         return np.maximum(self._problem.num_microbatches * times, times + tails)
 
@@ -139,11 +215,9 @@ class LeastStep:
         at: tuple[int, int, int],
     ) -> list[PlacedStage]:
         """The stages behind the first one of the plan found."""
-        (p, state, first), found, last = at, list[PlacedStage](), self._num_rows - 1
+        (p, state, first), found = at, list[PlacedStage]()
         while 0 < p < len(tails) - 1 and tails[p, state, first] < np.inf:
-            # The last state comes before both of the last rows.
-            rows = [r for r in (state - 1, last) if r >= 0 and state == min(r + 1, last)]
-            for row, d in product(rows, self._problem.degrees[p]):
+            for row, d in product(self._rows_behind(state), self._problem.degrees[p]):
                 steps = self._steps(times[d][row, first], tails[p + d, row])
                 if steps.min() == tails[p, state, first]:
                     break

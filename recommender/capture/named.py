@@ -64,12 +64,14 @@ class Named(Timed):
         return None
 
     def _faster(self, search: Search, look: Look) -> Found | None:
-        """The plan that is estimated to be fastest, where that is worth a compile."""
+        """The plan that is estimated to be fastest, where that is worth a compile; where the best
+        of all is asked for, whatever may be it."""
         within, found = self.within(search), super().next(search, look)
-        best = min(map(seconds_of, search.fitting), default=inf)
-        is_near = within is not None and within <= search.effort.within_fraction
-        is_worth = found is not None and seconds_of(found) < (1 - NEARLY) * best
-        return found if is_worth and not is_near else None
+        asked = search.effort.within_fraction
+        best = (1 - min(NEARLY, asked)) * min(map(seconds_of, search.fitting), default=inf)
+        if found is None or (within is not None and within <= asked):
+            return None
+        return found if seconds_of(found) < best else self._candidate
 
     def _named(self, search: Search, name: str) -> Found:
         """The plan of a name, as it is estimated."""
@@ -89,7 +91,9 @@ class Named(Timed):
                 ]
             )
         ]
-        return points[0] if name == LOWEST or not points else _knee([*points, fastest])
+        if name == LOWEST:
+            return points[0]
+        return _knee([*points, fastest]) if points else fastest
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         found = super().answer(search, look, ended)

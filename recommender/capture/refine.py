@@ -30,6 +30,9 @@ from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.refuted import Refuted, refuted
 from recommender.question import PlanQuestion
 
+#: Of sums of the same numbers in another order.
+ROUNDING = 1e-9
+
 
 class StageCompiler(Protocol):
     """Compiles stages, and knows them from then on; of one that is refused, that no memory
@@ -317,17 +320,18 @@ class Search:
 
     @property
     def floors(self) -> Mapping[int, Corner]:
-        """What is known of the parts that are not open, by number; nothing once a bound was
-        refuted."""
-        if self._refuted:
-            return dict.fromkeys(self.unopened, (0.0, 0.0))
+        """What is known of the parts that are not open, by number."""
         return {
-            number: self._policy.corner(
-                part.least_bytes,
-                self._policy.least_seconds(self, part) if part.may_fit else math.inf,
-            )
+            number: self.floor(number) if part.may_fit or self._refuted else (0.0, math.inf)
             for number, part in self.unopened.items()
         }
+
+    def floor(self, number: int) -> Corner:
+        """What was known of a part before it was open; nothing once a bound was refuted."""
+        part = self._all[number]
+        if self._refuted:
+            return 0.0, 0.0
+        return self._policy.corner(part.least_bytes, self._policy.least_seconds(self, part))
 
     @property
     def open_corners(self) -> list[Corner]:
@@ -335,8 +339,11 @@ class Search:
         return [each for number in self.parts for each in self.corners_of(number)]
 
     def corners_of(self, number: int) -> Sequence[Corner]:
-        """Every plan of an open part that fits is at least as large and as slow as one of them."""
-        return self._policy.corners(self.parts[number])
+        """Every plan of an open part that fits is at least as large and as slow as one of them;
+        none is below the part's floor, though bounds of stages may be."""
+        nbytes, seconds = self.floor(number)
+        found = self._policy.corners(self.parts[number])
+        return [(max(each[0], nbytes), max(each[1], seconds)) for each in found]
 
     @property
     def corners(self) -> list[Corner]:
@@ -391,8 +398,8 @@ def far(corner: Corner, values: Iterable[Corner]) -> float:
 
 
 def above(value: float, least: float) -> float:
-    """By which part of ``least`` a value is above it; 0 where sums of the same numbers in another
-    order may be, and infinite above nothing."""
-    if value <= least * (1 + 1e-9):
+    """By which part of ``least`` a value is above it; 0 within ``ROUNDING``, and infinite above
+    nothing."""
+    if value <= least * (1 + ROUNDING):
         return 0.0
     return value / least - 1 if least > 0 else math.inf

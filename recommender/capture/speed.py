@@ -16,7 +16,7 @@ approximate front some plan is at most 1 + x times as large and as slow as any g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -27,7 +27,7 @@ from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, Why
 from capture.quantities import counted, format_bytes, format_seconds
-from recommender.answer import StageAnswer
+from recommender.answer import Answer, StageAnswer
 from recommender.capture import grouped
 from recommender.capture.by_layers import LayerProof
 from recommender.capture.counted import CountedSearch
@@ -45,8 +45,11 @@ from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.refine import Corner, Look, Policy, Search, above, far
+from recommender.capture.recommendation import plan_of
+from recommender.capture.refine import ROUNDING, Corner, Look, Policy, Search, above, far
 from recommender.capture.refuted import Refuted
+from recommender.capture.result import PlacedStage
+from recommender.capture.result import found as placed_plan
 from recommender.capture.throughput import throughput
 
 #: A plan that may be slower by this part than another one is not called proven.
@@ -65,6 +68,8 @@ class Timed(Policy):
 
     def __init__(self, front: bool = False):
         self._has_front, self.objective = front, "pareto" if front else "throughput"
+        #: Where the best of all is asked for, a plan that may be it.
+        self._candidate: Found | None = None
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
         return float(nbytes) * self._has_front, seconds
@@ -94,7 +99,8 @@ class Timed(Policy):
     def is_promising(self, search: Search, part: Part) -> bool:
         if not part.is_plain and not search.fitting:
             return False
-        if self._has_front or not part.expected_seconds or not search.open_corners:
+        is_sure = self._has_front or (part.is_plain and not search.effort.within_fraction)
+        if is_sure or not part.expected_seconds or not search.open_corners:
             return True
         by = 1.0 if part.is_plain else _least_slowness(search)
 
@@ -109,7 +115,9 @@ class Timed(Policy):
             none = [Found(part, part.once(_nothing_fits)) for part in search.parts.values()]
             smallest = min(none, key=lambda found: found.answer.proof.peak_bytes or NEVER)
             return Look(smallest, None, {"memory": search.to_open() is None})
-        points, corners, plans = self._points(search), search.corners, search.fitting
+        if not search.effort.within_fraction:
+            self._candidate = _next_possible(search)
+        points, corners, plans = self._points(search), self._bounds(search), search.fitting
         fastest, within = min(plans, key=seconds_of, default=None), self.within(search)
         told = [points[-1] if fastest is None else fastest]
         if self._has_front:
@@ -131,7 +139,18 @@ class Timed(Policy):
 
     def within(self, search: Search) -> float | None:
         """How near compiled plans are to all (``Proven.within_fraction``)."""
-        return finite(max(far(corner, search.values) for corner in search.corners))
+        return finite(max(far(corner, search.values) for corner in self._bounds(search)))
+
+    def _bounds(self, search: Search) -> Sequence[Corner]:
+        """Every plan that fits is at least as large and as slow as one of them: where all plans of
+        plain schedules that may be better were compiled, as one of these."""
+        if search.effort.within_fraction or self._candidate or not search.fitting:
+            return search.corners
+        unopened, floors = search.unopened, search.floors.items()
+        others = [each for n, each in floors if each[1] < inf and not unopened[n].is_plain]
+        for number, part in search.parts.items():
+            others += [] if part.is_plain else search.corners_of(number)
+        return [*search.values, *others]
 
     def _points(self, search: Search) -> list[Found]:
         """The front as it is estimated, or the fastest plan alone, by ascending peak."""
@@ -156,7 +175,7 @@ class Timed(Policy):
             distance = far(self.corner(proof.peak_bytes, seconds_of(found)), values)
             if distance > farthest and not search.is_asked(found):
                 farthest, chosen = distance, found
-        return chosen
+        return self._candidate if chosen is None else chosen
 
     def by_layers(self, search: Search) -> ByLayers | None:
         plans = search.fitting
@@ -170,7 +189,7 @@ class Timed(Policy):
         if bracket is None:
             needs = [part.least_bytes for part in search.unopened.values() if part.is_plain]
             return beyond(search, look.found, min([look.found.answer.proof.peak_bytes, *needs]))
-        within, fastest = self.within(search), min(seconds for _, seconds in search.corners)
+        within, fastest = self.within(search), min(s for _, s in self._bounds(search))
         proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
         if not plans:
             said = f"no step is shorter than {step}"
@@ -205,7 +224,7 @@ class Timed(Policy):
 
     def front(self, search: Search) -> Front:
         """The compiled plans of it, each with what the corners say of it."""
-        corners, names, points = search.corners, len(search.questions) > 1, list[FrontPoint]()
+        corners, names, points = self._bounds(search), len(search.questions) > 1, list[FrontPoint]()
         for found in _undominated(search.fitting):
             plan, peak, seconds = found.answer.plan, found.answer.peak_bytes, seconds_of(found)
             assert plan is not None, "it was compiled"
@@ -270,6 +289,61 @@ def _corners(part: OpenPart) -> Sequence[Corner]:
 
 def _least_seconds(part: OpenPart) -> float:
     return min((seconds for _, seconds in part.once(_corners)), default=inf)
+
+
+def _next_possible(search: Search) -> Found | None:
+    """A plan of a plain schedule that bounds do not rule out and that was not compiled; parts where
+    one may be are opened."""
+    while (found := next(_possible(search), None)) is None:
+        floors, values = search.floors.items(), search.values
+        left = [
+            n
+            for n, floor in floors
+            if floor[1] < inf and far(floor, values) > 0 and search.unopened[n].is_plain
+        ]
+        if not left:
+            break
+        search.open(left[0])
+    return found
+
+
+def _possible(search: Search) -> Iterator[Found]:
+    """Yield the plans of open parts of plain schedules that bounds do not rule out and that were
+    not compiled, of each part those of the least bounds first."""
+    known = sorted(search.values)
+    limits = [*(nbytes - 1 for nbytes, _ in known), inf]
+    may_be = [
+        part
+        for n, part in search.parts.items()
+        if part.is_plain and far(search.floor(n), known) > 0
+    ]
+    for part in sorted(may_be, key=_least_seconds):
+        problem, below = part.once(_problem), inf
+        given = problem.memory_limit_bytes
+        most = NEVER - 1 if given is None else given
+        for limit, slower in zip(limits, [*(seconds for _, seconds in known), 0.0], strict=True):
+            for seconds, stages in LeastStep(problem).plans(int(min(limit, most)), below):
+                found = _bounded(part, problem, seconds, stages)
+                if not search.is_asked(found):
+                    yield found._replace(answer=expected(part, found.answer.proof))
+            below = min(below, slower * (1 - ROUNDING))
+
+
+def _bounded(
+    part: OpenPart, problem: SearchProblem, seconds: float, stages: Sequence[PlacedStage]
+) -> Found:
+    """A plan with the bound of its step."""
+    result = placed_plan(
+        problem,
+        tuple(stages),
+        algorithm="throughput",
+        optimal=False,
+        tie_break="none",
+        tie_break_columns=0,
+        num_explored=0,
+    )
+    plan = plan_of(part.known, part.question, stages)
+    return Found(part, Answer("ok", plan, replace(result, step_seconds=seconds), Why()))
 
 
 def _nothing_fits(part: OpenPart) -> StageAnswer:
@@ -367,6 +441,7 @@ def _fastest(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
 
 
 def _front(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
-    """The front as it is estimated."""
+    """The front as it is estimated; where none is expected to fit, the plan of the least bounds of
+    bytes."""
     points = pareto(estimates(part, ratios)).points
-    return [Found(part, expected(part, point)) for point in points]
+    return [Found(part, expected(part, point)) for point in points] or _fastest(part, ratios)

@@ -80,3 +80,24 @@ def test_the_closed_form_is_no_bound():
         step = timeline("1f1b", 4, forward, backward, updates).step_seconds
         times = [sum(both) for both in zip(forward, backward, strict=True)]
         assert bound(times, updates[0], 4) <= step < pipeline_seconds(times, updates, 4)
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 3))
+def test_plans_come_one_by_one_those_of_the_least_bound_first(seed):
+    problem = timed_problem(seed)
+    every = every_bound(problem)
+    seconds = sorted(step for _, step in every)
+    limit = sorted(peak for peak, _ in every)[len(every) // 2] if every else 0
+    below = seconds[len(seconds) // 3] if every else inf
+    found = []
+    for least, stages in LeastStep(problem).plans(limit, below):
+        at = [(s.num_devices, problem.choices[s.num_devices].index(s.choice), s) for s in stages]
+        times = [float(problem.seconds[d][c, s.first, s.stop]) for d, c, s in at]
+        d, c, first = at[0]
+        updates = problem.update_seconds
+        once = 0.0 if updates is None else updates[d][c, 0, first.stop]
+        assert least == bound(times, once, problem.num_microbatches)
+        found.append((max(s.peak_bytes for s in stages), least))
+    assert [step for _, step in found] == sorted(step for _, step in found)
+    fitting = [each for each in every if each[0] <= limit and each[1] < below]
+    assert sorted(found) == sorted(fitting)

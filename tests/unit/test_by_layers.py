@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from report_plans import with_work
-from test_fastest_bounds import QUESTION, Timed
+from test_fastest_bounds import EXPECTED, QUESTION, Timed
 
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
@@ -52,7 +52,7 @@ def test_no_plan_is_faster_than_compiled_layers_say(seed):
     """Here every kind of layer takes what one of it does, so that it holds exactly; and it says
     more than tracing."""
     planted = Layered(seed)
-    proven = planted.search().why.proven
+    proven = planted.search(EXPECTED).why.proven
     said, traced = proven.by_layers, proven.trail[-1].least_step_seconds
     assert traced < said.least_step_seconds <= planted.fastest() * (1 + 1e-9)
     assert said.num_layers == len(planted.asked) and {c.num_layers for c in planted.asked} <= {1}
@@ -61,7 +61,7 @@ def test_no_plan_is_faster_than_compiled_layers_say(seed):
 
 def test_layers_are_compiled_of_what_may_be_faster_and_is_not_known():
     planted = Layered(3)
-    planted.search()
+    planted.search(EXPECTED)
     stages = planted.compiler.compiled
     known = {stage.choice.tensor_parallel for plan in stages for stage in plan.stages}
     asked = {config.choice.tensor_parallel for config in planted.asked}
@@ -71,7 +71,7 @@ def test_layers_are_compiled_of_what_may_be_faster_and_is_not_known():
 def test_layers_that_do_not_compile_say_nothing():
     planted = Layered(3)
     planted.refuses = True
-    proven = planted.search().why.proven
+    proven = planted.search(EXPECTED).why.proven
     said, traced = proven.by_layers, proven.trail[-1].least_step_seconds
     assert planted.asked and traced <= said.least_step_seconds <= planted.fastest()
 
@@ -101,7 +101,7 @@ def test_what_tracing_proves_needs_no_layers():
 
 
 def test_the_answer_says_which_proof_is_which():
-    found = Layered(1).search()
+    found = Layered(1).search(EXPECTED)
     said, seconds = found.why.proven.by_layers, found.proof.step_seconds
     within = f"{said.within_fraction(seconds):.1%} by estimates"
     assert within in found.why.summary and "by a bound that leaves transfers out" in (

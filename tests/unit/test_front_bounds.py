@@ -6,20 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_fastest_bounds import QUESTION, Timed
+from test_fastest_bounds import EXPECTED, QUESTION, Timed
 
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.why import Why
 from recommender.capture.parts import Part
-from recommender.capture.refine import Effort, refine
+from recommender.capture.refine import ROUNDING, Effort, refine
 from recommender.capture.speed import Timed as Policy
 
 WHOLE = Effort()
 ASKED = replace(QUESTION, objective="pareto")
-#: Of sums in another order.
-ROUNDING = 1e-9
 
 
 class Planted(Timed):
@@ -84,7 +82,7 @@ def wrong(planted: Planted, found) -> list[tuple[int, float]]:
 )
 def test_the_front_is_that_of_all_plans_compiled(seed, spread):
     planted = Planted(seed, spread)
-    found = planted.search()
+    found = planted.search(EXPECTED)
     compiled = planted.compiler.compiled
     expected = front_of(planted.every())
     for (peak, seconds), (p, s) in zip(front_of(planted.values(compiled)), expected, strict=True):

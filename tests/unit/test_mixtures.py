@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import code_of
+from report_plans import with_work
 from synthetic_profiles import Planted, make_plan
 from test_table_search import every_plan, question, recomputing
 
@@ -72,6 +73,19 @@ def test_planted_layers_of_both_kinds_add_up():
             passes = times.table(CHEAP, 16).backward[0, 1] * (at[1] - at[0])
             again = times.table(CHEAP, 16).forward[0, 1] * (border - at[0])
             assert seconds.backward[at] == pytest.approx(passes + again)
+
+
+def test_seconds_of_a_mixture_do_not_rest_on_stages_that_were_compiled():
+    """A part that is known better than its neighbours would take the sum above what nothing is
+    below."""
+    profile = recomputing(Planted(6, seed=3), CHEAP, FULL)
+    stage = StageConfig(0, 6, CHEAP, 16)
+    slow = with_work(stage, profile.measurements[replace(stage, stop=1)], slowness=3.0)
+    known = replace(profile, verified={stage: slow})
+    before, after = (TimePredictor(each, 1).table(mixed(1), 16) for each in (profile, known))
+    assert after.at(0, 6) == before.at(0, 6)
+    cheap = TimePredictor(known, 1).table(CHEAP, 16)
+    assert cheap.at(0, 6).microbatch_seconds > 2 * before.at(0, 6).microbatch_seconds
 
 
 def test_a_prediction_of_a_mixture_has_the_width_of_what_was_not_compiled():

@@ -99,6 +99,15 @@ def test_a_floor_counts_while_its_part_is_not_open():
     assert all(bracket.least_bytes for bracket in brackets), "no floor is nothing to tell"
 
 
+def test_a_floor_counts_once_its_part_is_open():
+    """Bounds of stages may be looser."""
+    planted, brackets = Small(0), []
+    least = min(recommend(planted.all, asked).peak_bytes for asked in questions(FOR_MEMORY))
+    parts = [replace(part, least_bytes=least) for part in planted.parts()]
+    refine(LowestPeak(), parts, planted, told=brackets.append)
+    assert {bracket.least_bytes for bracket in brackets} == {least}
+
+
 def test_nothing_that_is_refuted_leaves_a_floor():
     planted = Small(1)
     wrong = {
