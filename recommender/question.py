@@ -11,6 +11,7 @@ from capture.plan.choices import REMAT_TEXT, Remat, is_remat
 from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
 from capture.plan.stages import batch_violations
+from recommender.fixed import FixedStages
 
 #: Alpa's search (``recommender.capture.autostage``): it has a space and a limit of its own, so it
 #: is asked with the profile.
@@ -64,6 +65,7 @@ class PlanQuestion:
             ``"full"`` and ``"cheap"`` where it knows both.
         chosen: Names of options that the user gave; a proof says of the others that they are
             defaults.
+        fixed: What stages have of a plan that is known; None for nothing.
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-algorithm`` for options
@@ -83,6 +85,7 @@ class PlanQuestion:
     merge_layers: int | None = None
     remat: Remat | None = None
     chosen: tuple[str, ...] = ()
+    fixed: FixedStages | None = None
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())

@@ -8,11 +8,12 @@ searched in parts, each of one number of micro-batches and one schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
-from capture.errors import PlanError
+from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.plan.choices import (
     REMAT_POLICIES,
@@ -22,6 +23,9 @@ from capture.plan.choices import (
 )
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
+from capture.plan.stage import Stage
+from capture.quantities import counted
+from recommender.fixed import FixedStages
 from recommender.question import PlanQuestion
 
 #: Of one stage per group of devices, none holds less or is faster.
@@ -33,7 +37,8 @@ class WholeQuestion:
     """What is asked; None leaves it to the search.
 
     Attributes:
-        cluster, global_batch_size, memory_limit_bytes, objective, chosen: As of ``PlanQuestion``.
+        cluster, global_batch_size, memory_limit_bytes, objective, chosen, fixed: As of
+            ``PlanQuestion``.
         counts: Numbers of micro-batches.
         schedule: Of every plan.
         remat: Of every stage.
@@ -45,7 +50,7 @@ class WholeQuestion:
 
     Raises:
         PlanError: the codes of ``PlanQuestion``; ``plan-batch`` where no number of micro-batches
-            is left.
+            is left; ``plan-fix`` where no plan has what is fixed.
     """
 
     cluster: Cluster
@@ -61,6 +66,7 @@ class WholeQuestion:
     whole_nodes: bool | None = None
     any_divisor: bool = False
     chosen: tuple[str, ...] = ()
+    fixed: FixedStages | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -71,14 +77,19 @@ class WholeQuestion:
             )
         for number in self.microbatches:
             self.question(number)
+        PlanError.check(_beyond(self))
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
         """Numbers of micro-batches, ascending."""
         if self.counts is not None:
             return self.counts
-        batch = self.global_batch_size
-        return tuple(m for m in range(1, batch + 1) if batch % m == 0)
+        batch, fixed = self.global_batch_size, self.fixed
+        every = tuple(m for m in range(1, batch + 1) if batch % m == 0)
+        if fixed is None:
+            return every
+        possible = (m for m in every if all(self.may_have(s, m, fixed) for s in fixed.stages))
+        return tuple(possible) or every[:1]
 
     def of_sizes(self, takes: Callable[[int], bool]) -> WholeQuestion:
         """Return the question without the numbers of micro-batches that nobody asked for and a
@@ -123,10 +134,16 @@ class WholeQuestion:
             space=self.space,
             remat=self.remat,
             chosen=self.chosen,
+            fixed=self.fixed,
         )
 
     def choices(self, microbatch_size: int) -> list[StageChoice]:
-        """What stages may do with their devices, without mixtures."""
+        """What stages may do with their devices, without mixtures but the one that is named."""
+        found, fixed = self._all_choices(microbatch_size), self.fixed
+        return [each for each in found if fixed is None or fixed.is_measured_for(each)]
+
+    def _all_choices(self, microbatch_size: int) -> list[StageChoice]:
+        """The same, whatever is fixed."""
         remats = REMAT_POLICIES if self.remat is None else (self.remat,)
         found = [
             choice
@@ -144,6 +161,15 @@ class WholeQuestion:
             found = with_sequence_parallel(found)
         return found
 
+    def may_have(self, stage: Stage, num_microbatches: int, fixed: FixedStages) -> bool:
+        """Whether a plan with so many micro-batches may have a stage that is fixed."""
+        alone = replace(fixed, stages=(stage,))
+        return any(
+            choice.num_devices == stage.num_devices or "stages" not in fixed.decisions
+            for choice in self._all_choices(self.global_batch_size // num_microbatches)
+            if alone.is_measured_for(choice)
+        )
+
     def left_out(self) -> Iterator[tuple[str, str]]:
         """What no plan of the space has though nobody said so, and why."""
         if self.schedule is None:
@@ -153,5 +179,41 @@ class WholeQuestion:
                 yield ", ".join(others), "searched where the fastest plan is asked for"
         if max(self.cluster.nodes) < self.cluster.num_devices:
             yield "tensor parallelism over several nodes", "its sums wait for the slow links"
-        if not self.any_divisor:
+        degrees_are_fixed = self.fixed is not None and "degrees" in self.fixed.decisions
+        if not (self.any_divisor or degrees_are_fixed):
             yield "degrees that are no powers of two", "--any-divisor searches them"
+
+
+def _beyond(whole: WholeQuestion) -> Iterator[Violation]:
+    """What is wrong with what is fixed: stages that no plan of the space has, and what would have
+    to be searched for them."""
+    fixed = whole.fixed
+    if fixed is None:
+        return
+    if "stages" in fixed.decisions and (said := _misplaced(whole, fixed.stages)):
+        yield Violation(f"{said}; place stages again: --search stages.", "plan-fix")
+        return
+    for m, stage in product(whole.microbatches, fixed.stages):
+        if not whole.may_have(stage, m, fixed):
+            freed = (n for n in fixed.decisions if whole.may_have(stage, m, fixed.without(n)))
+            name = next(freed, None)
+            yield Violation(
+                f"layers {stage.first}-{stage.stop - 1} with {stage.choice} are in no plan of "
+                f"{counted(m, 'micro-batch', 'micro-batches')} of {whole.global_batch_size // m} "
+                f"with what else is asked; {f'--search {name}' if name else 'leave out --fix'}.",
+                "plan-fix",
+            )
+
+
+def _misplaced(whole: WholeQuestion, stages: Sequence[Stage]) -> str:
+    """Why stages do not fill the cluster, in their order; empty if they do."""
+    degrees, device = whole.space.degrees(whole.cluster), 0
+    for s, stage in enumerate(stages):
+        here = degrees[device] if device < len(degrees) else []
+        if stage.devices != tuple(range(device, device + stage.num_devices)):
+            return f"devices of stage {s} are not those behind the ones of the stage before"
+        if stage.num_devices not in here:
+            return f"{whole.cluster} has no {counted(stage.num_devices, 'device')} for stage {s}"
+        device += stage.num_devices
+    num = whole.cluster.num_devices
+    return f"the stages take {device} of {num} devices" if device < num else ""

@@ -27,7 +27,7 @@ from capture.cli.progress import SearchProgress, progress
 from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice, remat_time_fraction
+from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from capture.plan.schedule import SCHEDULES
 from capture.predictor.step_time import describe_time, time_summary
 from profiling_runs.bounds import Bounds, ModelBounds, bounds
@@ -131,7 +131,8 @@ def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tu
     if any(map(remat_time_fraction, of_profile.remat)):  # has no bounds
         given["remat"] = options.remat
     asked = tuple(_typed(name, value) for name, value in given.items())
-    own = [each.name for each in OPTIONS if getattr(options, each.name) not in (None, False)]
+    names = (*(each.name for each in OPTIONS), "fix")
+    own = [name for name in names if getattr(options, name) not in (None, False)]
     if not given and options.quick and options.compiles:
         raise PlanError.of(
             f"--quick compiles nothing, and --compiles {options.compiles} does; leave one out.",
@@ -243,7 +244,7 @@ class _Asking:
         part = Part(question, partial(self.bounds, size))
         if not has_floor or question.search[0] == "memory":
             return part
-        choices = self._choices(size)
+        choices = measured_choices(self._choices(size))  # of a mixture, layers are of either kind
 
         def seconds(num_devices: int | None = None) -> tuple[float, float]:
             return self._known.seconds(choices, size, question.cluster, limit, num_devices)

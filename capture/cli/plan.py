@@ -15,6 +15,7 @@ from pathlib import Path
 from capture.cli import array, asked, bounds_first, layers, packs
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
+from capture.cli.fixed import OPTIONS, take_plan
 from capture.cli.options import Option
 from capture.cli.output import (
     attempts_table,
@@ -154,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             read=int,
             metavar="L",
         ),
+        *OPTIONS,
         *bounds_first.OPTIONS,
     )
     of_pipelines.add_argument(
@@ -199,12 +201,13 @@ def main(options: argparse.Namespace) -> int:
         return array.plan(options)
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
+    fixed = take_plan(options)
     asked.say_one_device(options)
     given = copy(options)
     close(options)
     of_profile = asked.profile_question(vars(options))
     of_a_profile = bounds_first.of_a_profile(options, of_profile)
-    whole = None if of_a_profile else whole_question(given)
+    whole = None if of_a_profile else whole_question(given, fixed)
     if whole is not None:
         of_profile = of_whole(of_profile, whole)
     question = _question(options, of_profile, given) if whole is None else whole.question()
@@ -219,6 +222,9 @@ def main(options: argparse.Namespace) -> int:
         if not of_profile.executes:
             measurements = asked.open_measurements(options, of_profile)
             asked.say_layers(options, of_profile, measurements)
+            if fixed is not None:
+                fixed.check_model(of_profile.spec, measurements)
+                say(options, str(fixed))
         if measurements is not None and question.mode == "default":
             refused = _refused(options, question, of_profile, measurements)
             if refused is not None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from capture.cli import asked
 from capture.cli import options as shared
+from capture.cli.fixed import Fixed
+from capture.errors import PlanError
 from capture.machine.target import Target
 from profiling_runs.question import ProfileQuestion
 from recommender.whole import WholeQuestion
@@ -20,13 +22,24 @@ def close(options: argparse.Namespace) -> None:
             setattr(options, option.name, option.default)
 
 
-def whole_question(options: argparse.Namespace) -> WholeQuestion | None:
-    """Return what the options ask for, as they were given; None where the target's speed is not
-    known: nothing but memory would decide, which asks for as many micro-batches as there are
-    examples."""
+def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> WholeQuestion | None:
+    """Return what the options ask for, as they were given, with what is fixed; None where the
+    target's speed is not known: nothing but memory would decide, which asks for as many
+    micro-batches as there are examples.
+
+    Raises:
+        PlanError: ``plan-fix`` where something is fixed and the speed is not known, and the codes
+            of ``WholeQuestion``.
+    """
     said = vars(options)
     cluster, counts = asked.read_cluster(said), options.microbatches
     if Target.load(cluster.target).rates is None:
+        if fixed is not None:
+            raise PlanError.of(
+                f"--fix searches for speed, and the target {cluster.target!r} has no rates; name "
+                "an accelerator, such as --target h100.",
+                "plan-fix",
+            )
         return None
     if options.largest_batch and counts is None:
         counts = shared.MICROBATCHES.default  # with enough of them any batch fits
@@ -49,7 +62,9 @@ def whole_question(options: argparse.Namespace) -> WholeQuestion | None:
         options.sequence_parallel,
         options.whole_nodes,
         options.any_divisor,
-        tuple(name for name, value in said.items() if value != default(name)),
+        tuple(name for name, value in said.items() if value != default(name))
+        + (fixed.decisions if fixed else ()),
+        None if fixed is None else fixed.stages,
     )
 
 

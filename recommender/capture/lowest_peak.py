@@ -219,7 +219,7 @@ def _expected(part: OpenPart) -> StageAnswer:
     if result.status != "ok":
         return Answer("infeasible", None, result, Why())
     plan, predictor = plan_of(known, question, result.stages), AdditivePredictor(known)
-    stages = with_best_choices(result.stages, problem, predictor, plan, question.remat)
+    stages = with_best_choices(result.stages, problem, predictor, plan, question)
     return expected(part, result, plan.with_(stages=stages))
 
 

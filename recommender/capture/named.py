@@ -108,7 +108,7 @@ class Named(Timed):
         ]
         names = {
             (other.stages, other.num_microbatches): name
-            for name, named in self._names.items()
+            for name, named in reversed(self._names.items())  # the first stays where two are one
             if (other := named.answer.plan) is not None
         }
         points = [

@@ -16,6 +16,7 @@ from capture.predictor.times import TimePredictor
 from capture.profiler.paper import PaperStatistics, layer_statistics
 from capture.profiler.paper import merge_layers as merged_layers
 from recommender.capture.problem import NEVER, SearchProblem
+from recommender.fixed import FixedStages
 from recommender.question import PlanQuestion
 
 #: Of the cost table of one degree, all its choices together.
@@ -114,14 +115,22 @@ def _cost_table(
     return table
 
 
-def stage_choices(profile: Profile, remat: Remat | None = None) -> Sequence[StageChoice]:
+def stage_choices(
+    profile: Profile, remat: Remat | None = None, fixed: FixedStages | None = None
+) -> Sequence[StageChoice]:
     """What stages of plans may have: what was measured, and mixtures; or of these what recomputes
-    so."""
+    so, or what a plan that is fixed leaves."""
+    num_layers, measured = profile.graph.num_layers, profile.choices
+    known = [*with_mixtures(measured, num_layers), *(fixed.mixtures(measured) if fixed else ())]
     if remat is not None and num_full_layers(remat):
-        found = (replace(choice, remat=remat) for choice in profile.choices)
-        return sorted({each for each in found if {*each.measured} <= {*profile.choices}})
-    known = with_mixtures(profile.choices, profile.graph.num_layers)
-    return [choice for choice in known if remat in (None, choice.remat)]
+        mixed = {replace(choice, remat=remat) for choice in measured}
+        known = sorted(each for each in mixed if {*each.measured} <= {*measured})
+    return [
+        choice
+        for choice in dict.fromkeys(known)
+        if remat in (None, choice.remat)
+        and (fixed is None or fixed.allowed(choice, num_layers).any())
+    ]
 
 
 def _choices(
@@ -129,7 +138,8 @@ def _choices(
 ) -> Sequence[StageChoice]:
     """The choices of a mode that the profile can predict; one that lacks a measurement is done
     without, as its warnings say."""
-    microbatch_size, choices = question.microbatch_size, stage_choices(profile, question.remat)
+    microbatch_size = question.microbatch_size
+    choices = stage_choices(profile, question.remat, question.fixed)
     if question.mode == "paper":
         known = paper_predictor(profile).choices(degrees)
         return (
@@ -163,14 +173,21 @@ def _default_rows(
 ) -> Callable[[StageChoice], np.ndarray]:
     predictor = AdditivePredictor(profile)
     most_stages = min(profile.graph.num_layers, question.cluster.num_devices)
-    return lambda choice: predictor.peaks(
-        choice,
-        question.microbatch_size,
-        question.schedule,
-        question.num_microbatches,
-        most_stages,
-        least=least,
-    )
+
+    def rows(choice: StageChoice) -> np.ndarray:
+        peaks = predictor.peaks(
+            choice,
+            question.microbatch_size,
+            question.schedule,
+            question.num_microbatches,
+            most_stages,
+            least=least,
+        )
+        if question.fixed is None:
+            return peaks
+        return np.where(question.fixed.allowed(choice, profile.graph.num_layers), peaks, NEVER)
+
+    return rows
 
 
 def paper_predictor(profile: Profile) -> PaperPredictor:

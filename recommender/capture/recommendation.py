@@ -10,7 +10,7 @@ from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.plan.choices import Remat, StageChoice
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
@@ -72,7 +72,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         if mode == "default" and objective == "memory":
             plan = plan.with_(
                 stages=with_best_choices(
-                    result.stages, problem, AdditivePredictor(profile), plan, question.remat
+                    result.stages, problem, AdditivePredictor(profile), plan, question
                 )
             )
         return result, plan
@@ -211,11 +211,11 @@ def with_best_choices(
     problem: SearchProblem,
     predictor: AdditivePredictor,
     plan: Plan,
-    remat: Remat | None,
+    question: PlanQuestion,
 ) -> tuple[Stage, ...]:
     """The stages of a plan, each with the best choice of its degree at its position, where the
     search looked at a reduced table."""
-    resolved = []
+    resolved, fixed = [], question.fixed
     for s, (placed, stage) in enumerate(zip(stages, plan.stages, strict=True)):
         if len(problem.choices[placed.choice.num_devices]) > 1:
             resolved.append(stage)
@@ -230,8 +230,9 @@ def with_best_choices(
         best = min(
             (
                 c
-                for c in stage_choices(predictor.profile, remat)
-                if _fits(c, stage, plan.microbatch_size)
+                for c in stage_choices(predictor.profile, question.remat, question.fixed)
+                if (fixed is None or fixed.allows(c, stage.first, stage.stop))
+                and _fits(c, stage, plan.microbatch_size)
                 and predictor.can_predict(c, plan.microbatch_size)
             ),
             key=peak,

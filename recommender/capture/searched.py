@@ -60,6 +60,8 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
         left_out.append(f"sharded {' or '.join(sharded)}")
     if not any(choice.sequence_parallel for choice in choices):
         left_out.append("sequence parallelism")
+    if (kept := questions[0].fixed) is not None and kept.decisions:
+        fixed.append(f"{', '.join(kept.decisions)} as in the plan that is fixed")
     not_searched = f"; not searched: {', '.join(left_out)}" if left_out else ""
     return f"for {', '.join(fixed)}{not_searched}"
 

@@ -1,0 +1,91 @@
+"""What of a plan is not searched again (``capture plan --fix``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from capture.plan.choices import StageChoice, num_full_layers
+from capture.plan.stage import Stage
+
+#: Decisions of the stages of a plan.
+OF_STAGES = ("stages", "degrees", "remat", "sharding", "sequence")
+#: Every decision of a plan.
+DECISIONS = ("microbatches", "schedule", *OF_STAGES)
+
+
+@dataclass(frozen=True)
+class FixedStages:
+    """Stages of a plan, and what of them stays: stages elsewhere, where they are searched, decide
+    the rest like one of these.
+
+    Attributes:
+        stages: The plan's.
+        decisions: Some of ``OF_STAGES``: the layers and the number of devices of every stage, its
+            degrees, what it recomputes, what its replicas split, and sequence parallelism.
+    """
+
+    stages: tuple[Stage, ...]
+    decisions: tuple[str, ...]
+
+    def without(self, decision: str) -> FixedStages:
+        """The same, where one more decision is searched."""
+        return replace(self, decisions=tuple(n for n in self.decisions if n != decision))
+
+    def allows(self, choice: StageChoice, first: int, stop: int) -> bool:
+        """Whether a plan may have a stage of these layers with this choice."""
+        return any(
+            self._is_alike(choice, stage.choice)
+            for stage in self.stages
+            if "stages" not in self.decisions
+            or (stage.first, stage.stop, stage.num_devices) == (first, stop, choice.num_devices)
+        )
+
+    def allowed(self, choice: StageChoice, num_layers: int) -> np.ndarray:
+        """The same of all stages of a model, bool (L, L + 1)."""
+        if "stages" not in self.decisions:
+            return np.full((num_layers, num_layers + 1), self.allows(choice, 0, num_layers))
+        found = np.zeros((num_layers, num_layers + 1), dtype=bool)
+        for stage in self.stages:
+            found[stage.first, stage.stop] = self.allows(choice, stage.first, stage.stop)
+        return found
+
+    def mixtures(self, measured: Sequence[StageChoice]) -> list[StageChoice]:
+        """The mixtures of the plan's stages, of measured choices."""
+        remats = {
+            stage.choice.remat for stage in self.stages if num_full_layers(stage.choice.remat)
+        }
+        found = (replace(choice, remat=remat) for choice in measured for remat in sorted(remats))
+        return [each for each in dict.fromkeys(found) if {*each.measured} <= {*measured}]
+
+    def is_measured_for(self, measured: StageChoice) -> bool:
+        """Whether a choice is one of a stage's, or one of those that a mixture consists of."""
+        return any(
+            self._is_alike(measured, part)
+            for stage in self.stages
+            for part in stage.choice.measured
+        )
+
+    def _is_alike(self, choice: StageChoice, of_plan: StageChoice) -> bool:
+        return all(
+            _decided(choice, name) == _decided(of_plan, name)
+            for name in self.decisions
+            if name != "stages" and _decides(choice, name) and _decides(of_plan, name)
+        )
+
+
+def _decides(choice: StageChoice, name: str) -> bool:
+    """Whether a stage decides it: one without replicas splits nothing over them."""
+    needed = {"sharding": choice.data_parallel, "sequence": choice.tensor_parallel}
+    return needed.get(name, 2) > 1
+
+
+def _decided(choice: StageChoice, name: str) -> Any:
+    if name == "degrees":
+        return choice.data_parallel, choice.tensor_parallel
+    if name == "sharding":
+        return choice.shard_optimizer, choice.shard_params
+    return choice.remat if name == "remat" else choice.sequence_parallel
