@@ -11,27 +11,28 @@ import numpy as np
 from capture.plan.choices import StageChoice, num_full_layers
 from capture.plan.stage import Stage
 
-#: Decisions of the stages of a plan.
-OF_STAGES = ("stages", "degrees", "remat", "sharding", "sequence")
+#: Decisions of a choice.
+_OF_CHOICES = ("degrees", "remat", "sharding", "sequence")
 #: Every decision of a plan.
-DECISIONS = ("microbatches", "schedule", *OF_STAGES)
+DECISIONS = ("microbatches", "schedule", "stages", *_OF_CHOICES)
 
 
 @dataclass(frozen=True)
-class FixedStages:
-    """Stages of a plan, and what of them stays: stages elsewhere, where they are searched, decide
-    the rest like one of these.
+class FixedPlan:
+    """Stages of a plan, and what of it stays: stages elsewhere, where they are searched, decide the
+    rest like one of these.
 
     Attributes:
         stages: The plan's.
-        decisions: Some of ``OF_STAGES``: the layers and the number of devices of every stage, its
-            degrees, what it recomputes, what its replicas split, and sequence parallelism.
+        decisions: Some of ``DECISIONS``: micro-batches and schedule, which are for others to keep;
+            the layers and the number of devices of every stage, its degrees, what it recomputes,
+            what its replicas split, and sequence parallelism.
     """
 
     stages: tuple[Stage, ...]
     decisions: tuple[str, ...]
 
-    def without(self, decision: str) -> FixedStages:
+    def without(self, decision: str) -> FixedPlan:
         """The same, where one more decision is searched."""
         return replace(self, decisions=tuple(n for n in self.decisions if n != decision))
 
@@ -72,8 +73,8 @@ class FixedStages:
     def _is_alike(self, choice: StageChoice, of_plan: StageChoice) -> bool:
         return all(
             _decided(choice, name) == _decided(of_plan, name)
-            for name in self.decisions
-            if name != "stages" and _decides(choice, name) and _decides(of_plan, name)
+            for name in {*self.decisions} & {*_OF_CHOICES}
+            if _decides(choice, name) and _decides(of_plan, name)
         )
 
 

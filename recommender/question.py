@@ -11,7 +11,7 @@ from capture.plan.choices import REMAT_TEXT, Remat, is_remat
 from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
 from capture.plan.stages import batch_violations
-from recommender.fixed import FixedStages
+from recommender.fixed import FixedPlan
 
 #: Alpa's search (``recommender.capture.autostage``): it has a space and a limit of its own, so it
 #: is asked with the profile.
@@ -85,7 +85,7 @@ class PlanQuestion:
     merge_layers: int | None = None
     remat: Remat | None = None
     chosen: tuple[str, ...] = ()
-    fixed: FixedStages | None = None
+    fixed: FixedPlan | None = None
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())

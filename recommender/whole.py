@@ -25,7 +25,7 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stage import Stage
 from capture.quantities import counted
-from recommender.fixed import FixedStages
+from recommender.fixed import FixedPlan
 from recommender.question import PlanQuestion
 
 #: Of one stage per group of devices, none holds less or is faster.
@@ -66,7 +66,7 @@ class WholeQuestion:
     whole_nodes: bool | None = None
     any_divisor: bool = False
     chosen: tuple[str, ...] = ()
-    fixed: FixedStages | None = None
+    fixed: FixedPlan | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -90,6 +90,14 @@ class WholeQuestion:
             return every
         possible = (m for m in every if all(self.may_have(s, m, fixed) for s in fixed.stages))
         return tuple(possible) or every[:1]
+
+    def freed(self, decision: str) -> WholeQuestion:
+        """The question, in which one more decision of the plan that is fixed is searched."""
+        assert self.fixed is not None, "there is one"
+        counts = None if decision == "microbatches" else self.counts
+        schedule = None if decision == "schedule" else self.schedule
+        fixed = self.fixed.without(decision)
+        return replace(self, counts=counts, schedule=schedule, fixed=fixed)
 
     def of_sizes(self, takes: Callable[[int], bool]) -> WholeQuestion:
         """Return the question without the numbers of micro-batches that nobody asked for and a
@@ -161,7 +169,7 @@ class WholeQuestion:
             found = with_sequence_parallel(found)
         return found
 
-    def may_have(self, stage: Stage, num_microbatches: int, fixed: FixedStages) -> bool:
+    def may_have(self, stage: Stage, num_microbatches: int, fixed: FixedPlan) -> bool:
         """Whether a plan with so many micro-batches may have a stage that is fixed."""
         alone = replace(fixed, stages=(stage,))
         return any(
@@ -191,16 +199,17 @@ def _beyond(whole: WholeQuestion) -> Iterator[Violation]:
     if fixed is None:
         return
     if "stages" in fixed.decisions and (said := _misplaced(whole, fixed.stages)):
-        yield Violation(f"{said}; place stages again: --search stages.", "plan-fix")
+        yield Violation(f"{said}; place stages again: --search stages,degrees.", "plan-fix")
         return
     for m, stage in product(whole.microbatches, fixed.stages):
         if not whole.may_have(stage, m, fixed):
             freed = (n for n in fixed.decisions if whole.may_have(stage, m, fixed.without(n)))
-            name = next(freed, None)
+            name, size = next(freed, None), whole.global_batch_size // m
             yield Violation(
-                f"layers {stage.first}-{stage.stop - 1} with {stage.choice} are in no plan of "
-                f"{counted(m, 'micro-batch', 'micro-batches')} of {whole.global_batch_size // m} "
-                f"with what else is asked; {f'--search {name}' if name else 'leave out --fix'}.",
+                f"{counted(m, 'micro-batch', 'micro-batches')} of {counted(size, 'example')} and "
+                f"what else is asked leave no stage with {stage.choice} (layers {stage.first}-"
+                f"{stage.stop - 1} of the plan that is fixed); "
+                f"{f'search it again: --search {name}' if name else 'leave out --fix'}.",
                 "plan-fix",
             )
 

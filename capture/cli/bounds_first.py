@@ -322,13 +322,27 @@ class _Asking:
 
     def left_out(self) -> Sequence[str]:
         """Return a line on what was not searched though nothing said so."""
-        if self._whole is None:
-            return []
-        return ["not searched: " + "; ".join(map(": ".join, self._whole.left_out()))]
+        found = [] if self._whole is None else [": ".join(each) for each in self._whole.left_out()]
+        return ["not searched: " + "; ".join(found)] if found else []
+
+    def _freed(self, whole: WholeQuestion) -> FittingChange | None:
+        """The decision of a plan that is fixed whose search makes another one fit, as expected; the
+        plan that then needs least."""
+        found = []
+        for name in [] if whole.fixed is None else whole.fixed.decisions:
+            changed = whole.freed(name)
+            other = _Asking(self._options, self._of_profile, self._measurements, changed)
+            asked = over_microbatches(changed.question(), changed.microbatches)
+            answers = [other.expected(replace(each, objective="memory")) for each in asked]
+            peaks = [answer.peak_bytes for answer in answers if answer.status == "ok"]
+            found += [FittingChange(f"--search {name}", min(peaks), True)] if peaks else []
+        return min(found, key=lambda change: change.peak_bytes or 0, default=None)
 
     def cheapest_change(self, question: PlanQuestion) -> FittingChange | None:
         """What fits instead, compiled; by its state alone where nothing may be compiled."""
         options, of_profile = self._options, self._of_profile
+        if self._whole is not None and self._whole.fixed is not None:
+            return self._freed(self._whole)
         least = self.bounds(question.microbatch_size).least
 
         def bounded(changed: ProfileQuestion) -> Profile:

@@ -16,7 +16,7 @@ from capture.plan.kinds import load_plan, of_stages
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from profiling_runs.measurements import Measurements
-from recommender.fixed import DECISIONS, OF_STAGES, FixedStages
+from recommender.fixed import DECISIONS, FixedPlan
 
 
 def _decisions(text: str) -> tuple[str, ...]:
@@ -71,16 +71,15 @@ class Fixed:
     decisions: tuple[str, ...]
 
     def __str__(self) -> str:
-        searched = [name for name in DECISIONS if name not in self.decisions]
-        return (
-            f"as in {self.path}: {', '.join(self.decisions) or 'nothing'}; searched or named: "
-            f"{', '.join(searched) or 'nothing'}"
-        )
+        searched = ", ".join(name for name in DECISIONS if name not in self.decisions) or "nothing"
+        kept, cluster = ", ".join(self.decisions) or "nothing", self.plan.cluster
+        where = f"{self.path}, of {cluster} {cluster.target}"
+        return f"kept of {where}: {kept}; searched or named: {searched}"
 
     @property
-    def stages(self) -> FixedStages:
-        kept = tuple(name for name in self.decisions if name in OF_STAGES)
-        return FixedStages(self.plan.stages, kept)
+    def kept(self) -> FixedPlan:
+        """What searches know of it."""
+        return FixedPlan(self.plan.stages, self.decisions)
 
     def check_model(self, spec: WorkloadSpec | None, measurements: Measurements) -> None:
         """Refuse a plan of another model.

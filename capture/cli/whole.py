@@ -64,7 +64,7 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
         options.any_divisor,
         tuple(name for name, value in said.items() if value != default(name))
         + (fixed.decisions if fixed else ()),
-        None if fixed is None else fixed.stages,
+        None if fixed is None else fixed.kept,
     )
 
 

@@ -16,7 +16,7 @@ from capture.predictor.times import TimePredictor
 from capture.profiler.paper import PaperStatistics, layer_statistics
 from capture.profiler.paper import merge_layers as merged_layers
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.fixed import FixedStages
+from recommender.fixed import FixedPlan
 from recommender.question import PlanQuestion
 
 #: Of the cost table of one degree, all its choices together.
@@ -116,7 +116,7 @@ def _cost_table(
 
 
 def stage_choices(
-    profile: Profile, remat: Remat | None = None, fixed: FixedStages | None = None
+    profile: Profile, remat: Remat | None = None, fixed: FixedPlan | None = None
 ) -> Sequence[StageChoice]:
     """What stages of plans may have: what was measured, and mixtures; or of these what recomputes
     so, or what a plan that is fixed leaves."""
