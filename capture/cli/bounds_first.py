@@ -28,7 +28,10 @@ from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
+from capture.plan.prediction import StepTime
 from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan
+from capture.plan.why import Why
 from capture.predictor.step_time import describe_time, time_summary
 from profiling_runs.bounds import Bounds, ModelBounds, bounds
 from profiling_runs.collect import split_warnings
@@ -442,19 +445,54 @@ def _lines(
     lines += [str(result.headroom)] if result.headroom else []
     time = None
     if result.compiled:
-        known = verify(result.plan, measurements)  # compiled already
-        timeline = known.timeline()
-        if timeline is not None:
-            time = time_summary(timeline, result.plan, known.graph)
+        time = _time(result.plan, measurements)
+        if time is not None:
             document["time"] = write(time)
             lines.append(describe_time(time))
             if options.objective is not None:  # else what would be faster was searched
                 lines += unused_note(options, result.headroom, time)
         lines += front_table(result.why.front)
     if result.status == "ok":
-        result.plan.with_(time=time).save(options.output)
+        why = _with_times(result.plan, measurements)
+        result.plan.with_(time=time, why=why).save(options.output)
         lines.append(
             f"plan -> {options.output} ({'' if result.compiled else 'predicted, not compiled; '}"
             f"search: {result.proof.algorithm}, {result.proof.seconds:.1f} s)"
         )
+        lines += _other_plans(options, result)
     return lines
+
+
+def _other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:
+    """Return a line with the names by which verbs take the other plans of a front."""
+    front, plan = result.why.front, result.plan
+    if front is None or plan is None:
+        return []
+    own = (plan.stages, plan.num_microbatches)
+    points = front.names.items()
+    others = [n for n, p in points if (p.stages, p.num_microbatches or own[1]) != own]
+    named = ", ".join(f"{options.output}:{name}" for name in others)
+    return [f"in the same file, for run, verify, report, ...: {named}"] if others else []
+
+
+def _time(plan: Plan, measurements: Measurements) -> StepTime | None:
+    """Return the simulated step of a plan that is compiled already."""
+    known = verify(plan, measurements)
+    timeline = known.timeline()
+    return None if timeline is None else time_summary(timeline, plan, known.graph)
+
+
+def _with_times(plan: Plan, measurements: Measurements) -> Why | None:
+    """Return what a plan has to say, the steps of the plans of its front among it."""
+    front = None if plan.why is None else plan.why.front
+    if front is None or plan.why is None:
+        return plan.why
+    points = [
+        point
+        if point.notes is None
+        else replace(
+            point, notes=replace(point.notes, time=_time(plan.of_front(name), measurements))
+        )
+        for name, point in front.names.items()
+    ]
+    return replace(plan.why, front=replace(front, points=tuple(points)))

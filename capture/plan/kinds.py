@@ -36,10 +36,17 @@ READ_BY: Mapping[str, str] = {
 def load_plan(path: Path | str) -> AnyPlan:
     """A plan of whichever kind, as ``save`` wrote it.
 
+    Args:
+        path: Of a file; ``plan.json:knee`` is a plan of its front (``Plan.of_front``).
+
     Raises:
         PlanError: ``plan-file`` if it cannot be read, ``plan-corrupt`` if it is no JSON,
-            ``plan-kind`` for an unknown kind, and those of ``from_json`` of the kind.
+            ``plan-kind`` for an unknown kind, and those of ``from_json`` of the kind and of
+            ``of_front``.
     """
+    file, colon, name = str(path).rpartition(":")
+    if colon and not Path(path).exists() and Path(file).exists():
+        return of_stages(load_plan(file)).of_front(name)
     return resolved(PLAN.load(path, _read), path)
 
 

@@ -23,6 +23,7 @@ from capture.plan.prediction import Prediction, StepTime, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
 from capture.plan.stage import Stage, StageRow
 from capture.plan.why import Why
+from capture.quantities import counted
 
 PLAN = documents.Format(
     "plan",
@@ -118,6 +119,34 @@ class Plan:
     def with_(self, **changes: Any) -> Plan:
         """A copy with other fields, validated again."""
         return replace(self, **changes)
+
+    def of_front(self, name: str) -> Plan:
+        """Return a plan of the front that this one has (``why.front``), as compiled as it is known.
+
+        Args:
+            name: Of ``Front.names``; spaces may stand for dashes.
+
+        Raises:
+            PlanError: ``plan-front`` if there is no such point.
+        """
+        front = None if self.why is None else self.why.front
+        point = None if front is None else front.names.get(name.replace(" ", "-"))
+        if front is None or point is None:
+            known = "it has no front" if front is None else f"it has {', '.join(front.names)}"
+            raise PlanError.of(f"the plan has no plan {name!r} of a front: {known}.", "plan-front")
+        notes = {
+            **dict.fromkeys(_NOTES),
+            "model_hash": "",
+            **({} if point.notes is None else vars(point.notes)),
+        }
+        why = Why(f"The plan {name!r} of a front of {counted(len(front.points), 'plan')}.")
+        return replace(
+            self,
+            stages=point.stages,
+            schedule=point.schedule or self.schedule,
+            num_microbatches=point.num_microbatches or self.num_microbatches,
+            **{**notes, "why": replace(why, front=front)},
+        )
 
     def to_json(self) -> dict[str, Any]:
         written = {name: documents.write(getattr(self, name)) for name in _DOCUMENT}

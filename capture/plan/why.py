@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from capture import documents
+from capture.plan.prediction import Prediction, StepTime, Verified
 from capture.plan.stage import Stage, StageRow
 from capture.quantities import counted, format_bytes, format_seconds
 
 #: Of a point of a front, what files always have.
 _ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
+
+
+@dataclass(frozen=True)
+class PlanNotes:
+    """What is known of a plan of a front, as of a plan that is saved.
+
+    Attributes:
+        model_hash, prediction, verification, time: As of ``Plan``.
+    """
+
+    model_hash: str
+    prediction: Prediction
+    verification: Verified | None = None
+    time: StepTime | None = None
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], path: str = "") -> PlanNotes:
+        """What was written of it.
+
+        Raises:
+            FieldError: naming the field that is wrong.
+        """
+        row = documents.read(data, _PlanNotes, path)
+        prediction = Prediction.read(row.prediction, f"{path}.prediction")
+        return cls(row.model_hash, prediction, row.verification, row.time)
 
 
 @dataclass(frozen=True)
@@ -29,6 +55,8 @@ class FrontPoint:
             it by more in both, compiled bytes and seconds, these by a bound that leaves transfers
             out; 0 if none is. None where it is not known.
         name: ``fastest``, ``knee`` or ``lowest memory`` of the default answer; else empty.
+        notes: Of a compiled plan, so that it can be used without another search
+            (``Plan.of_front``).
     """
 
     peak_bytes: int
@@ -39,6 +67,7 @@ class FrontPoint:
     num_microbatches: int = 0
     within_fraction: float | None = None
     name: str = ""
+    notes: PlanNotes | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Without what is not said."""
@@ -62,6 +91,11 @@ class Front:
     complete: bool
     extrapolated: bool = False
     seconds: float = 0.0
+
+    @property
+    def names(self) -> dict[str, FrontPoint]:
+        """Points by name, those without one by their number, the smallest is 1."""
+        return {p.name.replace(" ", "-") or str(n): p for n, p in enumerate(self.points, 1)}
 
     @property
     def compiled(self) -> bool:
@@ -267,19 +301,28 @@ class Why:
         row = documents.read(data, _Why, path)
         front = None
         if row.front is not None:
-            points = (
-                FrontPoint(**{**vars(point), "stages": tuple(row.stage for row in point.stages)})
-                for point in row.front.points
-            )
+            points = (point.read for point in row.front.points)
             front = Front(**{**vars(row.front), "points": tuple(points)})
         return cls(**{**vars(row), "front": front})
 
 
 @dataclass(frozen=True)
 class _Point(FrontPoint):
-    """With stages as files have them."""
+    """With stages and notes as files have them."""
 
     stages: tuple[StageRow, ...] = ()  # type: ignore[assignment]
+    notes: Mapping[str, Any] | None = None  # type: ignore[assignment]
+
+    @property
+    def read(self) -> FrontPoint:
+        notes = None if self.notes is None else PlanNotes.read(self.notes, "front.points.notes")
+        stages = tuple(row.stage for row in self.stages)
+        return FrontPoint(**{**vars(self), "stages": stages, "notes": notes})
+
+
+@dataclass(frozen=True)
+class _PlanNotes(PlanNotes):
+    prediction: Mapping[str, Any]  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

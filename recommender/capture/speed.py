@@ -25,7 +25,7 @@ import numpy as np
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
-from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, Why
+from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, PlanNotes, Why
 from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import Answer, StageAnswer
 from recommender.capture import grouped
@@ -45,7 +45,7 @@ from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.recommendation import plan_of
+from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.refine import ROUNDING, Corner, Look, Policy, Search, above, far
 from recommender.capture.refuted import Refuted
 from recommender.capture.result import PlacedStage
@@ -236,6 +236,9 @@ class Timed(Policy):
                 plan.schedule if names else "",
                 plan.num_microbatches if names else 0,
                 within_fraction=max(min(above(peak, p), above(seconds, s)) for p, s in corners),
+                notes=PlanNotes(
+                    plan.model_hash, predict_plan(found.part.known, plan), plan.verification
+                ),
             )
             points.append(point)
         is_whole = self.within(search) == 0 and not any(each.within_fraction for each in points)
