@@ -139,13 +139,14 @@ class Plan:
             "model_hash": "",
             **({} if point.notes is None else vars(point.notes)),
         }
-        why = Why(f"The plan {name!r} of a front of {counted(len(front.points), 'plan')}.")
+        said = f"The plan {name!r} of a front of {counted(len(front.points), 'plan')}."
+        why = Why(said, front=front, proven=None if self.why is None else self.why.proven)
         return replace(
             self,
             stages=point.stages,
             schedule=point.schedule or self.schedule,
             num_microbatches=point.num_microbatches or self.num_microbatches,
-            **{**notes, "why": replace(why, front=front)},
+            **{**notes, "why": why},
         )
 
     def to_json(self) -> dict[str, Any]:

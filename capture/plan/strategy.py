@@ -19,7 +19,7 @@ def strategy(stages: Sequence[Stage], schedule: str, num_microbatches: int) -> s
         'FSDP over 4 devices, remat cheap, 2 micro-batches'
     """
     choices = [stage.choice for stage in stages]
-    parts = [_all(list(map(_of_devices, choices)))]
+    parts = [_all(list(map(of_devices, choices)))]
     if len(stages) > 1:
         parts = [f"{len(stages)} stages of {parts[0]}", schedule.upper()]
     parts += [
@@ -29,7 +29,13 @@ def strategy(stages: Sequence[Stage], schedule: str, num_microbatches: int) -> s
     return ", ".join(parts)
 
 
-def _of_devices(choice: StageChoice) -> str:
+def of_devices(choice: StageChoice) -> str:
+    """Return how a stage uses its devices.
+
+    Example:
+        >>> of_devices(StageChoice(2, 4, shard_optimizer=True))
+        'data parallel 2 (ZeRO 1) x tensor parallel 4'
+    """
     dp, tp = choice.data_parallel, choice.tensor_parallel
     if choice.num_devices == 1:
         return "one device"

@@ -289,7 +289,8 @@ class Why:
         if self.proven is None or not self.proven.trail:
             return said
         first, last = self.proven.trail[0], self.proven.trail[-1]
-        return f"{said} {first}." if last is first else f"{said} First: {first}. Last: {last}."
+        trail = f"{first}." if last is first else f"First: {first}. Last: {last}."
+        return f"{said} {trail}".lstrip()
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> Why:

@@ -195,7 +195,7 @@ class ReportFacts:
             and {
                 "complete": self.front.complete,
                 "points": [
-                    fields_of(point, "peak_bytes", "step_seconds", "stages")
+                    fields_of(point, "peak_bytes", "step_seconds", "stages", "name")
                     for point in self.front.points
                 ],
             },

@@ -3,10 +3,12 @@ no plotting library is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil, floor, log10
 from typing import Any
 
 from capture.plan.stage import Stage
+from capture.plan.strategy import of_devices, strategy
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import Figure
@@ -19,6 +21,8 @@ from capture.report.words import CLOCKS, signed_bytes
 MEMORY_BUCKETS = 400
 #: A limit that lies so many times above everything else is said and not drawn.
 FAR_LIMIT = 5
+#: Values that lie so many times apart are drawn along a logarithmic axis.
+LOG_RATIO = 4
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
@@ -50,13 +54,14 @@ def stage_map(facts: ReportFacts) -> Figure:
         for device in stage.stage.devices:
             node = cluster.node_of_device[device]
             of_node.setdefault(node, []).append(device - first_device[node])
-        about = (
-            f"layers {stage.layers_text}<br>dp {stage.stage.choice.replicas_text} x tp "
-            f"{stage.stage.choice.tensor_parallel}"
-        )
+        choice = stage.stage.choice
+        split = f"dp {choice.replicas_text} x tp {choice.tensor_parallel}"
+        if len(facts.stages) == 1:
+            split = of_devices(choice)
+        about = f"layers {stage.layers_text}<br>{split}"
         hover = (
             f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat "
-            f"{stage.stage.choice.remat}<br>"
+            f"{choice.remat}<br>"
             f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
         )
         traces.append(
@@ -363,18 +368,31 @@ def memory_over_time(facts: ReportFacts) -> Figure:
 
 
 def front(facts: ReportFacts) -> Figure:
-    """The plans between which one has to choose, and this one."""
+    """The plans between which one has to choose, with their names, this one, and what no plan is
+    faster than."""
     assert facts.front is not None, "drawn where there is one"
-    points, step = facts.front.points, facts.schedule.step_seconds
+    points, step, least = facts.front.points, facts.schedule.step_seconds, _least_step(facts)
     unit = bytes_unit(max(point.peak_bytes for point in points))
     clock = seconds_unit(max(point.step_seconds for point in points))
+    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    peaks = [point.peak_bytes / unit.scale for point in points]
+    seconds = [point.step_seconds / clock.scale for point in points]
+    bound = [] if least is None else [least / clock.scale]
+    line = _limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points))
+    ends = [peaks[0], limit / unit.scale if line and limit else peaks[-1]]
+    x_of, x_axis = _scaled(f"peak per device, {unit.name}", [*peaks, *ends])
+    y_of, y_axis = _scaled(f"step, {clock.name}", [*seconds, *bound])
+    for each in (*line.get("shapes", ()), *line.get("annotations", ())):
+        each.update({key: x_of(value) for key, value in each.items() if key in ("x", "x0", "x1")})
     traces: list[dict[str, Any]] = [
         {
             "type": "scatter",
-            "mode": "lines+markers",
+            "mode": "lines+markers+text",
             "name": "front",
-            "x": [point.peak_bytes / unit.scale for point in points],
-            "y": [point.step_seconds / clock.scale for point in points],
+            "x": list(map(x_of, peaks)),
+            "y": list(map(y_of, seconds)),
+            "text": [point.name for point in points],
+            "textposition": "top right",
             "customdata": [
                 (
                     f"{format_bytes(point.peak_bytes)}, "
@@ -393,21 +411,39 @@ def front(facts: ReportFacts) -> Figure:
                 "type": "scatter",
                 "mode": "markers",
                 "name": "this plan (simulated)",
-                "x": [facts.fullest.peak_bytes / unit.scale],
-                "y": [step / clock.scale],
+                "x": [x_of(facts.fullest.peak_bytes / unit.scale)],
+                "y": [y_of(step / clock.scale)],
                 "customdata": [f"{format_bytes(facts.fullest.peak_bytes)}, {format_seconds(step)}"],
                 "marker": {"symbol": "star", "size": 16, "color": "#D55E00"},
                 "hovertemplate": "this plan: %{customdata}<extra></extra>",
             }
         )
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
-    layout = {
-        "height": 400,
-        "showlegend": True,
-        "xaxis": {"title": {"text": f"peak per device, {unit.name}"}},
-        "yaxis": {"title": {"text": f"step, {clock.name}"}},
-        **_limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points)),
-    }
+    traces += [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "no plan is faster (lower bound)",
+            "x": list(map(x_of, ends)),
+            "y": [y_of(value)] * 2,
+            "line": {"color": INK, "width": 1.5, "dash": "dash"},
+            "hoverinfo": "skip",
+        }
+        for value in bound
+    ]
+    layout = {"height": 400, "showlegend": True, "xaxis": x_axis, "yaxis": y_axis, **line}
+    return Figure("front", "Peak memory against step time", _front_words(facts), traces, layout)
+
+
+def _least_step(facts: ReportFacts) -> float | None:
+    """Seconds that no plan of the search is faster than, where they are known."""
+    why = facts.plan.why
+    proven = None if why is None or why.proven is None else why.proven.trail
+    return proven[-1].least_step_seconds if proven else None
+
+
+def _front_words(facts: ReportFacts) -> str:
+    """What a front is, its named plans, and what is proven of it."""
+    assert facts.front is not None, "there is one"
     said = (
         "compiled, and none beats another both in memory and in time"
         if facts.front.compiled
@@ -415,14 +451,36 @@ def front(facts: ReportFacts) -> Figure:
     )
     if facts.front.complete:
         said = "no other plan of the search is both smaller and faster than one of them"
-    caption = (
-        f"{counted(len(points), 'plan')}: {said}. Step times are estimates of the search; this "
-        "plan's is that of the simulation."
-    )
-    return Figure("front", "Peak memory against step time", caption, traces, layout)
+    times = "Step times are estimates of the search; this plan's is that of the simulation."
+    if facts.front.compiled:
+        times = "Step times are simulated."
+    named = [
+        f"{point.name.capitalize()}: {format_bytes(point.peak_bytes)}, "
+        f"{format_seconds(point.step_seconds)}, {strategy(point.stages, point.schedule, point.num_microbatches)}."
+        for point in facts.front.points
+        if point.name
+    ]
+    if (least := _least_step(facts)) is not None:
+        named.append(f"No plan is faster than {format_seconds(least)}, transfers left out.")
+    return " ".join([f"{counted(len(facts.front.points), 'plan')}: {said}.", *named, times])
 
 
 # ---- parts of figures ----------------------------------------------------------------------------
+
+
+def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
+    """How values are placed along an axis, and the axis: logarithmic where they lie far apart."""
+    low, high = min(values), max(values)
+    if low <= 0 or high < LOG_RATIO * low:
+        return lambda value: value, {"title": {"text": title}}
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    ticks = [n * 10.0**power for power in powers for n in (1, 2, 5)]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    return log10, {
+        "title": {"text": f"{title} (logarithmic)"},
+        "tickvals": list(map(log10, shown)),
+        "ticktext": [f"{tick:g}" for tick in shown],
+    }
 
 
 def _limit_line(axis: str, limit: int | None, scale: float, largest: float) -> dict[str, Any]:

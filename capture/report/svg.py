@@ -231,6 +231,8 @@ class _Chart:
                 yield _line(x, top, x, bottom, INK)
                 yield _line(x - 5, top, x + 5, top, INK) + _line(x - 5, bottom, x + 5, bottom, INK)
             yield _symbol(marker, x, y, _title(trace, i, trace["x"][i], trace["y"][i]))
+            if "text" in trace["mode"] and trace["text"][i]:
+                yield _text(x + 8, y - 8, trace["text"][i], anchor="start", halo=True)
 
     def _heatmap(self, trace: dict[str, Any], stacked: dict[Any, float]) -> Iterator[str]:
         """Runs of equal values as one bar each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capture.plan.strategy import strategy
 from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from capture.report.data import Clock, ReportFacts, is_extrapolated
 
@@ -27,11 +28,10 @@ def title(facts: ReportFacts) -> str:
     """The question that the plan answers."""
     plan = facts.plan
     model = "a model without a name" if plan.workload is None else str(plan.workload)
-    count = counted(plan.num_microbatches, "micro-batch", "micro-batches")
-    return (
-        f"{model} on {plan.cluster} {plan.cluster.target}, {plan.schedule}, {count} of "
-        f"{plan.microbatch_size}"
-    )
+    how = f"{plan.schedule}, {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}"
+    if plan.num_stages == 1:
+        how = strategy(plan.stages, plan.schedule, plan.num_microbatches)
+    return f"{model} on {plan.cluster} {plan.cluster.target}, {how} of {plan.microbatch_size}"
 
 
 def paragraph(facts: ReportFacts) -> str:
@@ -128,9 +128,14 @@ def _time(facts: ReportFacts) -> list[str]:
             f"{facts.mean_waits:.0%} of a step on average."
         )
         return [f"{idle} How long a step takes is not known."]
-    return [
+    takes = (
         f"A step takes {format_seconds(step)} (simulated), "
-        f"{format_rate(facts.plan.global_batch_size / step)} examples/s.",
+        f"{format_rate(facts.plan.global_batch_size / step)} examples/s."
+    )
+    if len(facts.stages) == 1:
+        return [takes]
+    return [
+        takes,
         f"The bottleneck of time is stage {facts.busiest}, which computes for "
         f"{1 - waits[facts.busiest]:.0%} of the step; "
         f"the pipeline bubble is {facts.mean_waits:.0%} of it on average.",
