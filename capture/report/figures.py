@@ -455,10 +455,10 @@ def _front_words(facts: ReportFacts) -> str:
     if facts.front.compiled:
         times = "Step times are simulated."
     named = [
-        f"{point.name.capitalize()}: {format_bytes(point.peak_bytes)}, "
-        f"{format_seconds(point.step_seconds)}, {strategy(point.stages, point.schedule, point.num_microbatches)}."
-        for point in facts.front.points
-        if point.name
+        f"{p.name.capitalize()}: {format_bytes(p.peak_bytes)}, {format_seconds(p.step_seconds)}, "
+        + f"{strategy(p.stages, p.schedule, p.num_microbatches)}."
+        for p in facts.front.points
+        if p.name
     ]
     if (least := _least_step(facts)) is not None:
         named.append(f"No plan is faster than {format_seconds(least)}, transfers left out.")
