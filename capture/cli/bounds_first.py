@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 from capture.cli import asked
@@ -31,7 +31,6 @@ from capture.plan.choices import StageChoice, measured_choices, remat_time_fract
 from capture.plan.prediction import StepTime
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
-from capture.plan.why import Why
 from capture.predictor.step_time import describe_time, time_summary
 from profiling_runs.bounds import Bounds, ModelBounds, bounds
 from profiling_runs.collect import split_warnings
@@ -329,17 +328,21 @@ class _Asking:
         return ["not searched: " + "; ".join(found)] if found else []
 
     def _freed(self, whole: WholeQuestion) -> FittingChange | None:
-        """The decision of a plan that is fixed whose search makes another one fit, as expected; the
-        plan that then needs least."""
-        found = []
-        for name in [] if whole.fixed is None else whole.fixed.decisions:
-            changed = whole.freed(name)
-            other = _Asking(self._options, self._of_profile, self._measurements, changed)
-            asked = over_microbatches(changed.question(), changed.microbatches)
-            answers = [other.expected(replace(each, objective="memory")) for each in asked]
-            peaks = [answer.peak_bytes for answer in answers if answer.status == "ok"]
-            found += [FittingChange(f"--search {name}", min(peaks), True)] if peaks else []
-        return min(found, key=lambda change: change.peak_bytes or 0, default=None)
+        """The decision of a plan that is fixed whose search makes another one fit, as expected: the
+        one that then needs least; or all of them."""
+        decisions = () if whole.fixed is None else whole.fixed.decisions
+        found = [self._least(f"--search {name}", whole.freed(name)) for name in decisions]
+        peaks = [each for each in found if each is not None]
+        if peaks:
+            return min(peaks, key=lambda change: change.peak_bytes or 0)
+        return self._least("leave out --fix", reduce(WholeQuestion.freed, decisions, whole))
+
+    def _least(self, change: str, whole: WholeQuestion) -> FittingChange | None:
+        """What the smallest plan of another question is expected to need; None if none fits."""
+        other = _Asking(self._options, self._of_profile, self._measurements, whole)
+        asked = [replace(whole.question(m), objective="memory") for m in whole.microbatches]
+        peaks = [found.peak_bytes for found in map(other.expected, asked) if found.status == "ok"]
+        return FittingChange(change, min(peaks), True) if peaks else None
 
     def cheapest_change(self, question: PlanQuestion) -> FittingChange | None:
         """What fits instead, compiled; by its state alone where nothing may be compiled."""
@@ -389,6 +392,7 @@ def _told(
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)
         result, attempts = asking.best(question)
         warnings = [*(split_warnings(*split) if warned is None else warned.result())]
+    result = _with_times(result, measurements)
     warnings += _refuted([*(attempt.result for attempt in attempts), result])
     failures = causes(measurements.failures)
     document: dict[str, Any] = {
@@ -453,8 +457,7 @@ def _lines(
                 lines += unused_note(options, result.headroom, time)
         lines += front_table(result.why.front)
     if result.status == "ok":
-        why = _with_times(result.plan, measurements)
-        result.plan.with_(time=time, why=why).save(options.output)
+        result.plan.with_(time=time).save(options.output)
         lines.append(
             f"plan -> {options.output} ({'' if result.compiled else 'predicted, not compiled; '}"
             f"search: {result.proof.algorithm}, {result.proof.seconds:.1f} s)"
@@ -482,17 +485,16 @@ def _time(plan: Plan, measurements: Measurements) -> StepTime | None:
     return None if timeline is None else time_summary(timeline, plan, known.graph)
 
 
-def _with_times(plan: Plan, measurements: Measurements) -> Why | None:
-    """Return what a plan has to say, the steps of the plans of its front among it."""
-    front = None if plan.why is None else plan.why.front
-    if front is None or plan.why is None:
-        return plan.why
+def _with_times(result: StageAnswer, measurements: Measurements) -> StageAnswer:
+    """Return the answer with the steps of the plans of its front."""
+    plan, why = result.plan, result.why
+    if plan is None or why.front is None:
+        return result
     points = [
-        point
-        if point.notes is None
-        else replace(
-            point, notes=replace(point.notes, time=_time(plan.of_front(name), measurements))
-        )
-        for name, point in front.names.items()
+        replace(point, notes=replace(point.notes, time=_time(plan.of_front(name), measurements)))
+        if point.notes
+        else point
+        for name, point in why.front.names.items()
     ]
-    return replace(plan.why, front=replace(front, points=tuple(points)))
+    why = replace(why, front=replace(why.front, points=tuple(points)))
+    return replace(result, why=why, plan=plan.with_(why=why))

@@ -205,10 +205,13 @@ def main(options: argparse.Namespace) -> int:
     asked.say_one_device(options)
     given = copy(options)
     close(options)
-    of_profile = asked.profile_question(vars(options))
+    # Any number of micro-batches may do where none is said.
+    of_profile = asked.profile_question({**vars(options), "microbatches": given.microbatches or 1})
     of_a_profile = bounds_first.of_a_profile(options, of_profile)
     whole = None if of_a_profile else whole_question(given, fixed)
-    if whole is not None:
+    if whole is None:
+        of_profile = asked.profile_question(vars(options))
+    else:
         of_profile = of_whole(of_profile, whole)
     question = _question(options, of_profile, given) if whole is None else whole.question()
     _check_times(question)

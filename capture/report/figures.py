@@ -437,8 +437,8 @@ def front(facts: ReportFacts) -> Figure:
 def _least_step(facts: ReportFacts) -> float | None:
     """Seconds that no plan of the search is faster than, where they are known."""
     why = facts.plan.why
-    proven = None if why is None or why.proven is None else why.proven.trail
-    return proven[-1].least_step_seconds if proven else None
+    trail = () if why is None or why.proven is None else why.proven.trail
+    return trail[-1].least_step_seconds if trail else None
 
 
 def _front_words(facts: ReportFacts) -> str:
