@@ -62,19 +62,23 @@ def agree(stage: Stage, other: Stage, decisions) -> bool:
 
 
 @pytest.mark.parametrize("table_bytes", [64 * 2**20, 0])
-def test_the_best_of_the_plans_that_decide_alike_is_found(monkeypatch, table_bytes):
+@pytest.mark.parametrize(("num_devices", "num_layers"), [(4, 2), (3, 3)])
+def test_the_best_of_the_plans_that_decide_alike_is_found(
+    monkeypatch, num_devices, num_layers, table_bytes
+):
     """Of reduced tables, too."""
-    profile = Planted(3, 0).profile(CHOICES, num_neighbours=2)
-    problem = search_problem(profile, QUESTION)
+    profile = Planted(num_layers, 0).profile(CHOICES, num_neighbours=2)
+    question = replace(QUESTION, cluster=Cluster((num_devices,)))
+    problem = search_problem(profile, question)
     every = [
-        (stages, predict_plan(profile, plan_of(profile, QUESTION, stages)).peak_bytes)
+        (stages, predict_plan(profile, plan_of(profile, question, stages)).peak_bytes)
         for cuts in every_plan(problem)
         for choices in product(*(problem.choices[d] for *_, d in cuts))
         for stages in [place(cuts, choices)]
     ]
     monkeypatch.setattr("recommender.capture.posed._LARGEST_TABLE_BYTES", table_bytes)
     random = np.random.default_rng(0)
-    for count in range(len(ALL) + 1) if table_bytes else [1, len(ALL)]:
+    for count in range(len(ALL) + 1):
         for decisions in combinations(ALL, count):
             stages, _ = every[random.integers(len(every))]
             alike = [
@@ -82,7 +86,7 @@ def test_the_best_of_the_plans_that_decide_alike_is_found(monkeypatch, table_byt
                 for others, peak in every
                 if all(any(agree(o, s, decisions) for s in stages) for o in others)
             ]
-            found = recommend(profile, replace(QUESTION, fixed=FixedPlan(tuple(stages), decisions)))
+            found = recommend(profile, replace(question, fixed=FixedPlan(tuple(stages), decisions)))
             assert found.plan is not None and found.plan.prediction.peak_bytes == min(alike)
 
 
