@@ -186,6 +186,7 @@ class _Asking:
     ):
         self._options, self._of_profile, self._whole = options, of_profile, whole
         self._measurements, self._bounds = measurements, dict[int, Bounds]()
+        self._traced = progress(options)
 
     @cached_property
     def _known(self) -> ModelBounds:
@@ -198,7 +199,7 @@ class _Asking:
             self._measurements,
             {size // choice.data_parallel for size in sizes for choice in self._choices(size)},
             of_profile.cluster.num_devices,
-            progress(self._options),
+            lambda *done: self._traced(*done),
             # They start while this process traces.
             (lambda: None) if self._compiles_nothing else self._measurements.start_workers,
         )
@@ -263,12 +264,12 @@ class _Asking:
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
         """Tell the rounds of a search and what is compiled in them as one."""
-        told, before = SearchProgress(self._options), self._measurements.progress
-        self._measurements.progress = told.jobs
+        told, before = SearchProgress(self._options), (self._measurements.progress, self._traced)
+        self._measurements.progress = self._traced = told.jobs
         try:
             yield told
         finally:
-            self._measurements.progress = before
+            self._measurements.progress, self._traced = before
             told.end()
 
     def expected(self, question: PlanQuestion) -> StageAnswer:

@@ -71,6 +71,8 @@ class Tally:
         return None if rate is None else 60 * (self.total - self.done) / rate
 
 
+#: The kind of job that traces.
+BOUNDS = "bounds from tracing"
 #: What is done, to what: by kind of job, in words of people who have a model and want a plan.
 _WORDS = {
     "optimizer updates": ("compiling", "compiled", "stage", "stages"),
@@ -79,7 +81,7 @@ _WORDS = {
     "other sizes": ("compiling", "compiled", "stage", "stages"),
     "paper runs": ("compiling", "compiled", "stage", "stages"),
     "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
-    "bounds from tracing": ("tracing", "traced", "stage", "stages"),
+    BOUNDS: ("tracing", "traced", "kind of stage", "kinds of stage"),
     "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
     "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
     "largest sizes": ("measuring", "measured", "layer", "layers"),
@@ -170,14 +172,16 @@ class SearchProgress:
     def __init__(self, options: argparse.Namespace, clock: Clock = time.monotonic):
         self._is_quiet, self._rewrites = options.quiet, sys.stderr.isatty()
         self._clock, self._said_at = clock, clock()
-        self._known = self._shown = ""
+        self._known = self._words = self._shown = ""
         self._has_hinted = False
         self._before, self._round = (0, 0), dict[str, tuple[int, int]]()
+        #: Kinds of stage whose bounds are known, and of how many that is asked.
+        self._kinds = 0, 0
 
     def known(self, bracket: Bracket) -> None:
         """Say what is known, unless that was said: most rounds of a long search move nothing that
         shows."""
-        self._known = str(bracket)
+        self._known, self._words = str(bracket), bracket.words
         moved = str(replace(bracket, seconds=0.0))
         if moved != self._shown and not self._rewrites:
             self._print(self._known)
@@ -190,8 +194,10 @@ class SearchProgress:
 
     def jobs(self, kind: str, done: int, total: int) -> None:
         """Note that jobs of a round have come so far (``Progress``); optimizer updates are parts of
-        stages, and not counted beside them."""
-        if kind != "optimizer updates":
+        stages, and not counted beside them, and tracing is no job of a round."""
+        if kind == BOUNDS:
+            self._kinds = done, total
+        elif kind != "optimizer updates":
             if self._round and all(d == t for d, t in self._round.values()):
                 self._before, self._round = self._counts, {}
             self._round[kind] = done, total
@@ -210,15 +216,21 @@ class SearchProgress:
         return sum(done), sum(total)
 
     def _show(self) -> None:
-        done, total = self._counts
-        now = self._clock()
+        left, now = self._left, self._clock()
         if self._rewrites and not self._is_quiet:
             clear_line()
-            left = f"; {done} of {counted(total, 'stage')}" if done < total else ""
-            text = f"{self._known}{left}" if self._known else f"compiling{left.removeprefix(';')}"
+            text = "; ".join(filter(None, (left, self._words))) if left else self._known
             print(text[: _width() - 1], end="\r", file=sys.stderr, flush=True)
-        elif done < total and now - self._said_at >= PAUSE_SECONDS:
-            self._print(f"compiled {done} of {counted(total, 'stage')}")
+        elif left and now - self._said_at >= PAUSE_SECONDS:
+            self._print(left)
+
+    @property
+    def _left(self) -> str:
+        """What is traced or compiled of what was asked for; empty where nothing is left."""
+        (known, kinds), (done, total) = self._kinds, self._counts
+        if known < kinds:
+            return f"{known} of {counted(kinds, *_WORDS[BOUNDS][2:])} known"
+        return f"compiled {done} of {counted(total, 'stage')}" if done < total else ""
 
     def _print(self, text: str) -> None:
         self._said_at = self._clock()

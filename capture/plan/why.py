@@ -148,16 +148,21 @@ class Bracket:
     within_fraction: float | None = None
 
     def __str__(self) -> str:
+        begins = f"{self.seconds:.{1 if self.seconds < 100 else 0}f} s"
+        begins += f", {self.num_compiled} compiled" if self.num_compiled else ""
+        return f"{begins}: {self.words}"
+
+    @property
+    def words(self) -> str:
+        """The best plan so far, and what none is better than."""
         known = [self._peak, self._step]
         if self.num_points is None:
             known = [self._step or self._peak]
         elif self.within_fraction is not None and self.within_fraction < 1:
             known.append(f"the front is known to {self.within_fraction:.1%}")
-        begins = f"{self.seconds:.{1 if self.seconds < 100 else 0}f} s"
-        begins += f", {self.num_compiled} compiled: " if self.num_compiled else ": "
         if self.num_points:
-            begins += f"{counted(self.num_points, 'plan')}; "
-        return f"{begins}{', '.join(known)}"
+            known = [counted(self.num_points, "plan"), *known]
+        return "; ".join(known)
 
     @property
     def _peak(self) -> str:
@@ -171,12 +176,11 @@ class Bracket:
         least, most = self.least_step_seconds, self.most_step_seconds
         if least is None:
             return ""
+        bound = f"no plan is faster than {format_seconds(least)}"
         if most is None:
-            return f"step time: lower bound {format_seconds(least)}"
-        return (
-            f"step time: lower bound {format_seconds(least)}, fastest plan so far "
-            f"{format_seconds(most)}"
-        )
+            return bound
+        nbytes = f", {format_bytes(self.most_bytes)}" if self.num_points is None else ""
+        return f"best so far {format_seconds(most)}{nbytes}; {bound}"
 
     def to_json(self) -> dict[str, Any]:
         """Without what was not searched for."""

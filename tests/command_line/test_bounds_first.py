@@ -364,6 +364,29 @@ def test_stages_are_counted_over_rounds(capsys):
     assert said[-1] == "compiled 3 of 5 stages" and said[0] == "compiled 0 of 2 stages"
 
 
+def test_a_search_for_speed_is_told_in_the_words_of_the_question(capsys):
+    seconds = iter(range(0, 10**4, 20))
+    progress = SearchProgress(SimpleNamespace(quiet=False), lambda: next(seconds))
+    bracket = Bracket(0.5, 0, 9, 9, False, 1.02)
+    progress.known(bracket)
+    progress.jobs("bounds from tracing", 18, 40)
+    progress.jobs("bounds from tracing", 40, 40)
+    best = replace(bracket, num_compiled=2, most_bytes=61 * 10**9, most_step_seconds=1.31)
+    progress.known(best)
+    progress.jobs("stages of the plan", 1, 2)
+    assert capsys.readouterr().err.splitlines() == [
+        "0.5 s: no plan is faster than 1.02 s",
+        "18 of 40 kinds of stage known",
+        "0.5 s, 2 compiled: best so far 1.31 s, 61 GB; no plan is faster than 1.02 s",
+        "compiled 1 of 2 stages",
+    ]
+    front = replace(best, num_points=2, within_fraction=0.25)
+    assert front.words == (
+        "2 plans; peak memory: lower bound 9 B, best plan so far about 61 GB; best so far 1.31 s; "
+        "no plan is faster than 1.02 s; the front is known to 25.0%"
+    )
+
+
 @pytest.mark.parametrize(
     ("limit", "bubbles", "objective", "said"),
     [

@@ -136,7 +136,7 @@ def test_without_compiling_the_bracket_is_the_answer():
     assert found.why.proven.within_fraction is None
     said = str(found.why.proven.trail[0])
     assert "peak memory: lower bound" in said
-    assert ", step time: lower bound" in said
+    assert "; no plan is faster than" in said
 
 
 def test_an_interrupt_ends_with_the_points_so_far(monkeypatch):
