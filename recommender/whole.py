@@ -205,9 +205,9 @@ def _beyond(whole: WholeQuestion) -> Iterator[Violation]:
         if not whole.may_have(stage, m, fixed):
             freed = (n for n in fixed.decisions if whole.may_have(stage, m, fixed.without(n)))
             name, size = next(freed, None), whole.global_batch_size // m
+            given = f"{counted(m, 'micro-batch', 'micro-batches')} of {counted(size, 'example')}"
             yield Violation(
-                f"{counted(m, 'micro-batch', 'micro-batches')} of {counted(size, 'example')} and "
-                f"what else is asked leave no stage with {stage.choice} (layers {stage.first}-"
+                f"{given} and what else is asked leave no stage with {stage.choice} (layers {stage.first}-"
                 f"{stage.stop - 1} of the plan that is fixed); "
                 f"{f'search it again: --search {name}' if name else 'leave out --fix'}.",
                 "plan-fix",
