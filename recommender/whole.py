@@ -207,8 +207,8 @@ def _beyond(whole: WholeQuestion) -> Iterator[Violation]:
             name, size = next(freed, None), whole.global_batch_size // m
             given = f"{counted(m, 'micro-batch', 'micro-batches')} of {counted(size, 'example')}"
             yield Violation(
-                f"{given} and what else is asked leave no stage with {stage.choice} (layers {stage.first}-"
-                f"{stage.stop - 1} of the plan that is fixed); "
+                f"{given} and what else is asked leave no stage with {stage.choice} (layers "
+                f"{stage.first}-{stage.stop - 1} of the plan that is fixed); "
                 f"{f'search it again: --search {name}' if name else 'leave out --fix'}.",
                 "plan-fix",
             )
