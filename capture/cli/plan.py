@@ -206,7 +206,8 @@ def main(options: argparse.Namespace) -> int:
     given = copy(options)
     close(options)
     # Any number of micro-batches may do where none is said.
-    of_profile = asked.profile_question({**vars(options), "microbatches": given.microbatches or 1})
+    num = 1 if given.microbatches is None else given.microbatches
+    of_profile = asked.profile_question({**vars(options), "microbatches": num})
     of_a_profile = bounds_first.of_a_profile(options, of_profile)
     whole = None if of_a_profile else whole_question(given, fixed)
     if whole is None:

@@ -41,10 +41,16 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
                 "plan-fix",
             )
         return None
+    if counts is not None and options.try_microbatches not in (None, (counts,)):
+        raise PlanError.of(
+            f"--microbatches {counts} is what --try-microbatches chooses; leave out one of them.",
+            "plan-batch",
+        )
     if options.largest_batch and counts is None:
         counts = shared.MICROBATCHES.default  # with enough of them any batch fits
     if options.global_batch is None or counts is not None:
-        asked_for = {**said, "microbatches": counts or shared.MICROBATCHES.default}
+        num = shared.MICROBATCHES.default if counts is None else counts
+        asked_for = {**said, "microbatches": num}
         global_batch, _ = asked.read_batch(asked_for)
     else:
         global_batch = options.global_batch
