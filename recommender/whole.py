@@ -123,7 +123,10 @@ class WholeQuestion:
     def schedules(self) -> tuple[str, ...]:
         """Those that are searched, the plain one first. What shares devices or splits backward
         passes is searched for speed alone."""
-        if self.schedule is not None or self.objective != "throughput":
+        named = (
+            self.schedule is not None or self.fixed is not None
+        )  # stages of other schedules share
+        if named or self.objective != "throughput":
             return (self.schedule or BEST_PLAIN,)
         return (BEST_PLAIN, *(name for name, kind in SCHEDULES.items() if not kind.is_plain))
 
