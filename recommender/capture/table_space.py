@@ -60,7 +60,8 @@ class TableSpace:
     Args:
         predictor: Of bytes.
         steps: Of seconds; None for no times.
-        choices: Of stages, all of as many devices; those of a group have the same degrees.
+        choices: Of stages, all of as many devices; those of a group have the same degrees, and
+            sequence parallelism all of them or none.
         question: That plans answer.
     """
 
@@ -92,7 +93,8 @@ class TableSpace:
         )
         self._losses = np.stack([m.losses for m in memories])
         self._ends = np.stack([m.end - m.gradients for m in memories])
-        self._replicas = np.array([choice.data_parallel for choice in choices])
+        # Stages of a group share it.
+        self._layout = np.array([2 * c.data_parallel + c.sequence_parallel for c in choices])
         graph = predictor.graph(size)
         readers = [graph.param_readers(p) for p in range(len(graph.params))]
         self._shared = {p: layers for p, layers in enumerate(readers) if len(layers) > 1}
@@ -163,9 +165,9 @@ class TableSpace:
             end = end + sum(along([self._param_bytes @ counts for counts in arrives]))
         peaks = np.maximum(np.asarray(instants).max(axis=0), end)
         seconds = sum(along([self._busy[:, first, stop] for first, stop in ranges]))
-        degrees = along([self._replicas] * n)
+        layouts = along([self._layout] * n)
         alike = np.broadcast_to(
-            reduce(np.logical_and, [d == degrees[0] for d in degrees]), peaks.shape
+            reduce(np.logical_and, [each == layouts[0] for each in layouts]), peaks.shape
         )
         at = np.flatnonzero(alike)
         peak, busy = peaks.flat[at], np.broadcast_to(seconds, peaks.shape).flat[at]

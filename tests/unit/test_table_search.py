@@ -498,3 +498,22 @@ def test_a_proposal_is_moved_to_where_its_neighbours_are_no_faster(monkeypatch):
     assert answer.plan.prediction.peak_bytes == answer.proof.peak_bytes
     monkeypatch.setattr(counted, "MOST_TASKS", 0)
     assert answer.proof.step_seconds < 0.95 * recommend(profile, asked).proof.step_seconds
+
+
+def test_stages_of_a_group_split_along_the_sequence_together():
+    """By itself the first half of the layers would, and the second would not."""
+    sequence = replace(SPLIT, sequence_parallel=True)
+    profile = split_profile(Planted(6, seed=3), SPLIT, sequence)
+
+    def planted(config: StageConfig, cost: StageCost) -> StageCost:
+        num_first = sum(layer < 3 for layer in range(config.first, config.stop))
+        along = config.choice.sequence_parallel
+        num_dear = config.num_layers - num_first if along else num_first
+        return replace(cost, residual_bytes=cost.residual_bytes + 10**6 * num_dear)
+
+    costs = {config: planted(config, cost) for config, cost in profile.measurements.items()}
+    question = PlanQuestion(Cluster((4,)), 4 * MICROBATCH_SIZE, 4, "interleaved")
+    found = recommend(replace(profile, measurements=costs), question)
+    assert found.plan is not None and found.plan.num_stages == 4
+    of_group = [stage.choice.sequence_parallel for stage in found.plan.stages]
+    assert of_group[:2] == of_group[2:]
