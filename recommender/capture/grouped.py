@@ -104,19 +104,21 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
 
 
 def least_plan(problem: SearchProblem, question: PlanQuestion) -> tuple[float, list[PlacedStage]]:
-    """Return the bound of ``least_seconds`` by the seconds of a problem, and stages that have it;
-    where there are no groups it is infinite.
+    """Return the least seconds of a step whose groups wait as they do where stages are equal, and
+    stages that have them; where there are no groups these are infinite.
 
     Args:
-        problem: With seconds, of as many micro-batches as the question has.
+        problem: With seconds as they are estimated, of as many micro-batches as the question has.
         question: With a schedule that is not plain.
     """
     assert problem.seconds is not None and problem.update_seconds is not None, "it has times"
+    num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
     least, found = inf, list[PlacedStage]()
     for d in {*sizes(question, problem.num_layers)} & {*problem.used_degrees}:
-        steps = question.num_microbatches * problem.seconds[d] + problem.update_seconds[d]
+        length = step_of_equal_stages(question.schedule, num_devices // d, num_microbatches)
+        steps = length * problem.seconds[d] + problem.update_seconds[d]
         seconds, cuts = _least_cut(steps.min(axis=0))
-        if (share := d / question.cluster.num_devices * seconds) < least:
+        if (share := d / num_devices * seconds) < least:
             chosen = steps.argmin(axis=0)
             least, found = share, [
                 PlacedStage.at(0, first, stop, problem.choices[d][chosen[first, stop]])
