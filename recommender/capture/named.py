@@ -107,12 +107,12 @@ class Named(Timed):
             for each in self.front(search).points
         ]
         names = {
-            (other.stages, other.num_microbatches): name
+            (other.stages, other.num_microbatches, other.schedule): name
             for name, named in reversed(self._names.items())  # the first stays where two are one
             if (other := named.answer.plan) is not None
         }
         points = [
-            replace(each, name=names.get((each.stages, each.num_microbatches), ""))
+            replace(each, name=names.get((each.stages, each.num_microbatches, each.schedule), ""))
             for each in points
         ]
         points[-1] = replace(points[-1], name=FASTEST)

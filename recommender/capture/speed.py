@@ -162,7 +162,9 @@ class Timed(Policy):
                 not self._has_front and points and least >= min(map(seconds_of, points))
             ):
                 break
-            points += part.once(proposed, ratios(part, known))
+            points += part.once(proposed, ratios(part, known), search.effort.compiles == 0)
+        if search.effort.compiles == 0:
+            points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)
         return front if self._has_front else front[-1:]
 
@@ -409,9 +411,14 @@ def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
     }
 
 
-def estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
-    """The problem with what stages are estimated to need and take, and those that are compiled
-    do."""
+def _may_fit(found: Found) -> bool:
+    headroom = found.answer.headroom
+    return headroom is None or headroom.verdict != "does not fit"
+
+
+def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
+    """The problem with what stages are estimated to need and take, or need ``at_most``, and those
+    that are compiled do."""
     problem, sent = part.once(_problem), part.once(_sent)
     other = search_problem(part.most, part.question, with_times=True, least=True)
     assert other.seconds is not None, "it has times"
@@ -425,26 +432,27 @@ def estimates(part: OpenPart, ratios: Ratios) -> SearchProblem:
             at = problem.choices[d].index(choice), config.first, config.stop
             seconds[d][at] = other.seconds[d][at]
     return replace(
-        between(problem, other),
+        other if at_most else between(problem, other),
         seconds={d: each + sent[d] for d, each in seconds.items()},
         update_seconds=other.update_seconds,
     )
 
 
-def _fastest(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
+def _fastest(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
     """The plan that is estimated to be fastest; where none is expected to fit, that of the least
-    bounds of bytes."""
+    bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at most, if
+    any does."""
     if not part.is_plain:
         return grouped.fastest(part, dict(zip(part.known.choices, *ratios, strict=True)))
     problem = estimates(part, ratios)
-    found = throughput(problem)
-    if found.status != "ok":
-        found = throughput(replace(problem, cost=part.once(_problem).cost))
+    others = [problem.cost, part.once(_problem).cost]
+    found = throughput(estimates(part, ratios, at_most=True) if is_last else problem)
+    while found.status != "ok" and others:
+        found = throughput(replace(problem, cost=others.pop(0)))
     return [Found(part, expected(part, found))]
 
 
-def _front(part: OpenPart, ratios: Ratios) -> Sequence[Found]:
-    """The front as it is estimated; where none is expected to fit, the plan of the least bounds of
-    bytes."""
-    points = pareto(estimates(part, ratios)).points
+def _front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
+    """The front as it is estimated; where none is expected to fit, the plan of ``_fastest``."""
+    points = pareto(estimates(part, ratios, at_most=is_last)).points
     return [Found(part, expected(part, point)) for point in points] or _fastest(part, ratios)

@@ -183,3 +183,37 @@ def test_without_compiling_the_bracket_is_the_answer():
     assert "no plan is faster than" in str(found.why.proven.trail[0])
     near = planted.search(Effort(within_fraction=9.0))
     assert near.why.proven.ended == "within" and len(planted.compiler.compiled) == 1
+
+
+class Larger(Timed):
+    """Stages are expected to need at most twice of what tracing bounds, and more."""
+
+    def bounds(self, name: str):
+        found = super().bounds(name)
+        if name == "least":
+            return found
+        return replace(
+            found,
+            measurements={
+                config: replace(
+                    cost,
+                    forward_bytes=2 * cost.forward_bytes + 10**8,
+                    backward_bytes=2 * cost.backward_bytes + 10**8,
+                )
+                for config, cost in found.measurements.items()
+            },
+        )
+
+
+@pytest.mark.parametrize("seed", [0, 5, 6])
+def test_a_plan_that_nobody_compiles_fits_by_what_it_needs_at_most(seed):
+    """Any plan does that needs less than the limit by that; a compiler would tell of others."""
+    planted = Larger(seed)
+    least = recommend(planted.bounds("most"), replace(QUESTION, objective="memory")).peak_bytes
+    tight = 0
+    for limit in (least, int(1.02 * least), int(1.1 * least), int(1.3 * least)):
+        found = planted.search(Effort(compiles=0), memory_limit_bytes=limit)
+        assert found.headroom.verdict != "does not fit", limit
+        larger = planted.search(Effort(compiles=1), memory_limit_bytes=limit).plan
+        tight += predict_plan(planted.bounds("most"), larger).peak_bytes > limit
+    assert tight, "some plans that are compiled first do not"
