@@ -43,7 +43,8 @@ class WholeQuestion:
         schedule: Of every plan.
         remat: Of every stage.
         shard_optimizer: Whether all replicas split the optimizer state (ZeRO 1).
-        shard_params: Whether they may split parameters and gradients, too (ZeRO 3).
+        shard_params: Whether they may split parameters and gradients, too (ZeRO 3); left to the
+            search only where the optimizer state may be split.
         sequence_parallel: Whether stages may split activations along the sequence.
         whole_nodes: Whether stages may take several whole nodes.
         any_divisor: Whether degrees may be no powers of two.
@@ -123,10 +124,9 @@ class WholeQuestion:
     def schedules(self) -> tuple[str, ...]:
         """Those that are searched, the plain one first. What shares devices or splits backward
         passes is searched for speed alone."""
-        named = (
-            self.schedule is not None or self.fixed is not None
-        )  # stages of other schedules share
-        if named or self.objective != "throughput":
+        # A plan that is fixed has no stages that share devices.
+        is_named = self.schedule is not None or self.fixed is not None
+        if is_named or self.objective != "throughput":
             return (self.schedule or BEST_PLAIN,)
         return (BEST_PLAIN, *(name for name, kind in SCHEDULES.items() if not kind.is_plain))
 
@@ -166,7 +166,7 @@ class WholeQuestion:
             found = [c for c in found if c.data_parallel == 1] + sharded
         elif self.shard_optimizer is None:
             found += sharded
-        if self.shard_params is not False:
+        if self.shard_params or (self.shard_params is None and self.shard_optimizer is not False):
             found = list(dict.fromkeys(with_sharded_params(found)))
         if self.sequence_parallel is not False:
             found = with_sequence_parallel(found)

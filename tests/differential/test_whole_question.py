@@ -159,6 +159,17 @@ def test_the_space_is_everything_and_options_narrow_it():
         assert c.shard_optimizer == (c.data_parallel > 1) and c.num_devices <= 2
 
 
+def test_replicas_that_may_not_split_the_optimizer_state_split_no_parameters():
+    """ZeRO 3 splits it, too; where both are named, nothing but ZeRO 3 does."""
+    whole = replace(WHOLE, shard_optimizer=False)
+    assert not any(each.shard_optimizer or each.shard_params for each in whole.choices(16))
+    named = replace(whole, shard_params=True).choices(16)
+    assert {(each.shard_optimizer, each.shard_params) for each in named} == {
+        (False, False),
+        (True, True),
+    }
+
+
 def test_all_schedules_are_searched_for_speed_unless_one_is_named():
     assert WHOLE.schedules[0] == "1f1b" and {*SCHEDULES} - {*WHOLE.schedules} == {"gpipe"}
     assert WHOLE.question(4, "zb-v").schedule == "zb-v" and WHOLE.question(4).schedule == "1f1b"
