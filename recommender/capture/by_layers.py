@@ -73,7 +73,8 @@ class LayerProof:
         except KeyboardInterrupt:
             pass
         least = min([*map(self._bound, self._plain), *(seconds for seconds, _ in self._floors())])
-        return ByLayers(least, self._num_layers, self._ratios.error) if least else None
+        is_nearer = least and self._least
+        return ByLayers(least, self._num_layers, self._ratios.error) if is_nearer else None
 
     def _floors(self) -> Iterator[tuple[float, int]]:
         """Of plain parts; others have no less than those of as many micro-batches."""

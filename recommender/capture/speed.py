@@ -216,8 +216,9 @@ class Timed(Policy):
         else:
             by = f" within {within:.1%}" if within else ""
             said = f"; proven fastest{by} of the plans that fit, {NO_TRANSFERS}"
-        if search.by_layers is not None:
-            said += f" ({_by_layers(search.by_layers, seconds_of(best))})"
+        nearer = search.by_layers
+        if nearer is not None and nearer.least_step_seconds > fastest:
+            said += f" ({_by_layers(nearer, seconds_of(best))})"
         summary = compiled(search, f"{said},")
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
