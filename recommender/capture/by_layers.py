@@ -19,7 +19,7 @@ Source: cutting planes (Kelley 1960): only what binds is looked at more closely.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -55,7 +55,7 @@ class LayerProof:
         self._search, self._problem, self._enough = search, problem, enough
         self._ratios, self._num_layers = _Ratios(), 0
         #: Per part, as it was last computed: what is compiled only makes it more.
-        self._least = defaultdict[int, float](float)
+        self._least = dict[int, float]()
 
     def run(self) -> ByLayers | None:
         """Compile layers until that is enough; None where tracing says enough, or compiled layers
@@ -101,7 +101,7 @@ class LayerProof:
         part = self._search.parts[number]
         traced = [seconds for _, seconds in self._search.corners_of(number)]
         traced += [grouped.least_seconds(part, each) for each in self._others(part)]
-        return max(self._least[number], min(traced, default=inf))
+        return max(self._least.get(number, 0.0), min(traced, default=inf))
 
     def _next(self) -> tuple[OpenPart, Sequence[StageConfig]] | None:
         """The layers to compile next, of the plan that is least by what is known; None where that
