@@ -1,8 +1,8 @@
-"""The proof by compiled layers: what no plan is faster than, as far as estimates go.
+"""What no plan is faster than by estimates that layers compiled alone correct.
 
-Bounds from tracing count what no compiler avoids, a fourth less than most programs take. What they
-are expected to take is much nearer, but no bound. A layer alone compiles in a second or two, and
-says by how much. So
+Bounds from tracing count what no compiler avoids: of the inner layer of GPT-3 1.3B, compiled for
+H100, a fourth less than it takes. What stages are expected to take is nearer, but no bound. A layer
+alone compiles in a second or two, and says by how much. So
 
     stage >= expected(stage) x least of compiled / expected
 
