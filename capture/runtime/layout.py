@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
 from capture.errors import ExecutionError
@@ -88,7 +88,7 @@ class StageLayout:
         self.mesh: Any = (
             Mesh(np.asarray(devices).reshape(shape), axes)
             if len(devices)
-            else AbstractMesh(shape, axes)
+            else AbstractMesh(shape, axes, (AxisType.Auto,) * 2)
         )
 
     @cached_property
