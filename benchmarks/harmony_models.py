@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.documents import arguments, finish
-from benchmarks.harmony_paper.settings import bars, deeper
+from benchmarks.papers.harmony.settings import bars, deeper
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from benchmarks.documents import arguments
-from benchmarks.harmony_paper.settings import MODELS, finish, problem_of
+from benchmarks.papers.harmony.settings import MODELS, finish, problem_of
 from capture.plan.task_graph import MODES, Mode
 from recommender.harmony import search
 

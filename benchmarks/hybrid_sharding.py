@@ -42,8 +42,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.capture_paper.scenarios import GIB, percent, say
 from benchmarks.drawing import ALPA, OURS, Panel, draw
+from benchmarks.papers.capture.scenarios import GIB, percent, say
 from capture import environment
 from capture.cli.output import table
 from capture.machine.cluster import Cluster

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.documents import arguments
-from benchmarks.mutwo_paper.settings import (
+from benchmarks.papers.mutwo.settings import (
     UNLIMITED,
     ZOO,
     Compiled,

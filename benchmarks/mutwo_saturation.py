@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.drawing import COLORS, Panel, draw
-from benchmarks.mutwo_paper.settings import (
+from benchmarks.papers.mutwo.settings import (
     MODELS,
     SMALL,
     UNLIMITED,

@@ -13,7 +13,7 @@ are not aliased, by the target's compiler; nothing is run.
 The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and
 W&S for H100 among them, and what ``osdp`` leaves of a limit (6 %, 12 % for TPUs) was chosen after
 the largest error of these cases: that none is over its limit is no test of that.
-``osdp_paper/compiled.py`` has models at full size, which no rule was made for.
+``papers/osdp/compiled.py`` has models at full size, which no rule was made for.
 
 What a TPU does otherwise is in its target's file, and was found by looking at N&D and W&S for v5e.
 At default precision it reads operands in bfloat16, and gathers and keeps so what only products read

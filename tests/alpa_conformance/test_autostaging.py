@@ -117,7 +117,7 @@ def test_there_are_tables_of_three_families():
 @pytest.mark.parametrize("file", FAMILIES, ids=lambda file: file.stem)
 def test_on_the_tables_of_a_paper_model_the_step_time_is_that_of_alpas_search(file):
     """Of 16 A100 GPUs, by the profile of the model
-    (``benchmarks/capture_paper/autostaging_tables.py``)."""
+    (``benchmarks/papers/capture/autostaging_tables.py``)."""
     data = np.load(file)
     submeshes = tuple((int(hosts), int(devices)) for hosts, devices in data["submeshes"])
     choices = tuple(

@@ -564,7 +564,7 @@ def test_logical_shapes_are_those_of_alpas_spaces(space, degrees):
 )
 def test_memory_does_not_bind_alpas_choice_for_the_papers_models(file):
     """So another account of memory leaves the recorded plans what they are
-    (``benchmarks/capture_paper/count_again.py``)."""
+    (``benchmarks/papers/capture/count_again.py``)."""
     data = np.load(file)
     submeshes = tuple((int(hosts), int(devices)) for hosts, devices in data["submeshes"])
     choices = tuple(

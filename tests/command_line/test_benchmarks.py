@@ -29,8 +29,8 @@ from benchmarks import (
     recommended,
     whole_space,
 )
-from benchmarks.capture_paper import count_again, figure_7, scenarios
-from benchmarks.mutwo_paper.settings import overlapped
+from benchmarks.papers.capture import count_again, figure_7, scenarios
+from benchmarks.papers.mutwo.settings import overlapped
 from capture.alpa.memory import AlpaMemory
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig

@@ -14,7 +14,7 @@ from capture.cli.main import main
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 
 
 def asked(name: str, *more: str) -> list[str]:

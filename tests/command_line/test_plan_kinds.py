@@ -36,7 +36,7 @@ from capture.predictor import AdditivePredictor
 from tests.synthetic_profiles import Planted, hybrid
 
 FILES = Path(__file__).parents[1] / "recorded" / "files"
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 
 
 def sharding_plan(**changes) -> ShardingPlan:

@@ -38,7 +38,7 @@ from profiling_runs.jobs import Setting
 from profiling_runs.pools.where import setting_of
 
 FILES = Path(__file__).parents[1] / "recorded" / "files"
-LAYERS = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles" / "toy6.json"
+LAYERS = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles" / "toy6.json"
 PWNED = Path("pwned")
 #: Touches the file when it is imported, when a default is evaluated, and whatever of it is called.
 EVIL = """

@@ -1,5 +1,5 @@
 """The zoo's models of Harmony's evaluation have the layers and the bytes of its authors' profiles,
-but for what is explained. Full sizes: ``benchmarks/harmony_paper/models.py``."""
+but for what is explained. Full sizes: ``benchmarks/papers/harmony/models.py``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zoo_models import import_model, load
 
 from benchmarks import harmony_models
 from benchmarks.harmony_models import Model
-from benchmarks.harmony_paper.models import differences, input_bytes, parameter_bytes
-from benchmarks.harmony_paper.settings import deeper, profile_of
+from benchmarks.papers.harmony.models import differences, input_bytes, parameter_bytes
+from benchmarks.papers.harmony.settings import deeper, profile_of
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.measured.layer_profile import Casts

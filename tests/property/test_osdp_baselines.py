@@ -9,9 +9,9 @@ from itertools import combinations, pairwise
 import pytest
 from osdp_problems import family, machine
 
-from benchmarks.osdp_paper.pipeline import Pipeline, layers_of, stages_of
-from benchmarks.osdp_paper.strategies import STRATEGIES, OneMode
-from benchmarks.osdp_paper.tensor_parallel import TensorParallelCost
+from benchmarks.papers.osdp.pipeline import Pipeline, layers_of, stages_of
+from benchmarks.papers.osdp.strategies import STRATEGIES, OneMode
+from benchmarks.papers.osdp.tensor_parallel import TensorParallelCost
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.model.transformer import transformer
 from capture.plan.sharding import DP, ZDP

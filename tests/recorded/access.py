@@ -412,7 +412,7 @@ def sharding_facts(plan: Any) -> Any:
 
 def strategies(model: str, limit_gib: int, nodes: int) -> dict[str, Any]:
     """Every strategy that OSDP is compared with: status, speed and setting."""
-    from benchmarks.osdp_paper.strategies import STRATEGIES
+    from benchmarks.papers.osdp.strategies import STRATEGIES
     from capture.step.operator_cost import StepCost
     from tests.osdp_problems import family, machine
 

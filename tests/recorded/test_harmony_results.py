@@ -29,7 +29,7 @@ PROFILES: dict[str, LayerProfile] = {}
 
 def profile(name: str) -> LayerProfile:
     if name not in PROFILES:
-        PROFILES[name] = LayerProfile.load(ROOT / f"benchmarks/harmony_paper/profiles/{name}.json")
+        PROFILES[name] = LayerProfile.load(ROOT / f"benchmarks/papers/harmony/profiles/{name}.json")
     return PROFILES[name]
 
 

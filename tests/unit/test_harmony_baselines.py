@@ -25,7 +25,7 @@ from recommender.harmony.problem import PacksProblem
 from recommender.harmony.search import search
 from recommender.harmony.swapping import Memory, run
 
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 SERVER = Server.load("gtx1080ti-x4")
 FULL, WEIGHTS = 100, 7
 

@@ -14,7 +14,7 @@ from capture.errors import ProfileError
 from capture.measured.layer_profile import LayerProfile
 from capture.step.pack_sizes import ProfileSizes
 
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 TOY = json.loads((PROFILES / "toy6.json").read_text())
 
 

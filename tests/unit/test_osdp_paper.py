@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.osdp_paper import measured_layers, settings
+from benchmarks.papers.osdp import measured_layers, settings
 
 
 def test_the_released_search_has_the_same_answers():

@@ -18,7 +18,7 @@ from capture.step.trace_events import trace_events
 
 ROOT = Path(__file__).parents[2]
 TIMELINES = json.loads((ROOT / "tests/data/harmony/timelines_toy6.json").read_text())["timelines"]
-TOY = LayerProfile.load(ROOT / "benchmarks/harmony_paper/profiles/toy6.json")
+TOY = LayerProfile.load(ROOT / "benchmarks/papers/harmony/profiles/toy6.json")
 SERVER = Server.load("gtx1080ti-x4")
 MODES = {"vPP": "pp", "vDP": "dp"}
 

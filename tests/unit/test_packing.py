@@ -36,7 +36,7 @@ from recommender.harmony.search import search
 from recommender.harmony.wide import wide_choices
 from recommender.harmony.within import plan_of
 
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 SERVER = Server.load("gtx1080ti-x4")
 
 

@@ -15,7 +15,7 @@ from capture.plan.packs import PacksPlan, StepBytes
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.within import host_bytes
 
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 LIMIT = 2_200_000_000
 
 
