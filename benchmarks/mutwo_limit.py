@@ -34,8 +34,8 @@ from benchmarks.papers.mutwo.settings import (
 )
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.papers.mutwo.baselines import all_baselines
 from capture.plan.array import Order
-from recommender.mutwo.baselines import all_baselines
 from recommender.mutwo.descent import descend
 from recommender.mutwo.problem import ArrayProblem
 from recommender.mutwo.search import search

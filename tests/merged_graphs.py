@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from recommender.mutwo.paper.graph import Operation, Pair, Slice, TrainingGraph, Value
-from recommender.mutwo.paper.readings import CORRECTED, Readings
-from recommender.mutwo.paper.schedule import Prompt, Schedule
+from capture.papers.mutwo.graph import Operation, Pair, Slice, TrainingGraph, Value
+from capture.papers.mutwo.readings import CORRECTED, Readings
+from capture.papers.mutwo.schedule import Prompt, Schedule
 
 
 def random_graph(draw: random.Random, name: str, most_bytes: int = 40) -> TrainingGraph:

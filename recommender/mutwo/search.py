@@ -5,30 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
+from capture.registered import REGISTERED
 from recommender.algorithms import algorithm_named
-from recommender.mutwo.baselines import Baseline, all_baselines
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
-from recommender.mutwo.paper.choices import by_policy
-from recommender.mutwo.paper.readings import CORRECTED, PAPER
 from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, Weighed
 from recommender.mutwo.ways import Way
 
 Algorithm = Literal["descent", "enumerate", "paper", "corrected"]
+#: mu-TWO's own, as printed and as corrected: they know multiplexed sub-arrays alone.
+OF_THE_PAPER: tuple[Algorithm, ...] = ("paper", "corrected")
 #: From the choices of a way, and seconds that are enough, to the best of them.
 ALGORITHMS: dict[Algorithm, Callable[[Space, float], tuple[Chosen, Weighed]]] = {
     "descent": descend,
     "enumerate": enumerate_choices,
-    "paper": partial(by_policy, readings=PAPER),
-    "corrected": partial(by_policy, readings=CORRECTED),
+    **{name: REGISTERED["search of model arrays"][name] for name in OF_THE_PAPER},
 }
-#: mu-TWO's own, as printed and as corrected: they know multiplexed sub-arrays alone.
-OF_THE_PAPER: tuple[Algorithm, ...] = ("paper", "corrected")
 #: Ways whose choices are revised, where none fits with everything retained.
 MOST_REVISED = 4
 
@@ -74,6 +71,43 @@ class Candidate:
             "bound_seconds": self.bound_seconds,
             "peak_bytes": self.weighed.peak_bytes,
             "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A simple way of training the models.
+
+    Attributes:
+        name: For people.
+        sizes: Models of its programs, one after the other.
+        in_rounds: Whether each trains to its end before the next begins.
+        step_seconds: Of an update of every model; infinite if it does not fit.
+        peak_bytes: Of the device.
+        fits: Whether it keeps the limits.
+        why: It does not, for people.
+        space, chosen: Of a step of all models, what is decided.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    in_rounds: bool
+    step_seconds: float
+    peak_bytes: int
+    fits: bool
+    why: str
+    space: Space
+    chosen: Chosen
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "sizes": list(self.sizes),
+            "in_rounds": self.in_rounds,
+            "step_seconds": self.step_seconds if self.fits else None,
+            "peak_bytes": self.peak_bytes,
+            "fits": self.fits,
+            "why": self.why,
         }
 
 
@@ -194,7 +228,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
 
 def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
     """With what others would do; ours is never slower than their steps of all models."""
-    found = tuple(all_baselines(problem))
+    found = tuple(REGISTERED["baselines"]["model arrays"](problem))
     better = [
         Candidate(
             one.space,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.mutwo_costs import ArrayCosts
 from benchmarks.mutwo_graphs import chain, host_link, random_graph
-from recommender.mutwo.baselines import _largest_subsets
+from capture.papers.mutwo.baselines import _largest_subsets
 from recommender.mutwo.bound import bound_seconds
 from recommender.mutwo.enumerate import enumerate_choices
 from recommender.mutwo.problem import ArrayProblem

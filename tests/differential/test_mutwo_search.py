@@ -9,12 +9,12 @@ import pytest
 from array_kit import Kit
 
 from benchmarks.mutwo_graphs import chain, host_link, random_graph
-from recommender.mutwo.baselines import _largest_subsets, resident_bytes
+from capture.papers.mutwo.baselines import _largest_subsets, resident_bytes
+from capture.papers.mutwo.choices import by_policy
+from capture.papers.mutwo.readings import CORRECTED, PAPER
 from recommender.mutwo.bound import bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
-from recommender.mutwo.paper.choices import by_policy
-from recommender.mutwo.paper.readings import CORRECTED, PAPER
 from recommender.mutwo.problem import ArrayProblem, Choice, Space
 from recommender.mutwo.search import beside_baselines, search
 from recommender.mutwo.ways import (

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import pytest
 from merged_graphs import random_graph, random_schedule
 
+from capture.papers.mutwo.engine import Engine, Execution
+from capture.papers.mutwo.graph import Pair
+from capture.papers.mutwo.memory import MemoryUse, memory_of
+from capture.papers.mutwo.overhead import swap_overhead, update_swap_prompts
+from capture.papers.mutwo.policy import CycleSchedule, Policy, schedule_cycle
+from capture.papers.mutwo.readings import CORRECTED, PAPER, Readings
+from capture.papers.mutwo.schedule import Node, Prompt, Schedule
+from capture.papers.mutwo.step import step_of
 from capture.step.program import replay
 from capture.step.timeline import Seconds, simulate_step
-from recommender.mutwo.paper.engine import Engine, Execution
-from recommender.mutwo.paper.graph import Pair
-from recommender.mutwo.paper.memory import MemoryUse, memory_of
-from recommender.mutwo.paper.overhead import swap_overhead, update_swap_prompts
-from recommender.mutwo.paper.policy import CycleSchedule, Policy, schedule_cycle
-from recommender.mutwo.paper.readings import CORRECTED, PAPER, Readings
-from recommender.mutwo.paper.schedule import Node, Prompt, Schedule
-from recommender.mutwo.paper.step import step_of
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))

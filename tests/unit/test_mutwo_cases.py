@@ -11,14 +11,14 @@ import pytest
 from merged_graphs import figure_six, layers, random_graph, random_schedule, shown
 
 import capture
-from recommender.mutwo.paper.engine import Engine
-from recommender.mutwo.paper.graph import Operation, Pair, Slice, TrainingGraph, Value
-from recommender.mutwo.paper.lineage import Lineage
-from recommender.mutwo.paper.memory import memory_of
-from recommender.mutwo.paper.overhead import swap_overhead, update_swap_prompts
-from recommender.mutwo.paper.policy import Policy, schedule_cycle
-from recommender.mutwo.paper.readings import CORRECTED, PAPER, Readings
-from recommender.mutwo.paper.schedule import Prompt, Schedule
+from capture.papers.mutwo.engine import Engine
+from capture.papers.mutwo.graph import Operation, Pair, Slice, TrainingGraph, Value
+from capture.papers.mutwo.lineage import Lineage
+from capture.papers.mutwo.memory import memory_of
+from capture.papers.mutwo.overhead import swap_overhead, update_swap_prompts
+from capture.papers.mutwo.policy import Policy, schedule_cycle
+from capture.papers.mutwo.readings import CORRECTED, PAPER, Readings
+from capture.papers.mutwo.schedule import Prompt, Schedule
 
 LIMIT = 18
 Z1, Z2, Z3, Z4 = range(4)

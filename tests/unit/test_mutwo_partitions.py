@@ -6,12 +6,12 @@ import pytest
 from array_kit import MACHINE, Kit
 from merged_graphs import layers
 
+from capture.papers.mutwo.partitions import fastest, schedule_partition
+from capture.papers.mutwo.profiler import profile
+from capture.papers.mutwo.readings import CORRECTED, PAPER
+from capture.papers.mutwo.sub_arrays import pose, resident_bytes
 from capture.step.multiplexed import build_array, lifetimes, peak_of
 from capture.step.sub_array import movable
-from recommender.mutwo.paper.partitions import fastest, schedule_partition
-from recommender.mutwo.paper.profiler import profile
-from recommender.mutwo.paper.readings import CORRECTED, PAPER
-from recommender.mutwo.paper.sub_arrays import pose, resident_bytes
 
 HOST = MACHINE.rates.host
 

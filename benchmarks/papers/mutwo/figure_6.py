@@ -5,7 +5,7 @@
 The five layers of Figure 2, one second an operation, two seconds a copy, a limit of 18 bytes: Z1 is
 hidden behind forward operations of the other sub-array (case 2a), Z2 behind one of them and a
 backward one (2b), Z3 behind one in part, as the peak interval begins (3), Z4 behind nothing (1a).
-The algorithms are the paper's, corrected (``recommender/mutwo/paper``); what they schedule is run
+The algorithms are the paper's, corrected (``capture/papers/mutwo``); what they schedule is run
 by the paper's engine (H), and ``tests/unit/test_mutwo_cases.py`` holds it word for word.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.documents import arguments, finish
 from benchmarks.drawing import ALPA, COLORS, OURS, Panel, draw
-from recommender.mutwo.paper.engine import Engine
-from recommender.mutwo.paper.memory import memory_of
-from recommender.mutwo.paper.policy import Policy
-from recommender.mutwo.paper.readings import CORRECTED
-from recommender.mutwo.paper.schedule import Schedule
+from capture.papers.mutwo.engine import Engine
+from capture.papers.mutwo.memory import memory_of
+from capture.papers.mutwo.policy import Policy
+from capture.papers.mutwo.readings import CORRECTED
+from capture.papers.mutwo.schedule import Schedule
 from tests.merged_graphs import figure_six
 
 LIMIT = 18

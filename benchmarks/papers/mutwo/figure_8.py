@@ -38,10 +38,10 @@ from benchmarks.papers.mutwo.settings import (
     with_floor,
 )
 from capture.measured.store import Store
-from recommender.mutwo.baselines import Baseline, all_baselines
+from capture.papers.mutwo.baselines import all_baselines
 from recommender.mutwo.descent import descend
 from recommender.mutwo.problem import ArrayProblem
-from recommender.mutwo.search import search
+from recommender.mutwo.search import Baseline, search
 from recommender.mutwo.ways import ways
 
 #: Name -> the case, numbers of models, and least seconds of kernels beside the target's.

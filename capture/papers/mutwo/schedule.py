@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from recommender.mutwo.paper.graph import Operation, Pair, TrainingGraph
-from recommender.mutwo.paper.lineage import Cost, Lineage
-from recommender.mutwo.paper.readings import Readings
+from capture.papers.mutwo.graph import Operation, Pair, TrainingGraph
+from capture.papers.mutwo.lineage import Cost, Lineage
+from capture.papers.mutwo.readings import Readings
 
 
 class Prompt(NamedTuple):

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recommender.mutwo.paper.engine import Engine
-from recommender.mutwo.paper.memory import Instant, MemoryUse, memory_of
-from recommender.mutwo.paper.schedule import Prompt, Schedule
+from capture.papers.mutwo.engine import Engine
+from capture.papers.mutwo.memory import Instant, MemoryUse, memory_of
+from capture.papers.mutwo.schedule import Prompt, Schedule
 
 Case = Literal["1a", "1b", "2a", "2b", "3"]
 #: Seconds below which nothing is left of a copy.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from capture.machine.target import HostLink
-from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
-from recommender.mutwo.paper.readings import Readings
-from recommender.mutwo.paper.sub_arrays import Posed, pose, resident_bytes
+from capture.papers.mutwo.policy import CycleSchedule, schedule_cycle
+from capture.papers.mutwo.readings import Readings
+from capture.papers.mutwo.sub_arrays import Posed, pose, resident_bytes
 from recommender.mutwo.problem import Profiled
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from capture.machine.target import HostLink
+from capture.papers.mutwo.graph import Operation, Slice, TrainingGraph, Value
+from capture.papers.mutwo.schedule import Schedule
 from capture.plan.array import Decision
 from capture.step.sub_array import Call, Programs, SubArray, Uses, movable, recomputable
-from recommender.mutwo.paper.graph import Operation, Slice, TrainingGraph, Value
-from recommender.mutwo.paper.schedule import Schedule
 
 
 @dataclass(frozen=True)

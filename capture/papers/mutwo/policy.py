@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from recommender.mutwo.paper.engine import Engine, Execution
-from recommender.mutwo.paper.graph import Pair, TrainingGraph
-from recommender.mutwo.paper.memory import Instant, MemoryUse, memory_of
-from recommender.mutwo.paper.overhead import Case, swap_overhead, update_swap_prompts
-from recommender.mutwo.paper.readings import Readings
-from recommender.mutwo.paper.schedule import Schedule
+from capture.papers.mutwo.engine import Engine, Execution
+from capture.papers.mutwo.graph import Pair, TrainingGraph
+from capture.papers.mutwo.memory import Instant, MemoryUse, memory_of
+from capture.papers.mutwo.overhead import Case, swap_overhead, update_swap_prompts
+from capture.papers.mutwo.readings import Readings
+from capture.papers.mutwo.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ Source: Purandare et al. 2023 (mu-TWO), 5 and B.2 (HFTA-NoMemOpt, HFTA-Capuchin)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from capture.step.sub_array import SubArray, movable
 from recommender.mutwo.descent import families
@@ -25,47 +24,11 @@ from recommender.mutwo.problem import (
     Space,
     Weighed,
 )
+from recommender.mutwo.search import Baseline
 from recommender.mutwo.ways import Way
 
 #: Models of each sub-array.
 Partition = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A simple way of training the models.
-
-    Attributes:
-        name: For people.
-        sizes: Models of its programs, one after the other.
-        in_rounds: Whether each trains to its end before the next begins.
-        step_seconds: Of an update of every model; infinite if it does not fit.
-        peak_bytes: Of the device.
-        fits: Whether it keeps the limits.
-        why: It does not, for people.
-        space, chosen: Of a step of all models, what is decided.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    in_rounds: bool
-    step_seconds: float
-    peak_bytes: int
-    fits: bool
-    why: str
-    space: Space
-    chosen: Chosen
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "sizes": list(self.sizes),
-            "in_rounds": self.in_rounds,
-            "step_seconds": self.step_seconds if self.fits else None,
-            "peak_bytes": self.peak_bytes,
-            "fits": self.fits,
-            "why": self.why,
-        }
 
 
 def all_baselines(problem: ArrayProblem) -> list[Baseline]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recommender.mutwo.paper.schedule import Node, Schedule
+from capture.papers.mutwo.schedule import Node, Schedule
 
 #: What happens: "backward 3", "forward 0", "fetch 7", "recompute 2", "before".
 Instant = tuple[str, int]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from capture.papers.mutwo.graph import Operation, TrainingGraph
+from capture.papers.mutwo.schedule import Node, Schedule
 from capture.step.program import Copy, Free, Host, Instruction, Place, Program, Run, Step, Wait
-from recommender.mutwo.paper.graph import Operation, TrainingGraph
-from recommender.mutwo.paper.schedule import Node, Schedule
 
 Key = tuple[TrainingGraph, int]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from recommender.mutwo.paper.graph import TrainingGraph
-from recommender.mutwo.paper.lineage import Cost
-from recommender.mutwo.paper.readings import Readings
-from recommender.mutwo.paper.schedule import Node
+from capture.papers.mutwo.graph import TrainingGraph
+from capture.papers.mutwo.lineage import Cost
+from capture.papers.mutwo.readings import Readings
+from capture.papers.mutwo.schedule import Node
 
 Stream = Literal["compute", "in", "out"]
 

@@ -4,12 +4,13 @@ other search are, by the step that will run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
+from capture.papers.mutwo.policy import CycleSchedule, schedule_cycle
+from capture.papers.mutwo.readings import CORRECTED, PAPER, Readings
+from capture.papers.mutwo.sub_arrays import Posed, pose, resident_bytes
 from capture.plan.array import Decision
-from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
-from recommender.mutwo.paper.readings import Readings
-from recommender.mutwo.paper.sub_arrays import Posed, pose, resident_bytes
 from recommender.mutwo.problem import RECOMPUTE, RETAIN, Choice, Chosen, Space, Weighed
 
 
@@ -77,3 +78,8 @@ def _chosen(space: Space, posed: Sequence[Posed], cycle: CycleSchedule) -> Chose
         else:
             chosen.append(RECOMPUTE if found else RETAIN)
     return tuple(chosen)
+
+
+#: The algorithms as printed, and with their doubtful places corrected.
+as_printed = partial(by_policy, readings=PAPER)
+corrected = partial(by_policy, readings=CORRECTED)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from recommender.mutwo.paper.graph import TrainingGraph
-from recommender.mutwo.paper.readings import Readings
+from capture.papers.mutwo.graph import TrainingGraph
+from capture.papers.mutwo.readings import Readings
 
 
 @dataclass

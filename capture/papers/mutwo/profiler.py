@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
-from recommender.mutwo.paper.graph import TrainingGraph
+from capture.papers.mutwo.graph import TrainingGraph
 
 #: Of which the first are not counted (3.2, 4 iterations per partition).
 NUM_WARM_UP, NUM_MEASURED = 1, 3

@@ -1,0 +1,50 @@
+"""The searches, baselines and modes of papers, by name; each is imported when it is first called.
+
+The library imports nothing of ``capture.papers`` (an import contract): the table below is the only
+place that knows where a paper's part is, and the verbs ask it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function or class of a paper that is imported when it is called.
+
+    Attributes:
+        path: ``module:name``.
+    """
+
+    path: str
+
+    def load(self) -> Any:
+        """Return the object itself."""
+        module, _, name = self.path.partition(":")
+        return getattr(import_module(module), name)
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        return self.load()(*values, **named)
+
+
+#: What a paper's part does -> its name among the options of a verb -> where it is.
+_PATHS = {
+    "search of model arrays": {
+        "paper": "capture.papers.mutwo.choices:as_printed",
+        "corrected": "capture.papers.mutwo.choices:corrected",
+    },
+    "baselines": {
+        "model arrays": "capture.papers.mutwo.baselines:all_baselines",
+    },
+}
+REGISTERED: Mapping[str, Mapping[str, Registered]] = MappingProxyType(
+    {
+        part: MappingProxyType({name: Registered(path) for name, path in paths.items()})
+        for part, paths in _PATHS.items()
+    }
+)
