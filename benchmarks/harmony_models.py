@@ -31,11 +31,11 @@ from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.model.workload import WorkloadSpec
+from capture.papers.harmony.baselines import resident, zero_infinity
 from capture.plan.packs import PacksPlan
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import profile_layers
 from recommender.harmony import PacksQuestion, harmony
-from recommender.harmony.baselines import resident, zero_infinity
 
 ZOO = Path(__file__).parents[1] / "models"
 MINIBATCH = 64

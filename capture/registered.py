@@ -38,8 +38,10 @@ _PATHS = {
         "paper": "capture.papers.mutwo.choices:as_printed",
         "corrected": "capture.papers.mutwo.choices:corrected",
     },
+    "estimates of packs": {"released": "capture.papers.harmony.estimate:estimate"},
     "baselines": {
         "model arrays": "capture.papers.mutwo.baselines:all_baselines",
+        "packs": "capture.papers.harmony.baselines:all_baselines",
     },
 }
 REGISTERED: Mapping[str, Mapping[str, Registered]] = MappingProxyType(

@@ -9,7 +9,7 @@ from capture.cli.output import table
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import LAYERS_ABOVE_PACKS
 from capture.quantities import format_bytes, format_rate, format_seconds
-from recommender.harmony.baselines import Baseline
+from recommender.harmony.result import Baseline
 
 
 def baseline_table(found: Sequence[Baseline]) -> str:

@@ -20,12 +20,12 @@ from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, STREAMED, Swaps
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from capture.registered import REGISTERED
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import with_model_hash
 from profiling_runs.packs import PackCompiler
 from recommender.harmony import PacksQuestion, harmony
-from recommender.harmony.baselines import all_baselines
 from recommender.harmony.packing import PACKING_NAMES
 from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
 from recommender.harmony.recommendation import PacksAnswer, not_compiled
@@ -178,7 +178,7 @@ def plan(options: argparse.Namespace) -> int:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
         beside = replace(question, swaps=AS_THEY_ARE).problem(mode)
-        found = all_baselines(beside, configuration)
+        found = REGISTERED["baselines"]["packs"](beside, configuration)
         document["baselines"] = [row.to_json() for row in found]
         lines.append(baseline_table(found))
     emit(options, document, "\n".join(lines))

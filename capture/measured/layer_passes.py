@@ -3,7 +3,7 @@ between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from capture.errors import Violation
+from capture.plan.task_graph import Span
 
 Pass = Literal["forward", "backward"]
 #: How sizes between the profiled ones follow: by the line between their neighbours, or by a
@@ -77,6 +78,11 @@ class SizedLayers:
         sum counts it twice (H-i).
         """
         return self.inner_sums[stop] - self.inner_sums[first] + self.inputs[first]
+
+    def forward_bytes(self, pack: Span, kept: Iterable[int]) -> int:
+        """Return the bytes of a forward task that keeps the inputs of some of its layers."""
+        x, (first, stop) = self.inputs, pack
+        return x[first] + self.pack_bytes(*pack) + x[stop] + sum(x[layer] for layer in kept)
 
 
 def pass_violations(name: str, measured: PassProfile, num_layers: int) -> Iterator[Violation]:

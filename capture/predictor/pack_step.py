@@ -1,13 +1,15 @@
 """How long a step of packs takes as our own instructions, and what every memory holds: the second
-estimate of a plan, beside that by the paper's rules (``capture.predictor.pack_times``)."""
+estimate of a plan, beside that by the paper's rules (``capture.papers.harmony.estimate``)."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
-from capture.plan.packs import StepBytes, StepTimes
+from capture.plan.packs import PaperTimes, StepBytes, StepTimes
 from capture.plan.task_graph import TaskGraph
-from capture.predictor.pack_times import Estimate, estimate
+from capture.registered import REGISTERED
 from capture.step.ledger import Ledger
 from capture.step.pack_order import as_the_first
 from capture.step.pack_sizes import ProfileSizes
@@ -22,13 +24,32 @@ LAYERS_ABOVE_PACKS = 0.36
 _ENDLESS_BYTES = 2**62
 
 
-def begins_of(graph: TaskGraph, found: Estimate) -> Begins:
+class PackEstimate(Protocol):
+    """A step by the paper's rules: see ``capture.papers.harmony.estimate``."""
+
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def idle_fractions(self) -> tuple[float, ...]: ...
+
+    @property
+    def begins(self) -> dict[tuple[int, int], float]: ...
+
+    @property
+    def times(self) -> PaperTimes: ...
+
+
+def by_the_paper(graph: TaskGraph, profile: LayerProfile, server: Server) -> PackEstimate:
+    """Return the step as the released scheduler estimates it."""
+    return REGISTERED["estimates of packs"]["released"](graph, profile, server)
+
+
+def begins_of(graph: TaskGraph, found: PackEstimate) -> Begins:
     """When passes begin by the paper's rules: the order in which they are issued."""
-    begins: dict[tuple[int, int], float] = {}
-    for what, start in zip(found.items.whats, found.starts, strict=True):
-        if what.kind in ("FWD", "BWD", "Update"):
-            begins.setdefault((what.task, what.microbatch), start)
-    return as_the_first(graph, begins)
+    return as_the_first(graph, found.begins)
 
 
 def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
@@ -40,7 +61,7 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         server: Bandwidths, and memory of the host.
     """
     profile = profile.as_streamed(graph.swaps.stream)
-    begins = begins_of(graph, estimate(graph, profile, server))
+    begins = begins_of(graph, by_the_paper(graph, profile, server))
     sizes = ProfileSizes(profile, graph.num_shares)
     return StreamedBuilder(graph, sizes, server, begins).build()
 

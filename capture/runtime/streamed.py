@@ -48,7 +48,6 @@ from capture.step.pack_order import begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
 from capture.step.streamed_units import parts_of_name
-from capture.step.swapped import SwappedBuilder
 from capture.tracing.leaf_uses import Cast
 
 
@@ -111,7 +110,7 @@ class StreamedStep:
     """
 
     #: Makes the instructions.
-    builder: type[StreamedBuilder] | type[SwappedBuilder] = StreamedBuilder
+    builder: type[Any] = StreamedBuilder
 
     def __init__(
         self,

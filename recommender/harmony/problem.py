@@ -21,7 +21,7 @@ from capture.plan.task_graph import (
     TaskGraph,
     shares,
 )
-from capture.predictor.pack_times import Estimate, estimate
+from capture.predictor.pack_step import PackEstimate, by_the_paper
 from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reused
 
 
@@ -156,6 +156,6 @@ class PacksProblem:
             num_ranks=num_ranks,
         )
 
-    def estimate(self, configuration: Configuration) -> Estimate:
+    def estimate(self, configuration: Configuration) -> PackEstimate:
         """By the paper's rules."""
-        return estimate(self.graph(configuration), self.profile, self.server)
+        return by_the_paper(self.graph(configuration), self.profile, self.server)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from capture.plan.task_graph import Configuration, Packs
@@ -99,6 +100,47 @@ class PacksResult:
             "optimal": self.optimal,
             "seconds": self.seconds,
             "num_simulated": len(self.points),
+        }
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A step of another system.
+
+    Attributes:
+        name: Of the system.
+        seconds: Of a step; None if it cannot run.
+        microbatch_size: Of one GPU.
+        volumes_bytes: Of all GPUs, by tensor and direction.
+        device_bytes: Of the GPU that needs most.
+        host_bytes: Of the host.
+        reason: Why it cannot run.
+    """
+
+    name: str
+    seconds: float | None
+    microbatch_size: int = 0
+    volumes_bytes: Mapping[str, int] = field(default_factory=dict)
+    device_bytes: int = 0
+    host_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def swap_bytes(self) -> int:
+        """Over the host's links, both ways."""
+        return sum(n for name, n in self.volumes_bytes.items() if name != "p2p")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "fits": self.seconds is not None,
+            "step_seconds": self.seconds,
+            "microbatch_size": self.microbatch_size,
+            "swap_bytes": self.swap_bytes,
+            "volumes_bytes": dict(self.volumes_bytes),
+            "peak_bytes": self.device_bytes,
+            "host_peak_bytes": self.host_bytes,
+            "why": self.reason,
         }
 
 

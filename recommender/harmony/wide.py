@@ -13,7 +13,6 @@ import numpy as np
 
 from capture.measured.layer_passes import Pass, SizedLayers
 from capture.plan.task_graph import Configuration, Packs, Span, microbatches
-from capture.predictor.pack_times import forward_bytes
 from recommender.harmony.packing import CUTS, LeastMaxTime, fewest_packs
 from recommender.harmony.problem import Choice, PacksProblem
 
@@ -138,7 +137,7 @@ class _Wide:
         forward, kept = configuration.forward, configuration.stashes
         layers = self._profile.at("forward", forward.microbatch_size)
         return all(
-            forward_bytes(layers, pack, (layer for layer in kept if pack[0] <= layer < pack[1]))
+            layers.forward_bytes(pack, (layer for layer in kept if pack[0] <= layer < pack[1]))
             <= self._problem.limit_bytes
             for pack in forward.packs
         )

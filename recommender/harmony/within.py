@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capture.measured.layer_passes import Pass
-from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes, StepTimes
+from capture.plan.packs import PacksPlan, PacksPrediction, StepTimes
 from capture.plan.task_graph import Configuration, Mode
 from capture.predictor.pack_step import step_times
-from capture.predictor.pack_times import Estimate
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.question import PacksQuestion
 from recommender.harmony.result import PacksResult, Point
@@ -145,7 +144,7 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
     problem, server = question.problem(mode), question.server
     graph = problem.graph(configuration, None)
     prediction = PacksPrediction(
-        paper_times(problem.estimate(configuration)), step_times(graph, question.profile, server)
+        problem.estimate(configuration).times, step_times(graph, question.profile, server)
     )
     return PacksPlan(
         server,
@@ -160,18 +159,6 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         question.cluster,
         prediction,
         swaps=question.swaps,
-    )
-
-
-def paper_times(found: Estimate) -> PaperTimes:
-    """What a plan keeps of an estimate."""
-    return PaperTimes(
-        found.seconds,
-        found.rank_ends,
-        found.idle_fractions,
-        found.gap_fractions,
-        found.rank_bytes,
-        found.volumes_bytes,
     )
 
 

@@ -12,11 +12,11 @@ from pipeline_models import mlp, tied
 
 from capture.errors import ExecutionError, PlanError
 from capture.machine.server import Server
+from capture.papers.harmony.swapped_run import SwappedStep, swapped
+from capture.papers.harmony.swapping import Memory, run
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.reference import ReferenceStep
-from capture.runtime.swapped import SwappedStep, swapped
 from capture.step.streamed import volumes_bytes
-from recommender.harmony.swapping import Memory, run
 
 SERVER = Server.load("gtx1080ti-x4")
 WORKLOAD = mlp(optax.adam(1e-3), num_blocks=3)

@@ -15,6 +15,7 @@ from capture.errors import ExecutionError
 from capture.machine.server import Server
 from capture.measured.layer_passes import PassProfile
 from capture.measured.layer_profile import Casts, LayerProfile
+from capture.papers.harmony.estimate import estimate
 from capture.plan.task_graph import (
     Configuration,
     Packs,
@@ -24,7 +25,6 @@ from capture.plan.task_graph import (
     completed_by,
 )
 from capture.predictor.pack_step import packs_step, packs_timeline
-from capture.predictor.pack_times import estimate
 from capture.step.pack_needs import PackNeeds
 from capture.step.pack_order import begins_without_copies
 from capture.step.pack_sizes import ProfileSizes

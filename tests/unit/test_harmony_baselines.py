@@ -10,9 +10,7 @@ import pytest
 from capture.machine.server import Server
 from capture.measured.layer_passes import PassProfile
 from capture.measured.layer_profile import LayerProfile
-from capture.plan.task_graph import Configuration, Packs
-from capture.step.virtual_memory import Operation
-from recommender.harmony.baselines import (
+from capture.papers.harmony.baselines import (
     all_baselines,
     dp_swap,
     gp_swap,
@@ -20,10 +18,12 @@ from recommender.harmony.baselines import (
     two_bw_swap,
     zero_infinity,
 )
+from capture.papers.harmony.swapping import Memory, run
+from capture.papers.harmony.virtual_memory import Operation
+from capture.plan.task_graph import Configuration, Packs
 from recommender.harmony.packing import of_length
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.search import search
-from recommender.harmony.swapping import Memory, run
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "papers" / "harmony" / "profiles"
 SERVER = Server.load("gtx1080ti-x4")

@@ -12,8 +12,8 @@ import pytest
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
+from capture.papers.harmony.estimate import estimate
 from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph
-from capture.predictor.pack_times import estimate
 from capture.step.trace_events import trace_events
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.documents import arguments
 from benchmarks.papers.harmony.settings import bars, finish, problem_of
+from capture.papers.harmony.baselines import all_baselines
 from recommender.harmony import search
-from recommender.harmony.baselines import all_baselines
 
 #: Minibatches of every model.
 CASES = {"GPT2": (16, 32, 64), "BERT96": (16, 32, 64), "VGG416": (16,), "ResNet1K": (16,)}

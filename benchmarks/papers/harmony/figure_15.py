@@ -48,10 +48,10 @@ from capture.machine.server import Server  # noqa: E402
 from capture.measured.layer_profile import LayerProfile  # noqa: E402
 from capture.measured.store import Store  # noqa: E402
 from capture.model.workload import WorkloadSpec  # noqa: E402
+from capture.papers.harmony.estimate import estimate  # noqa: E402
 from capture.plan.packs import PacksPlan  # noqa: E402
 from capture.plan.task_graph import Configuration  # noqa: E402
 from capture.predictor.pack_step import packs_timeline  # noqa: E402
-from capture.predictor.pack_times import estimate  # noqa: E402
 from capture.profiler.layers import LayerBackend  # noqa: E402
 from capture.runtime.streamed import streamed  # noqa: E402
 from profiling_runs import LayersQuestion, Where, profile_layers  # noqa: E402

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.documents import arguments
 from benchmarks.papers.harmony.settings import bars, by_hand, finish, problem_of
 from capture.machine.server import Server
+from capture.papers.harmony.baselines import zero_infinity
 from capture.plan.task_graph import Mode
 from capture.predictor.pack_step import step_times
-from recommender.harmony.baselines import zero_infinity
 
 SERVERS = {"gtx1080ti-x8": (1, 2, 4, 8), "dgx-2": (1, 2, 4, 8, 16)}
 BILLIONS = {"gtx1080ti-x8": (10, 20, 30, 40), "dgx-2": (10, 20, 30, 40, 80)}

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.documents import arguments
 from benchmarks.papers.harmony.settings import bars, finish, problem_of
 from capture.machine.server import Server
-from recommender.harmony.baselines import dp_swap, gp_swap
+from capture.papers.harmony.baselines import dp_swap, gp_swap
 
 MODEL, EXAMPLES = "bert_96", 5
 

@@ -1,6 +1,6 @@
 """How long training over virtual memory takes, and what it moves: every GPU runs its operations in
 the order of its framework, and a manager swaps tensors when they do not fit
-(``capture.step.virtual_memory``). Operations wait for what they miss: nothing is prefetched, since
+(``virtual_memory``). Operations wait for what they miss: nothing is prefetched, since
 nothing is known of what comes.
 
 Source: Li et al. 2022 (Harmony), 2 and 5.1 (IBM-LMS under each GPU).
@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from capture.papers.harmony.virtual_memory import Manager, Operation, Tensor
 from capture.step.simulator import times
-from capture.step.virtual_memory import Manager, Operation, Tensor
 
 
 @dataclass

@@ -23,15 +23,16 @@ Source: Li et al. 2022 (Harmony), 4.3.1; the rules are those of the released sch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from capture.machine.server import Server
 from capture.measured.layer_passes import SizedLayers
 from capture.measured.layer_profile import LayerProfile
+from capture.papers.harmony.items import P2P_OUT, STREAMS, Items, What
+from capture.plan.packs import PaperTimes
 from capture.plan.task_graph import Span, Task, TaskGraph
-from capture.predictor.pack_items import P2P_OUT, STREAMS, Items, What
 from capture.step.simulator import Simulation, Work, simulate, times
 
 _COMPUTES = ("FWD", "REC", "BWD")
@@ -77,6 +78,27 @@ class Estimate:
     def idle_fractions(self) -> tuple[float, ...]:
         """Per rank, the part of the step after its end: what the released scheduler calls idle."""
         return tuple((self.seconds - end) / self.seconds for end in self.rank_ends)
+
+    @property
+    def begins(self) -> dict[tuple[int, int], float]:
+        """Seconds at which the passes and updates of tasks begin, by task and micro-batch."""
+        found: dict[tuple[int, int], float] = {}
+        for what, start in zip(self.items.whats, self.starts, strict=True):
+            if what.kind in ("FWD", "BWD", "Update"):
+                found.setdefault((what.task, what.microbatch), start)
+        return found
+
+    @property
+    def times(self) -> PaperTimes:
+        """What a plan keeps of it."""
+        return PaperTimes(
+            self.seconds,
+            self.rank_ends,
+            self.idle_fractions,
+            self.gap_fractions,
+            self.rank_bytes,
+            self.volumes_bytes,
+        )
 
     @cached_property
     def compute_seconds(self) -> tuple[float, ...]:
@@ -237,13 +259,8 @@ def task_bytes(task: Task, profile: LayerProfile) -> int:
     size = task.sizes[0]
     if task.kind == "backward":
         return backward_bytes(profile.at("backward", size), pack)
-    return forward_bytes(profile.at("forward", size), pack, [layer for layer, _ in task.stashes])
-
-
-def forward_bytes(layers: SizedLayers, pack: Span, kept: Iterable[int]) -> int:
-    """Of a forward task that keeps the inputs of some of its layers."""
-    x, (first, stop) = layers.inputs, pack
-    return x[first] + layers.pack_bytes(*pack) + x[stop] + sum(x[layer] for layer in kept)
+    kept = [layer for layer, _ in task.stashes]
+    return profile.at("forward", size).forward_bytes(pack, kept)
 
 
 def backward_bytes(layers: SizedLayers, pack: Span) -> int:

@@ -6,65 +6,24 @@ Source: Li et al. 2022 (Harmony), 5.1 to 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from capture.papers.harmony.estimate import update_bytes
+from capture.papers.harmony.swapping import Memory, Swapped, run
+from capture.papers.harmony.virtual_memory import LayerTensors, Operation
 from capture.plan.schedule import make_schedule
 from capture.plan.task_graph import Configuration, Span, microbatches
-from capture.predictor.pack_times import update_bytes
 from capture.quantities import format_bytes
-from capture.step.virtual_memory import LayerTensors, Operation
 from recommender.harmony.packing import LeastMaxTime
 from recommender.harmony.problem import PacksProblem
-from recommender.harmony.swapping import Memory, Swapped, run
+from recommender.harmony.result import Baseline
 
 #: What DeepSpeed's own estimate multiplies states on the host with (estimate_zero3_model_states,
 #: additional_buffer_factor).
 ZERO_BUFFER_FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A step of another system.
-
-    Attributes:
-        name: Of the system.
-        seconds: Of a step; None if it cannot run.
-        microbatch_size: Of one GPU.
-        volumes_bytes: Of all GPUs, by tensor and direction.
-        device_bytes: Of the GPU that needs most.
-        host_bytes: Of the host.
-        reason: Why it cannot run.
-    """
-
-    name: str
-    seconds: float | None
-    microbatch_size: int = 0
-    volumes_bytes: Mapping[str, int] = field(default_factory=dict)
-    device_bytes: int = 0
-    host_bytes: int = 0
-    reason: str = ""
-
-    @property
-    def swap_bytes(self) -> int:
-        """Over the host's links, both ways."""
-        return sum(n for name, n in self.volumes_bytes.items() if name != "p2p")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "fits": self.seconds is not None,
-            "step_seconds": self.seconds,
-            "microbatch_size": self.microbatch_size,
-            "swap_bytes": self.swap_bytes,
-            "volumes_bytes": dict(self.volumes_bytes),
-            "peak_bytes": self.device_bytes,
-            "host_peak_bytes": self.host_bytes,
-            "why": self.reason,
-        }
 
 
 def dp_swap(
@@ -76,7 +35,7 @@ def dp_swap(
         problem: Layers, server, minibatch.
         remat: Whether the backward pass computes the forward pass of a layer again.
         always: Whether managers write back what did not change, too.
-        alone: Whether nothing stays on a GPU between steps, as in ``capture.runtime.swapped``.
+        alone: Whether nothing stays on a GPU between steps, as in ``swapped_run``.
     """
     name = f"DP Swap{' (R)' if remat else ''}"
     return _best(

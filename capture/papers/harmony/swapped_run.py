@@ -10,11 +10,11 @@ import jax
 from capture.compiler.executable import Compiler
 from capture.machine.server import Server
 from capture.model.workload import WorkloadProtocol
+from capture.papers.harmony.swapped_step import SwappedBuilder
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Switches
 from capture.runtime.layout import first_devices
 from capture.runtime.streamed import StreamedStep
-from capture.step.swapped import SwappedBuilder
 from capture.tracing import trace
 
 #: Nothing of what Harmony does, but for updates right behind all passes, on the devices.

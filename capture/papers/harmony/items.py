@@ -1,5 +1,5 @@
 """The items of a step of packs on the streams of its ranks: which there are, how long they take,
-and what they wait for. See ``capture.predictor.pack_times``, whose other half this is.
+and what they wait for. See ``estimate``, whose other half this is.
 
 Without prefetch a task brings an input when the micro-batch before it is done. With it the inputs
 of the first two micro-batches come while the task before computes, and later ones while the one

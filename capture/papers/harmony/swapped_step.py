@@ -2,7 +2,7 @@
 same layers and programs.
 
 Every device runs all layers, one by one, on its micro-batches, accumulates gradients, and updates
-with the sum over all devices. Its own manager (``capture.step.virtual_memory``) swaps tensors when
+with the sum over all devices. Its own manager (``virtual_memory``) swaps tensors when
 they do not fit: it evicts what is used farthest in the future, writes back always, and nothing is
 there before it is missed. Between steps nothing stays on a device.
 
@@ -17,13 +17,13 @@ from dataclasses import replace
 
 from capture.errors import PlanError
 from capture.machine.server import Server
+from capture.papers.harmony.virtual_memory import LayerTensors, Manager, Operation, Tensor
 from capture.plan.task_graph import Span, TaskGraph, microbatches, shares
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Feed, Free, Instruction, Run, Step, Wait, book
 from capture.step.streamed import Begins
 from capture.step.streamed_state import StreamedState
 from capture.step.streamed_units import Rank, program_name
-from capture.step.virtual_memory import LayerTensors, Manager, Operation, Tensor
 
 
 class SwappedBuilder(StreamedState):
