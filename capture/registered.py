@@ -38,6 +38,7 @@ _PATHS = {
         "paper": "capture.papers.mutwo.choices:as_printed",
         "corrected": "capture.papers.mutwo.choices:corrected",
     },
+    "search of shardings": {"depth-first": "capture.papers.osdp.depth_first:depth_first"},
     "estimates of packs": {"released": "capture.papers.harmony.estimate:estimate"},
     "baselines": {
         "model arrays": "capture.papers.mutwo.baselines:all_baselines",

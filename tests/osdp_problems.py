@@ -11,9 +11,10 @@ import numpy as np
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import HostLink, Link, Rates, Sourced, Target
 from capture.model.operators import Block, Operator, OperatorModel
-from capture.model.transformer import transformer
+from capture.papers.osdp.paper_cost import PaperCost
+from capture.papers.osdp.transformer import transformer
 from capture.plan.sharding import Mode
-from capture.step.operator_cost import Cost, PaperCost, StepCost
+from capture.step.operator_cost import Cost, StepCost
 from recommender.osdp.problem import ShardingProblem
 
 #: Layers and widths of Table 1's families.

@@ -82,14 +82,6 @@ def exact(problem: ShardingProblem) -> ShardingResult:
     )
 
 
-def fastest_at(problem: ShardingProblem, batch_size: int) -> ShardingPlan | None:
-    """The fastest plan at one batch size, proven: a candidate of Algorithm 1; None if nothing
-    fits."""
-    options = problem.options(batch_size)
-    chosen = cheapest(options, problem.memory_limit_bytes).chosen
-    return None if chosen is None else plan_of(problem, batch_size, options, chosen)
-
-
 @dataclass(frozen=True)
 class Choice:
     """The answer for one batch size, or one capacity.

@@ -8,14 +8,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from capture.registered import REGISTERED
 from recommender.algorithms import algorithm_named
-from recommender.osdp.depth_first import depth_first
 from recommender.osdp.exact import exact
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult
 
 ALGORITHMS: Mapping[str, Callable[..., ShardingResult]] = MappingProxyType(
-    {"exact": exact, "depth-first": depth_first}
+    {"exact": exact, **REGISTERED["search of shardings"]}
 )
 
 
@@ -34,7 +34,7 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
     Example:
         >>> from capture.machine.cluster import Cluster, Machine
         >>> from capture.step.operator_cost import StepCost
-        >>> from capture.model.transformer import transformer
+        >>> from capture.papers.osdp.transformer import transformer
         >>> model = transformer("1.3B", [(24, 2048)], seq_len=1024, vocab_size=51200)
         >>> machine = Machine.of(Cluster((8,), "a100-40g"))
         >>> result = search(ShardingProblem(StepCost(model, machine, (1, 4))))

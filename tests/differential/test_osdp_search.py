@@ -15,9 +15,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from capture.errors import PlanError
 from capture.model.operators import Block, Operator, OperatorModel
-from capture.model.transformer import transformer
+from capture.papers.osdp.paper_cost import PaperCost
+from capture.papers.osdp.transformer import transformer
 from capture.plan.sharding import DP, ZDP
-from capture.step.operator_cost import PaperCost, StepCost
+from capture.step.operator_cost import StepCost
 from recommender.osdp import ShardingProblem, search
 
 GIB = 2**30

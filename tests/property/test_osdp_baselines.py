@@ -13,9 +13,10 @@ from benchmarks.papers.osdp.pipeline import Pipeline, layers_of, stages_of
 from benchmarks.papers.osdp.strategies import STRATEGIES, OneMode
 from benchmarks.papers.osdp.tensor_parallel import TensorParallelCost
 from capture.model.operators import Block, Operator, OperatorModel
-from capture.model.transformer import transformer
+from capture.papers.osdp.paper_cost import PaperCost
+from capture.papers.osdp.transformer import transformer
 from capture.plan.sharding import DP, ZDP
-from capture.step.operator_cost import PaperCost, StepCost
+from capture.step.operator_cost import StepCost
 
 GIB = 2**30
 SMALL = transformer("small", [(8, 512)], seq_len=128, vocab_size=5000)

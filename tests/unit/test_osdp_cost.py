@@ -14,8 +14,9 @@ from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import MeasuredCollective, fit_link
 from capture.machine.target import Sourced
 from capture.model.operators import Block, Operator, OperatorModel
+from capture.papers.osdp.paper_cost import PaperCost
 from capture.plan.sharding import DP, ZDP, Mode
-from capture.step.operator_cost import PaperCost, StepCost
+from capture.step.operator_cost import StepCost
 
 PRODUCT = Operator(
     "product",

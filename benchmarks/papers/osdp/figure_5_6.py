@@ -32,6 +32,7 @@ from benchmarks.papers.osdp.settings import (
     arguments,
     chosen,
     costs,
+    fastest_at,
     finish,
     gain,
     gain_statistics,
@@ -43,7 +44,6 @@ from benchmarks.papers.osdp.strategies import PURE, STRATEGIES, OneMode
 from capture.plan.sharding import ZDP
 from capture.step.operator_cost import StepCost
 from recommender.osdp import ShardingProblem
-from recommender.osdp.exact import fastest_at
 
 PAPER = {
     8: {

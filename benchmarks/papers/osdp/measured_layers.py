@@ -26,6 +26,7 @@ from benchmarks.papers.osdp.settings import (
     LIMITS_GIB,
     MIB,
     arguments,
+    fastest_at,
     finish,
     gain,
     gain_statistics,
@@ -38,7 +39,6 @@ from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
 from capture.step.operator_cost import Cost
 from recommender.osdp import ShardingProblem
-from recommender.osdp.exact import fastest_at
 
 ROWS = (1, 2, 3, 4)
 ALL_ZDP = Mode(3, 3)

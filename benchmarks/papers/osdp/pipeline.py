@@ -22,13 +22,13 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.papers.osdp.settings import fastest_at
 from capture.machine.cluster import Machine
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import DP, Mode
 from capture.step.operator_cost import BatchSize, Cost, CostModel
 from capture.step.times import busiest_seconds
 from recommender.cuts import equal_cuts
-from recommender.osdp.exact import fastest_at
 from recommender.osdp.problem import ShardingProblem
 
 PipelineSchedule = Literal["gpipe", "1f1b"]

@@ -25,8 +25,9 @@ from benchmarks.papers.osdp.settings import (
     titan,
 )
 from capture.machine.cluster import Cluster, Machine
-from capture.model.transformer import transformer
-from capture.step.operator_cost import PaperCost, StepCost
+from capture.papers.osdp.paper_cost import PaperCost
+from capture.papers.osdp.transformer import transformer
+from capture.step.operator_cost import StepCost
 from recommender.osdp import ShardingProblem, search
 
 GRANULARITIES = (1, 2, 4, 8, 16)

@@ -29,8 +29,12 @@ from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
 from capture.machine.target import HostLink, Link, Rates, Sourced, Target
 from capture.model.operators import OperatorModel
-from capture.model.transformer import transformer
+from capture.papers.osdp.transformer import transformer
+from capture.plan.sharding import ShardingPlan
 from capture.step.operator_cost import PAPER_GRANULARITY, StepCost
+from recommender.osdp.exact import cheapest
+from recommender.osdp.problem import ShardingProblem
+from recommender.osdp.result import plan_of
 
 MIB, GIB = 2**20, 2**30
 FOLDER = Path(__file__).parent
@@ -260,3 +264,11 @@ def finish(
         "overlap_fraction": fitted_overlap(),
     }
     return documents.finish(name, rows, options, svg, simulated=True, fitted=fitted, **more)
+
+
+def fastest_at(problem: ShardingProblem, batch_size: int) -> ShardingPlan | None:
+    """The fastest plan at one batch size, proven: a candidate of Algorithm 1; None if nothing
+    fits."""
+    options = problem.options(batch_size)
+    chosen = cheapest(options, problem.memory_limit_bytes).chosen
+    return None if chosen is None else plan_of(problem, batch_size, options, chosen)

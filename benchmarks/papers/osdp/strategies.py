@@ -20,8 +20,9 @@ from benchmarks.papers.osdp.tensor_parallel import TensorParallelCost
 from capture.documents import fields_of
 from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
+from capture.papers.osdp.paper_cost import PaperCost
 from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
-from capture.step.operator_cost import BatchSize, Cost, CostModel, PaperCost, StepCost
+from capture.step.operator_cost import BatchSize, Cost, CostModel, StepCost
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.search import search
 

@@ -8,8 +8,9 @@ from functools import cached_property
 
 from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
+from capture.papers.osdp.paper_cost import PaperCost
 from capture.plan.sharding import Mode
-from capture.step.operator_cost import BatchSize, Cost, PaperCost, StepCost
+from capture.step.operator_cost import BatchSize, Cost, StepCost
 
 
 @dataclass(frozen=True)
