@@ -38,7 +38,9 @@ _PATHS = {
         "paper": "capture.papers.mutwo.choices:as_printed",
         "corrected": "capture.papers.mutwo.choices:corrected",
     },
+    "search of stages": {"autostage": "capture.papers.alpa.autostage:autostage"},
     "search of shardings": {"depth-first": "capture.papers.osdp.depth_first:depth_first"},
+    "profiling runs": {"alpa": "capture.papers.alpa.backend:AlpaBackend"},
     "estimates of packs": {"released": "capture.papers.harmony.estimate:estimate"},
     "baselines": {
         "model arrays": "capture.papers.mutwo.baselines:all_baselines",

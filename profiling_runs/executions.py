@@ -25,6 +25,7 @@ from capture.profiler.paper import (
     paper_runs,
     profile_batches,
 )
+from capture.registered import REGISTERED
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.where import Where, setting_of
@@ -119,14 +120,14 @@ def _opened(
 
     spec, cluster = question.spec, question.cluster
     if question.backend == "alpa":
-        from capture.profiler.alpa import AlpaBackend
-
         if spec is None or question.alpa_python is None:
             raise ProfileError.of(
                 "backend='alpa' needs a workload by name: another process imports it.",
                 "profile-backend",
             )
-        backend = AlpaBackend(spec, cluster, question.alpa_python, question.num_layers, store)
+        backend = REGISTERED["profiling runs"]["alpa"](
+            spec, cluster, question.alpa_python, question.num_layers, store
+        )
         assert backend.versions, "asked at once: a wrong interpreter would fail every run"
         return None, backend
     setting, machine = None, None

@@ -12,6 +12,7 @@ from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.profiler.execution import Machine
 from capture.profiler.paper import most_run_devices
+from capture.registered import REGISTERED
 from profiling_runs.collect import wanted_configs
 from profiling_runs.executions import paper_runs_of, profiling_jobs
 from profiling_runs.jobs import Job
@@ -121,10 +122,8 @@ def list_jobs(
         from capture.profiler.run import RunBackend
 
         if question.alpa_python is not None:
-            from capture.profiler.alpa import AlpaBackend
-
             assert question.spec is not None, "jobs are listed of workloads by name"
-            runs: RunBackend = AlpaBackend(
+            runs: RunBackend = REGISTERED["profiling runs"]["alpa"](
                 question.spec, cluster, question.alpa_python, question.num_layers, store
             )
         else:

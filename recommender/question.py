@@ -13,7 +13,7 @@ from capture.plan.space import StageSpace
 from capture.plan.stages import batch_violations
 from recommender.fixed import FixedPlan
 
-#: Alpa's search (``recommender.capture.autostage``): it has a space and a limit of its own, so it
+#: Alpa's search (``capture.papers.alpa.autostage``): it has a space and a limit of its own, so it
 #: is asked with the profile.
 AUTOSTAGE = "autostage"
 #: The least peak in compiled bytes, the fastest plan that fits, or the front of both, from bounds

@@ -1,8 +1,7 @@
 """Plans as Alpa runs them: the options of its ``PipeshardParallel``, its placement and its memory
 habits.
 
-Nothing here imports alpa or JAX but ``AlpaOptions.build``, and ``worker``, a script for Alpa's own
-environment.
+Nothing here imports alpa or JAX but ``AlpaOptions.build``.
 """
 
 from capture.alpa.options import AlpaOptions, to_alpa

@@ -18,6 +18,7 @@ from capture.plan.why import Front, FrontPoint, Why
 from capture.predictor import AdditivePredictor, Prediction
 from capture.predictor.step_time import CountedSteps
 from capture.quantities import counted
+from capture.registered import REGISTERED
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
 from recommender.capture.counted import CountedSearch
@@ -51,9 +52,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         profile = merge_profiles(profile, cluster.target)
     objective, mode, algorithm = question.search
     if algorithm == AUTOSTAGE:
-        from recommender.capture.autostage import autostage  # which knows Alpa
-
-        return autostage(profile, question)
+        return REGISTERED["search of stages"][AUTOSTAGE](profile, question)
     if algorithm == BOUNDS_FIRST:
         raise PlanError.of(
             f"algorithm={BOUNDS_FIRST!r} asks the compiler as it searches, and no profile; leave "

@@ -11,7 +11,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from alpa.pipeline_parallel import layer_construction  # noqa: E402
 
-from capture.alpa import worker  # noqa: E402
+from capture.papers.alpa import worker  # noqa: E402
 
 assert shims
 

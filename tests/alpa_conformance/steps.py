@@ -10,8 +10,8 @@ import alpa
 import jax
 import jax.numpy as jnp
 
-from capture.alpa import worker
 from capture.documents import write
+from capture.papers.alpa import worker
 from capture.plan.stages import Plan
 
 assert shims

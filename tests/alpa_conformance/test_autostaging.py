@@ -14,8 +14,8 @@ from harness import autostaging_tables, compile_method, mesh
 from steps import chain
 
 from capture.machine.cluster import Cluster
+from capture.papers.alpa.autostage import AutostagingTables, search_tables, submesh_choices
 from capture.plan.choices import StageChoice
-from recommender.capture.autostage import AutostagingTables, search_tables, submesh_choices
 
 DATA = Path(__file__).parent / "data"
 REMAT = ("none", "dots", "full")  # configurations must differ, in whatever

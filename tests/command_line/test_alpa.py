@@ -21,13 +21,7 @@ from capture.cli.main import main
 from capture.errors import ExecutionError, PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice
-from capture.plan.prediction import Prediction, StagePrediction
-from capture.plan.schedule import SCHEDULES
-from capture.plan.stage import Stage
-from capture.plan.stages import Plan
-from capture.predictor import AdditivePredictor
-from recommender.capture.autostage import (
+from capture.papers.alpa.autostage import (
     LABEL,
     MOST_SUCCESSORS,
     AutostagingTables,
@@ -35,6 +29,12 @@ from recommender.capture.autostage import (
     autostaging_tables,
     search_tables,
 )
+from capture.plan.choices import StageChoice
+from capture.plan.prediction import Prediction, StagePrediction
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+from capture.predictor import AdditivePredictor
 from recommender.question import PlanQuestion
 
 # Made by real Alpa from ``PLAN``.

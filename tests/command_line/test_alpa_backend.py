@@ -12,8 +12,8 @@ from capture.cli.main import main
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.papers.alpa.backend import AlpaBackend
 from capture.plan.choices import StageChoice
-from capture.profiler.alpa import AlpaBackend
 from capture.profiler.execution import ProfilingRun
 from profiling_runs import ProfileQuestion
 from profiling_runs import profile as make_profile

@@ -16,6 +16,7 @@ from synthetic_profiles import Planted, hybrid
 from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
+from capture.papers.alpa.autostage import LABEL
 from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
@@ -32,7 +33,6 @@ from capture.profiler.paper import (
     run_paper_profile,
 )
 from recommender import PlanQuestion, baseline_plan, recommend
-from recommender.capture.autostage import LABEL
 from recommender.capture.posed import search_problem
 from recommender.capture.search import ALGORITHMS
 from recommender.question import (

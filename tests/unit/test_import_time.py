@@ -28,7 +28,7 @@ MAY_LOAD = tuple(
 )
 #: These import such a module on purpose when they are imported.
 LOAD_THROUGH_ANOTHER = (
-    "capture.profiler.alpa",
+    "capture.papers.alpa.backend",
     "capture.profiler.facts",
     "profiling_runs.listing",
 )

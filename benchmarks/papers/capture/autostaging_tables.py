@@ -23,7 +23,7 @@ from benchmarks.papers.capture.scenarios import (
     profiled,
     usable_bytes,
 )
-from recommender.capture.autostage import autostaging_tables
+from capture.papers.alpa.autostage import autostaging_tables
 
 
 def main() -> int:

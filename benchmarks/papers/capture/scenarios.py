@@ -3,7 +3,7 @@ profiles, and the two planners.
 
 Everything is for 4 nodes of 4 A100 40 GB, compiled here for that GPU; nothing runs on one. "Alpa"
 is Alpa's algorithm on our cost model: for hybrid parallelism its autostaging
-(``recommender.capture.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU.
+(``capture.papers.alpa.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU.
 "Ours" is what ``capture plan --verify 5`` recommends in the same space. The stages of both plans
 are compiled, and their steps simulated alike.
 
@@ -50,6 +50,7 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.papers.alpa.autostage import LABEL, autostage
 from capture.plan.choices import StageChoice
 from capture.plan.prediction import Verified
 from capture.plan.space import StageSpace
@@ -63,7 +64,6 @@ from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import Verification, verify, with_verified
 from recommender import PlanQuestion, recommend
 from recommender.answer import Answer
-from recommender.capture.autostage import LABEL, autostage
 from recommender.capture.knowledge import recommend_verified
 from recommender.capture.recommendation import baseline_plan
 

@@ -33,8 +33,8 @@ from benchmarks.papers.capture.scenarios import (
     prepare,
     profiled,
 )
+from capture.papers.alpa.autostage import autostage
 from recommender import PlanQuestion, recommend
-from recommender.capture.autostage import autostage
 
 #: Seconds: profiling, planning, total without the merger; total with 16 merged layers; Alpa's
 #: total.

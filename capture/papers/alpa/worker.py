@@ -1,7 +1,7 @@
 """Train two steps of a plan in Alpa's own environment, and write down what its allocators say.
 
 A script for Alpa's Python (3.8 to 3.11), which has neither this library nor today's JAX: it imports
-nothing of ours. ``capture.profiler.alpa`` runs it with the path of a job:
+nothing of ours. ``backend`` runs it with the path of a job:
 
     workload                            location, function, arguments: as in a plan; the location is
                                         absolute

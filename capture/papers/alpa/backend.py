@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import capture.alpa.worker
 from capture import environment
 from capture.alpa import to_alpa
 from capture.alpa.placement import physical_shape
@@ -26,6 +25,7 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.papers.alpa import worker
 from capture.profiler.compile import PROGRAM_VERSION
 from capture.profiler.execution import Executed, Machine, ProfilingRun
 from capture.profiler.run import RunBackend
@@ -115,7 +115,7 @@ class AlpaBackend(RunBackend):
             (Path(folder) / "job.json").write_text(json.dumps(job))
             command = [
                 self.alpa_python,
-                capture.alpa.worker.__file__,
+                worker.__file__,
                 str(Path(folder) / "job.json"),
             ]
             try:
@@ -138,7 +138,7 @@ class AlpaBackend(RunBackend):
         return Executed(tuple(found["peak_bytes_per_stage"]), found["meter"])
 
     def job(self, run: ProfilingRun, result: Path) -> dict[str, Any]:
-        """What Alpa's process is given (``capture.alpa.worker``)."""
+        """What Alpa's process is given (``worker``)."""
         nodes = self.nodes_of(run.num_devices)
         plan = run.plan().with_(
             cluster=Cluster(nodes, self.cluster.target),
