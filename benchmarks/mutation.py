@@ -93,7 +93,7 @@ PARTS = {
     "recommender/capture/minmax.py": SEARCH,
     "recommender/capture/tie_break.py": SEARCH,
     "recommender/capture/reach.py": SEARCH,
-    "recommender/capture/enumerate.py": SEARCH,
+    "capture/papers/capture/enumerate.py": SEARCH,
     "recommender/capture/throughput.py": TIMED,
     "recommender/capture/least_sum.py": TIMED,
     "recommender/capture/counted.py": "tests/unit/test_table_search.py",

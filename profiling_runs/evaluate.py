@@ -24,7 +24,7 @@ from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Outcome, finite, statistics
-from capture.predictor.paper import PaperPredictor
+from capture.registered import REGISTERED
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
 from capture.step.program import replay
@@ -170,9 +170,13 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
         else random_table_plans(*about, kind, generator, asked.space)
     )
     known_keys = {measurements.key(config) for config in measurements.costs}
+
+    def of_paper(schedule: str) -> ProfileQuestion:
+        return replace(asked, paper=(schedule, question.num_microbatches))
+
     papers = {
-        schedule: PaperPredictor(
-            paper_profile(replace(asked, paper=(schedule, question.num_microbatches)), measurements)
+        schedule: REGISTERED["predictor of stages"]["paper"](
+            replace(result, paper=paper_profile(of_paper(schedule), measurements).to_json())
         )
         for schedule in (question.schedules if question.paper else ())
     }
@@ -249,7 +253,7 @@ def _without_paper(document: dict[str, Any]) -> dict[str, Any]:
     return {**left, "by_schedule": by_schedule}
 
 
-def _by_paper(predictor: PaperPredictor | None, plan: Plan) -> list[float]:
+def _by_paper(predictor: Any, plan: Plan) -> list[float]:
     """Peaks per stage; NaN for data and tensor parallelism together, which is not in the paper's
     space."""
     if predictor is None:

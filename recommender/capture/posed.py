@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from capture.errors import ProfileError, said_once
 from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
 from capture.predictor import AdditivePredictor
-from capture.predictor.paper import PaperPredictor
 from capture.predictor.times import TimePredictor
-from capture.profiler.paper import PaperStatistics, layer_statistics
+from capture.profiler.paper import layer_statistics
 from capture.profiler.paper import merge_layers as merged_layers
+from capture.registered import REGISTERED
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.fixed import FixedPlan
 from recommender.question import PlanQuestion
@@ -60,7 +61,7 @@ def search_problem(
     rows = (
         _default_rows(profile, question, least)
         if question.mode == "default"
-        else _paper_rows(profile, question.num_microbatches)
+        else paper_predictor(profile).rows(question.num_microbatches)
     )
     blocked = _blocked(num_layers, question.merge_layers, rows(usable[min(usable)][0])[0])
     choices = {d: tuple(found) for d, found in usable.items()}
@@ -190,31 +191,13 @@ def _default_rows(
     return rows
 
 
-def paper_predictor(profile: Profile) -> PaperPredictor:
+def paper_predictor(profile: Profile) -> Any:
     """The paper's predictor over the runs that a profile holds.
 
     Raises:
         ProfileError: ``profile-paper`` if it has none.
     """
-    if profile.paper is None:
-        raise ProfileError.of(
-            "the profile has no runs of the paper's kind; make it with capture profile --mode "
-            "paper.",
-            "profile-paper",
-        )
-    return PaperPredictor(PaperStatistics.from_json(profile.paper))
-
-
-def _paper_rows(profile: Profile, num_microbatches: int) -> Callable[[StageChoice], np.ndarray]:
-    predictor = paper_predictor(profile)
-
-    def rows(choice: StageChoice) -> np.ndarray:
-        peaks = predictor.peaks(choice, num_microbatches)
-        return np.where(np.isnan(peaks), NEVER, np.ceil(np.nan_to_num(peaks))).astype(np.int64)[
-            None
-        ]
-
-    return rows
+    return REGISTERED["predictor of stages"]["paper"](profile)
 
 
 def _blocked(num_layers: int, merge: int | None, alone: np.ndarray) -> np.ndarray:

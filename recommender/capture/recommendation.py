@@ -20,7 +20,6 @@ from capture.predictor.step_time import CountedSteps
 from capture.quantities import counted
 from capture.registered import REGISTERED
 from recommender.answer import Answer, StageAnswer
-from recommender.capture.baselines import fixed_degree_plan
 from recommender.capture.counted import CountedSearch
 from recommender.capture.posed import paper_predictor, search_problem, stage_choices
 from recommender.capture.problem import SearchProblem
@@ -257,32 +256,7 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
         PlanError: ``baseline-degree`` if no profiled degree divides the nodes into groups of the
             schedule.
     """
-    cluster, graph, kind = question.cluster, profile.graph, SCHEDULES[question.schedule]
-    weights = {
-        "flops": [layer.flops for layer in graph.layers],
-        "params": [sum(graph.params[p].size for p in layer.params) for layer in graph.layers],
-        "layers": [1] * graph.num_layers,
-    }[weigh]
-    fitting = [
-        choice
-        for choice in sorted(profile.choices, key=lambda c: (c.num_devices, c.tensor_parallel))
-        if cluster.num_devices % choice.num_devices == 0
-        and (groups := cluster.num_devices // choice.num_devices) * kind.stages_per_group
-        <= graph.num_layers
-        and not kind.wrong(groups, question.num_microbatches)
-        and question.microbatch_size % choice.data_parallel == 0
-        and all(size % choice.num_devices == 0 for size in cluster.nodes)
-    ]
-    if not fitting:
-        raise PlanError.of(
-            f"no profiled degree divides the nodes of cluster {cluster} into at most "
-            f"{graph.num_layers} stages of schedule={question.schedule!r}.",
-            "baseline-degree",
-        )
-    plan = plan_of(
-        profile, question, fixed_degree_plan(cluster, weights, fitting[0], question.schedule)
-    )
-    return plan.with_(prediction=predict_plan(profile, plan))
+    return REGISTERED["baselines"]["stages"](profile, question, weigh)
 
 
 def _num_choices(problem: SearchProblem) -> int:

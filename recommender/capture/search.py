@@ -8,9 +8,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from capture.registered import REGISTERED
 from recommender.algorithms import algorithm_named
-from recommender.capture.enumerate import enumerate_plans
-from recommender.capture.mcap import mcap, mcap_brute_force
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import SearchResult
@@ -19,9 +18,7 @@ from recommender.capture.throughput import throughput
 ALGORITHMS: Mapping[str, Callable[..., SearchResult]] = MappingProxyType(
     {
         "minmax": minmax,
-        "enumerate": enumerate_plans,
-        "mcap": mcap,
-        "mcap-bf": mcap_brute_force,
+        **{name: REGISTERED["search of stages"][name] for name in ("enumerate", "mcap", "mcap-bf")},
         "throughput": throughput,
     }
 )

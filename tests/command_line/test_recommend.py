@@ -17,6 +17,7 @@ from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.papers.alpa.autostage import LABEL
+from capture.papers.capture.predictor import PaperPredictor
 from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
@@ -24,7 +25,6 @@ from capture.plan.space import StageSpace
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
     PaperStatistics,
     layer_statistics,

@@ -29,11 +29,11 @@ from search_kit import (
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.papers.capture.baselines import fixed_degree_plan
 from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
 from capture.plan.sampling import random_plans
 from capture.plan.space import StageSpace
 from recommender import InFlightCost, SearchProblem, SearchResult, search
-from recommender.capture.baselines import fixed_degree_plan
 from recommender.cuts import equal_cuts
 
 STORED_CASES = json.loads((Path(__file__).parents[1] / "data" / "search_cases.json").read_text())
@@ -422,7 +422,9 @@ def test_random_plans_are_valid(shape, num_layers, seed):
 
 
 def test_searching_never_loads_jax():
-    code = "import recommender, recommender.capture.baselines, sys; sys.exit('jax' in sys.modules)"
+    code = (
+        "import recommender, capture.papers.capture.baselines, sys; sys.exit('jax' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]

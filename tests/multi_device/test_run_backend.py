@@ -19,8 +19,8 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.papers.capture.predictor import PaperPredictor
 from capture.plan.choices import StageChoice
-from capture.predictor.paper import PaperPredictor
 from capture.profiler.execution import Executed, Machine, ProfilingRun
 from capture.profiler.paper import PaperStatistics
 from capture.profiler.run import RunBackend

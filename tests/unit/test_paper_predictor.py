@@ -10,10 +10,10 @@ from refusals import code_of
 from synthetic_profiles import Planted, make_plan
 
 from capture.measured.profile import StageConfig
+from capture.papers.capture.predictor import PaperPredictor
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.predictor import AdditivePredictor
-from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
     LayerStatistics,
     PaperStatistics,

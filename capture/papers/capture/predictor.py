@@ -11,16 +11,19 @@ logarithm that turns negative at high degrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from capture.errors import ProfileError, Violation
+from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.stages import Plan
 from capture.predictor.fit import fit_degree, fit_line, inverse
+from capture.profiler.paper import PaperStatistics
+from recommender.capture.problem import NEVER
 
 MAX_PROFILED_DEGREE = 4
 
@@ -33,17 +36,32 @@ INTERVAL_FACTORS = (0.25, 2.0)
 NOT_ITEMISED = "not itemised"
 
 
+def predictor_of(profile: Profile) -> PaperPredictor:
+    """The paper's predictor over the runs that a profile holds.
+
+    Raises:
+        ProfileError: ``profile-paper`` if it has none.
+    """
+    if profile.paper is None:
+        raise ProfileError.of(
+            "the profile has no runs of the paper's kind; make it with capture profile --mode "
+            "paper.",
+            "profile-paper",
+        )
+    return PaperPredictor(PaperStatistics.from_json(profile.paper))
+
+
 class PaperPredictor:
     """Peaks of stages from the statistics of the paper's runs.
 
     Args:
-        statistics: ``PaperStatistics``.
+        statistics: Of the runs.
         fit: ``"log"`` as printed, ``"inverse"`` for a + b / k in its place.
     """
 
     name = "paper"
 
-    def __init__(self, statistics: Any, fit: str = "log"):
+    def __init__(self, statistics: PaperStatistics, fit: str = "log"):
         self._statistics, self._transform = statistics, np.log if fit == "log" else inverse
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
 
@@ -59,6 +77,16 @@ class PaperPredictor:
         if key not in self._tables:
             self._tables[key] = self._table(choice, num_microbatches)
         return self._tables[key]
+
+    def rows(self, num_microbatches: int) -> Callable[[StageChoice], np.ndarray]:
+        """Return the bytes that a search looks at, by choice: shape (1, L, L + 1)."""
+
+        def of(choice: StageChoice) -> np.ndarray:
+            peaks = self.peaks(choice, num_microbatches)
+            whole = np.where(np.isnan(peaks), NEVER, np.ceil(np.nan_to_num(peaks)))
+            return whole.astype(np.int64)[None]
+
+        return of
 
     def _table(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
         known: Mapping[StageChoice, Any] = self._statistics.statistics

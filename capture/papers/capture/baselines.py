@@ -14,11 +14,15 @@ from itertools import pairwise
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
+from capture.plan.stages import Plan
+from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.result import PlacedStage
 from recommender.cuts import equal_cuts
+from recommender.question import PlanQuestion
 
 
 def fixed_degree_plan(
@@ -55,3 +59,33 @@ def fixed_degree_plan(
         PlacedStage.at(d * group, first, stop, choice)
         for group, (first, stop) in zip(placement, pairwise(cuts), strict=True)
     )
+
+
+def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str) -> Plan:
+    """Stages of equal FLOPs, parameters or layers: see ``recommender.baseline_plan``."""
+    cluster, graph, kind = question.cluster, profile.graph, SCHEDULES[question.schedule]
+    weights = {
+        "flops": [layer.flops for layer in graph.layers],
+        "params": [sum(graph.params[p].size for p in layer.params) for layer in graph.layers],
+        "layers": [1] * graph.num_layers,
+    }[weigh]
+    fitting = [
+        choice
+        for choice in sorted(profile.choices, key=lambda c: (c.num_devices, c.tensor_parallel))
+        if cluster.num_devices % choice.num_devices == 0
+        and (groups := cluster.num_devices // choice.num_devices) * kind.stages_per_group
+        <= graph.num_layers
+        and not kind.wrong(groups, question.num_microbatches)
+        and question.microbatch_size % choice.data_parallel == 0
+        and all(size % choice.num_devices == 0 for size in cluster.nodes)
+    ]
+    if not fitting:
+        raise PlanError.of(
+            f"no profiled degree divides the nodes of cluster {cluster} into at most "
+            f"{graph.num_layers} stages of schedule={question.schedule!r}.",
+            "baseline-degree",
+        )
+    plan = plan_of(
+        profile, question, fixed_degree_plan(cluster, weights, fitting[0], question.schedule)
+    )
+    return plan.with_(prediction=predict_plan(profile, plan))
