@@ -45,7 +45,18 @@ _PATHS = {
         "autostage": "capture.papers.alpa.autostage:autostage",
     },
     "search of shardings": {"depth-first": "capture.papers.osdp.depth_first:depth_first"},
-    "profiling runs": {"alpa": "capture.papers.alpa.backend:AlpaBackend"},
+    "profiling runs": {
+        "run": "capture.papers.capture.run:RunBackend",
+        "alpa": "capture.papers.alpa.backend:AlpaBackend",
+    },
+    "profile of the paper": {
+        "compiled": "capture.papers.capture.executions:compiled_profile",
+        "executed": "capture.papers.capture.executions:executed_profile",
+        "configs": "capture.papers.capture.executions:configs",
+        "jobs": "capture.papers.capture.executions:listed_jobs",
+        "most devices": "capture.papers.capture.profile:most_run_devices",
+    },
+    "layer merger": {"paper": "capture.papers.capture.profile:merged_bounds"},
     "estimates of packs": {"released": "capture.papers.harmony.estimate:estimate"},
     "predictor of stages": {"paper": "capture.papers.capture.predictor:predictor_of"},
     "baselines": {

@@ -20,8 +20,8 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayTask
 from capture.profiler.array_pass import ArrayNeeds, ArrayShape, HostCopy
 from profiling_runs.batch import Batch, Progress
-from profiling_runs.executions import machine_of_workers
 from profiling_runs.jobs import Job, Setting
+from profiling_runs.machine import machine_of_workers
 from profiling_runs.pools.pool import Kept
 from profiling_runs.pools.where import Where, setting_of
 

@@ -12,11 +12,10 @@ from capture.measured.store import Store
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
 from capture.predictor.statistics import without_windows
-from capture.profiler.paper import PaperStatistics, run_paper_profile
 from capture.profiler.windows import window_configs
+from capture.registered import REGISTERED
 from profiling_runs.batch import Progress, Watch
 from profiling_runs.calibrate import calibrate, calibration_of, held_out
-from profiling_runs.executions import executed_profile, paper_runs_of
 from profiling_runs.failures import causes, ways
 from profiling_runs.held_out import size_errors
 from profiling_runs.measurements import Measurements, open_measurements, unmeasured
@@ -64,7 +63,9 @@ def profile(
                 f"are of compiled windows; backend={question.backend!r} has none.",
                 "profile-backend",
             )
-        executed = executed_profile(question, store, where, progress, watch)
+        executed = REGISTERED["profile of the paper"]["executed"](
+            question, store, where, progress, watch
+        )
         return replace(executed, warnings=split_warnings(question.task, size))
     if measurements is None:
         measurements = open_measurements(
@@ -98,7 +99,8 @@ def profile(
         }
         result = replace(result, calibration=calibration, verified=compiled)
     if question.paper is not None:
-        result = replace(result, paper=paper_profile(question, measurements).to_json())
+        found = REGISTERED["profile of the paper"]["compiled"](question, measurements)
+        result = replace(result, paper=found.to_json())
     return replace(result, failures=causes(measurements.failures))
 
 
@@ -117,8 +119,9 @@ def wanted_configs(
     )
     wanted = {WINDOWS: windows}
     if question.paper is not None:
-        runs = paper_runs_of(question, graph.num_layers)
-        wanted[PAPER_RUNS] = [c for run in runs for c in run.configs(question.microbatch_size)]
+        wanted[PAPER_RUNS] = REGISTERED["profile of the paper"]["configs"](
+            question, graph.num_layers
+        )
     if question.calibration_plans:
         known = {measurements.key(config) for config in windows}
         configs = [
@@ -161,17 +164,3 @@ def split_warnings(
     from capture.tracing.batch.split import check_split, loss_warnings
 
     return loss_warnings(check_split(task, microbatch_size), parts)
-
-
-def paper_profile(question: ProfileQuestion, measurements: Measurements) -> PaperStatistics:
-    """The paper's profiling runs of a model (see ``capture.profiler.paper``)."""
-    assert question.paper is not None, "asked for"
-    backend, size = measurements.backend, question.microbatch_size
-    runs = paper_runs_of(question, backend.traced(size).graph.num_layers)
-    measurements.require({PAPER_RUNS: [c for run in runs for c in run.configs(size)]})
-    param_bytes = {
-        run.choice.param_split: backend.sharding(size).param_bytes(run.choice.param_split)
-        for run in runs
-    }
-    graph = backend.sharding(size).graph(run.choice for run in runs)
-    return run_paper_profile(runs, graph, param_bytes, *question.paper, measurements.costs.get)

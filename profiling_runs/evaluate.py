@@ -28,7 +28,7 @@ from capture.registered import REGISTERED
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
 from capture.step.program import replay
-from profiling_runs.collect import paper_profile, profile
+from profiling_runs.collect import profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 
@@ -171,12 +171,13 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
     )
     known_keys = {measurements.key(config) for config in measurements.costs}
 
-    def of_paper(schedule: str) -> ProfileQuestion:
-        return replace(asked, paper=(schedule, question.num_microbatches))
+    def of_paper(schedule: str) -> Any:
+        profiled = replace(asked, paper=(schedule, question.num_microbatches))
+        return REGISTERED["profile of the paper"]["compiled"](profiled, measurements)
 
     papers = {
         schedule: REGISTERED["predictor of stages"]["paper"](
-            replace(result, paper=paper_profile(of_paper(schedule), measurements).to_json())
+            replace(result, paper=of_paper(schedule).to_json())
         )
         for schedule in (question.schedules if question.paper else ())
     }

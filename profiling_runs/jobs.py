@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from capture.measured.profile import StageConfig
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.profiler.array_pass import ArrayCall, ArrayShape, HostCopy
-from capture.profiler.execution import ProfilingRun
 from capture.profiler.layer_pass import LayerPass
 from capture.profiler.pack_program import PackProgram
 
@@ -70,6 +69,15 @@ class Setting:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+class Described(Protocol):
+    """A measurement that says itself what it is, such as an execution of a paper's partitioning."""
+
+    @property
+    def group(self) -> tuple[Any, ...]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """One measurement to make.
@@ -89,7 +97,7 @@ class Job:
     """
 
     key: str
-    what: StageConfig | ProfilingRun | LayerPass | PackProgram | ArrayCall | HostCopy | None
+    what: StageConfig | LayerPass | PackProgram | ArrayCall | HostCopy | Described | None
     part: Part = "stage"
     kind: str = ""
     needs: str | None = None
@@ -98,8 +106,6 @@ class Job:
     @property
     def group(self) -> tuple[Any, ...]:
         """Jobs of a group share work when the same process does them one after the other."""
-        if isinstance(self.what, ProfilingRun):
-            return self.part, self.what.choice, self.what.num_microbatches
         if isinstance(self.what, LayerPass):
             return self.part, self.what.microbatch_size
         if isinstance(self.what, PackProgram):
@@ -108,11 +114,9 @@ class Job:
             return self.part, self.what.num_models
         if isinstance(self.what, HostCopy):
             return self.part, self.what.direction
-        return (
-            (self.part,)
-            if self.what is None
-            else (self.part, self.what.choice, self.what.microbatch_size)
-        )
+        if isinstance(self.what, StageConfig):
+            return self.part, self.what.choice, self.what.microbatch_size
+        return (self.part,) if self.what is None else (self.part, *self.what.group)
 
     def to_json(self, workload: WorkloadSpec | None, backend: str) -> dict[str, Any]:
         """For people and the store: what is measured, of which workload, with which backend
@@ -141,8 +145,7 @@ class Job:
         elif isinstance(self.what, HostCopy):
             facts |= {"direction": self.what.direction, "nbytes": self.what.nbytes}
         elif self.what is not None:
-            run = asdict(self.what)
-            facts |= {**run.pop("choice"), **run}
+            facts |= self.what.to_json()
         return {**facts, "kind": self.kind}
 
 

@@ -22,9 +22,9 @@ from capture.plan.packs import PacksPlan
 from capture.profiler.layer_pass import Direction, LayerNeeds, LayerPass
 from capture.step.times import TimeModel
 from profiling_runs.batch import Batch, Progress, Watch
-from profiling_runs.executions import machine_of_workers
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.layer_question import LayersQuestion
+from profiling_runs.machine import machine_of_workers
 from profiling_runs.pools.pool import Runner
 from profiling_runs.pools.where import Where, setting_of
 from profiling_runs.slow_start import SlowStart, slow_start

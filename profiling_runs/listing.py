@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from capture.documents import fields_of
-from capture.machine.target import Target
 from capture.measured.store import Store
-from capture.profiler.execution import Machine
-from capture.profiler.paper import most_run_devices
 from capture.registered import REGISTERED
 from profiling_runs.collect import wanted_configs
-from profiling_runs.executions import paper_runs_of, profiling_jobs
 from profiling_runs.jobs import Job
 from profiling_runs.measurements import Measurements, open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -119,24 +115,6 @@ def list_jobs(
         jobs = measurements.jobs(wanted_configs(question, measurements), question.splits_backward)
         name = f"compile:{cluster.target}"
     else:
-        from capture.profiler.run import RunBackend
-
-        if question.alpa_python is not None:
-            assert question.spec is not None, "jobs are listed of workloads by name"
-            runs: RunBackend = REGISTERED["profiling runs"]["alpa"](
-                question.spec, cluster, question.alpa_python, question.num_layers, store
-            )
-        else:
-            platform = Target.load(cluster.target).platform
-            runs = RunBackend(
-                question.task,
-                question.num_layers,
-                question.tensor_parallel_rule,
-                store,
-                machine=Machine(platform, cluster.target, most_run_devices(cluster.num_devices)),
-                num_devices=cluster.num_devices,
-            )
-        num_layers = runs.compiler.traced(question.microbatch_size).graph.num_layers
-        jobs = list(profiling_jobs(runs, question, paper_runs_of(question, num_layers)))
+        jobs = REGISTERED["profile of the paper"]["jobs"](question, store)
         name = question.backend
     return listing(jobs, store.get(job.key for job in jobs), store.typical_seconds(), name)

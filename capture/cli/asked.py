@@ -27,8 +27,8 @@ from capture.plan.packs import PacksPlan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
-from capture.profiler.paper import most_run_devices
 from capture.quantities import counted, format_bytes, parse_bytes
+from capture.registered import REGISTERED
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
@@ -149,7 +149,8 @@ def _need(asked: ProfileQuestion | LayersQuestion) -> tuple[int, str]:
     if isinstance(asked, LayersQuestion):
         return 1, "cpu" if asked.executes else Target.load(asked.target).platform
     if asked.executes:
-        return most_run_devices(asked.cluster.num_devices), "cpu"
+        most = REGISTERED["profile of the paper"]["most devices"]
+        return most(asked.cluster.num_devices), "cpu"
     return asked.cluster.num_devices, Target.load(asked.cluster.target).platform
 
 

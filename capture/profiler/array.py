@@ -37,10 +37,9 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
 from capture.profiler.array_pass import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
 from capture.profiler.compile import CompileBackend
-from capture.profiler.execution import Machine as ExecutingMachine
+from capture.profiler.executing import ExecutingMachine
 from capture.profiler.host_copies import COPY_BYTES, copies_of, copy_seconds, rows_of
-from capture.profiler.run import machine_here
-from capture.profiler.timing import OUT_OF_MEMORY, filled, median_seconds
+from capture.profiler.timing import OUT_OF_MEMORY, filled, machine_here, median_seconds
 from capture.runtime.array_programs import ArrayPrograms, program_name
 from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import param_paths

@@ -27,10 +27,9 @@ from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
-from capture.profiler.execution import Machine
+from capture.profiler.executing import ExecutingMachine
 from capture.profiler.layer_pass import LayerNeeds, LayerPass
-from capture.profiler.run import machine_here
-from capture.profiler.timing import OUT_OF_MEMORY, filled, median_seconds
+from capture.profiler.timing import OUT_OF_MEMORY, filled, machine_here, median_seconds
 from capture.quantities import format_bytes
 from capture.runtime.decomposer import Decomposed, LayerProgram
 from capture.runtime.leaf_parts import traced_optimizer
@@ -73,7 +72,7 @@ class LayerBackend:
         store: Store | None = None,
         *,
         target: Target | None = None,
-        machine: Machine | None = None,
+        machine: ExecutingMachine | None = None,
         memory_limit_bytes: int | None = None,
     ):
         self.compiler = CompileBackend(

@@ -10,8 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capture.profiler.executing import ExecutingMachine
+
 #: What JAX says where a device has no room.
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def machine_here() -> ExecutingMachine:
+    """The devices of this process."""
+    devices = jax.devices()
+    return ExecutingMachine(devices[0].platform, devices[0].device_kind, len(devices))
 
 
 def median_seconds(

@@ -16,7 +16,7 @@ from capture.documents import write
 from capture.errors import CaptureError, ProfileError, is_bug, violations_of
 from capture.machine.target import Target
 from capture.measured.claims import name_of_process
-from capture.profiler.execution import ProfilingRun, replay_key
+from capture.registered import REGISTERED
 from profiling_runs.jobs import Failure, Job, Outcome, Setting
 
 
@@ -66,9 +66,7 @@ class Worker:
                 setting.tensor_parallel_rule,
                 target=Target.load(setting.target),
             )
-        from capture.profiler.run import RunBackend
-
-        return RunBackend(
+        return REGISTERED["profiling runs"]["run"](
             self._workload,
             setting.num_layers,
             setting.tensor_parallel_rule,
@@ -80,7 +78,7 @@ class Worker:
         """Make a measurement; a failure is an outcome, not raised: it must not lose the other
         jobs."""
         if job.part == "machine":
-            from capture.profiler.run import machine_here
+            from capture.profiler.timing import machine_here
 
             return Outcome(job, asdict(machine_here()), worker=name_of_process())
         return measure_job(self._backend, job)
@@ -90,9 +88,7 @@ def measure_job(backend: Any, job: Job) -> Outcome:
     """As ``Worker.measure``, with a backend of this process."""
     start = time.perf_counter()
     try:
-        outcome = (
-            _of_run(backend, job) if isinstance(job.what, ProfilingRun) else _of_stage(backend, job)
-        )
+        outcome = _of_run(backend, job) if job.part == "run" else _of_stage(backend, job)
     except Exception as error:
         failure: Failure = "raised"
         if isinstance(error, CaptureError):
@@ -128,9 +124,7 @@ def _of_run(backend: Any, job: Job) -> Outcome:
         return Outcome(
             job, None, failure=failure, error=executed.failure, traceback=executed.traceback
         )
-    return Outcome(
-        job, executed.to_json(), stored_key="" if executed.meter else replay_key(job.key)
-    )
+    return Outcome(job, executed.to_json(), stored_key=executed.stored_key(job.key))
 
 
 def versions_of(setting: Setting) -> dict[str, str]:

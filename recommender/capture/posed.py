@@ -13,8 +13,6 @@ from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
 from capture.predictor import AdditivePredictor
 from capture.predictor.times import TimePredictor
-from capture.profiler.paper import layer_statistics
-from capture.profiler.paper import merge_layers as merged_layers
 from capture.registered import REGISTERED
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.fixed import FixedPlan
@@ -210,11 +208,7 @@ def _blocked(num_layers: int, merge: int | None, alone: np.ndarray) -> np.ndarra
     """
     blocked = np.tri(num_layers, num_layers + 1, dtype=bool)
     if merge is not None:
-        windows = [(first, first + n) for n in (1, 2) for first in range(num_layers - n + 1)]
-        statistics = layer_statistics(
-            {window: int(alone[window]) for window in windows if alone[window] < NEVER}, num_layers
-        )
-        bounds = {first for first, _ in merged_layers(statistics, merge)} | {num_layers}
+        bounds = REGISTERED["layer merger"]["paper"](alone, merge)
         inside = np.array([cut not in bounds for cut in range(num_layers + 1)])
         blocked |= inside[:num_layers, None] | inside[None, :]
     return blocked

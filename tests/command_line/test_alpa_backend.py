@@ -13,8 +13,8 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.papers.alpa.backend import AlpaBackend
+from capture.papers.capture.execution import ProfilingRun
 from capture.plan.choices import StageChoice
-from capture.profiler.execution import ProfilingRun
 from profiling_runs import ProfileQuestion
 from profiling_runs import profile as make_profile
 

@@ -18,6 +18,13 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.papers.alpa.autostage import LABEL
 from capture.papers.capture.predictor import PaperPredictor
+from capture.papers.capture.profile import (
+    PaperStatistics,
+    layer_statistics,
+    merge_layers,
+    paper_runs,
+    run_paper_profile,
+)
 from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
@@ -25,13 +32,6 @@ from capture.plan.space import StageSpace
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profiler.paper import (
-    PaperStatistics,
-    layer_statistics,
-    merge_layers,
-    paper_runs,
-    run_paper_profile,
-)
 from recommender import PlanQuestion, baseline_plan, recommend
 from recommender.capture.posed import search_problem
 from recommender.capture.search import ALGORITHMS

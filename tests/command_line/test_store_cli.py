@@ -15,8 +15,8 @@ from commands import run_json
 from capture.cli.main import main
 from capture.measured.claims import name_of_process
 from capture.measured.store import Store
-from capture.profiler.execution import Executed
-from capture.profiler.run import RunBackend
+from capture.papers.capture.execution import Executed
+from capture.papers.capture.run import RunBackend
 from profiling_runs.batch import Batch
 from profiling_runs.jobs import Job, Outcome
 from profiling_runs.pools.pool import Here

@@ -12,18 +12,19 @@ import pytest
 from pipeline_models import mlp
 from processes import user_model
 
-import capture.profiler.run
+import capture.papers.capture.run
 from capture.cli.main import main
 from capture.errors import CaptureError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.papers.capture.execution import Executed, ProfilingRun
 from capture.papers.capture.predictor import PaperPredictor
+from capture.papers.capture.profile import PaperStatistics
+from capture.papers.capture.run import RunBackend
 from capture.plan.choices import StageChoice
-from capture.profiler.execution import Executed, Machine, ProfilingRun
-from capture.profiler.paper import PaperStatistics
-from capture.profiler.run import RunBackend
+from capture.profiler.executing import ExecutingMachine
 from profiling_runs import profile
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Setting
@@ -151,20 +152,20 @@ def test_an_interrupted_profile_goes_on_where_it_stopped(monkeypatch):
 
 def test_the_second_step_is_measured_never_the_replay(monkeypatch, backend):
     steps = []
-    measure = capture.profiler.run.measure_step
+    measure = capture.papers.capture.run.measure_step
 
     def measured(step, state, batch, key):
         steps.append(state.num_steps)
         return replace(measure(step, state, batch, key), live_peak_bytes_per_device=(11, 12, 13))
 
-    monkeypatch.setattr(capture.profiler.run, "measure_step", measured)
+    monkeypatch.setattr(capture.papers.capture.run, "measure_step", measured)
     assert backend.execute(ONE_RUN).peak_bytes_per_stage == (11, 12, 13)
     assert steps == [1]
 
 
 def test_repeats_measure_as_many_steps_and_count_the_largest_peaks(monkeypatch, backend):
     steps = []
-    measure, peaks = capture.profiler.run.measure_step, [(1, 22, 3), (11, 2, 13), (5, 5, 5)]
+    measure, peaks = capture.papers.capture.run.measure_step, [(1, 22, 3), (11, 2, 13), (5, 5, 5)]
 
     def measured(step, state, batch, key):
         steps.append(state.num_steps)
@@ -172,7 +173,7 @@ def test_repeats_measure_as_many_steps_and_count_the_largest_peaks(monkeypatch, 
             measure(step, state, batch, key), live_peak_bytes_per_device=peaks[len(steps) - 1]
         )
 
-    monkeypatch.setattr(capture.profiler.run, "measure_step", measured)
+    monkeypatch.setattr(capture.papers.capture.run, "measure_step", measured)
     run = replace(ONE_RUN, repeats=3)
     assert backend.execute(run).peak_bytes_per_stage == (11, 22, 13)
     assert steps == [1, 2, 3]
@@ -252,7 +253,7 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
 @pytest.mark.slow
 def test_a_run_above_the_limit_is_not_made_and_compiled_once(executed, monkeypatch, executions):
     # Calling it would fail in another way.
-    monkeypatch.setattr(capture.profiler.run, "measure_step", None)
+    monkeypatch.setattr(capture.papers.capture.run, "measure_step", None)
     backend = RunBackend(TINY, memory_limit_bytes=limit_of_one_layer(executed))
     first = backend.measure(ONE_RUN)
     assert "needs " in first.failures[0]
@@ -271,7 +272,7 @@ def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, backend, failure
     def fail(*args):
         raise failure
 
-    monkeypatch.setattr(capture.profiler.run, "measure_step", fail)
+    monkeypatch.setattr(capture.papers.capture.run, "measure_step", fail)
     run = replace(ONE_RUN, num_microbatches=2 if isinstance(failure, MemoryError) else 3)
     (message,) = backend.measure(run).failures
     assert message == (
@@ -283,7 +284,7 @@ def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, backend, failure
 
 
 def test_a_run_that_needs_more_devices_than_there_are_is_named():
-    backend = RunBackend(TINY, machine=Machine("cpu", "cpu", 4))
+    backend = RunBackend(TINY, machine=ExecutingMachine("cpu", "cpu", 4))
     assert (
         backend.measure(replace(ONE_RUN, choice=StageChoice(2, 1)))
         .failures[0]

@@ -30,7 +30,6 @@ MAY_LOAD = tuple(
 LOAD_THROUGH_ANOTHER = (
     "capture.papers.alpa.backend",
     "capture.profiler.facts",
-    "profiling_runs.listing",
 )
 
 

@@ -11,10 +11,7 @@ from synthetic_profiles import Planted, make_plan
 
 from capture.measured.profile import StageConfig
 from capture.papers.capture.predictor import PaperPredictor
-from capture.plan.choices import StageChoice
-from capture.plan.schedule import PLAIN_SCHEDULES
-from capture.predictor import AdditivePredictor
-from capture.profiler.paper import (
+from capture.papers.capture.profile import (
     LayerStatistics,
     PaperStatistics,
     layer_statistics,
@@ -23,6 +20,9 @@ from capture.profiler.paper import (
     profile_batches,
     run_paper_profile,
 )
+from capture.plan.choices import StageChoice
+from capture.plan.schedule import PLAIN_SCHEDULES
+from capture.predictor import AdditivePredictor
 
 # ---- the paper's predictor -----------------------------------------------------------------------
 

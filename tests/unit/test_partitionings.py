@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from capture.errors import ProfileError
-from capture.profiler.partitionings import (
+from capture.papers.capture.partitionings import (
     Coverage,
     coverage,
     eq,

@@ -26,9 +26,10 @@ from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.papers.alpa import worker
+from capture.papers.capture.execution import Executed, ProfilingRun
+from capture.papers.capture.run import RunBackend
 from capture.profiler.compile import PROGRAM_VERSION
-from capture.profiler.execution import Executed, Machine, ProfilingRun
-from capture.profiler.run import RunBackend
+from capture.profiler.executing import ExecutingMachine
 
 _VERSIONS = (
     "import json, alpa, jax, jaxlib; print(json.dumps({m.__name__: m.__version__ for m in (alpa, "
@@ -63,7 +64,7 @@ class AlpaBackend(RunBackend):
         *,
         timeout_seconds: float = 3600.0,
     ):
-        machine = Machine("cuda", cluster.target, cluster.num_devices)
+        machine = ExecutingMachine("cuda", cluster.target, cluster.num_devices)
         super().__init__(
             spec.load(), num_layers, "auto", store, machine=machine, num_devices=cluster.num_devices
         )

@@ -18,11 +18,11 @@ import numpy as np
 
 from capture.errors import ProfileError, Violation
 from capture.measured.profile import Profile
+from capture.papers.capture.profile import PaperStatistics
 from capture.plan.choices import StageChoice
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.stages import Plan
 from capture.predictor.fit import fit_degree, fit_line, inverse
-from capture.profiler.paper import PaperStatistics
 from recommender.capture.problem import NEVER
 
 MAX_PROFILED_DEGREE = 4

@@ -2,7 +2,7 @@
 and 4-way data and tensor parallel.
 
 A run gives one number per stage, its peak. With the backend ``run`` the partitioning is executed
-(``capture.profiler.run``); with one that compiles, the run is the replay of the partitioning's own
+(``run``); with one that compiles, the run is the replay of the partitioning's own
 schedule over its compiled stages. The micro-batch size stays and their number is halved and
 quartered.
 
@@ -23,11 +23,12 @@ from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import NO_COST, StageCost
 from capture.model.graph import LayerGraph
+from capture.papers.capture.partitionings import pipeline_partitionings
 from capture.plan.choices import ChoiceRow, ParamSplit, Remat, StageChoice
 from capture.plan.schedule import make_schedule
 from capture.predictor.formula import of_interfaces, peak_of
-from capture.profiler.partitionings import pipeline_partitionings
 from capture.step.interface import stage_interface
+from recommender.capture.problem import NEVER
 
 #: The five sets of runs: no parallelism inside a stage, and 2- and 4-way data or tensor
 #: parallelism.
@@ -404,3 +405,19 @@ def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int
         isolated[i : i + 2] = [merged[i]]
         added[i : i + 2] = [added[i] + added[i + 1]]
     return groups
+
+
+def merged_bounds(alone: np.ndarray, num_merged: int) -> set[int]:
+    """Return where stages may begin and end once the layer merger has left ``num_merged`` layers.
+
+    Args:
+        alone: Bytes of every stage on the fewest devices, with one micro-batch in flight: M_i and
+            M_a are read from it.
+        num_merged: Layers that are left.
+    """
+    num_layers = len(alone)
+    windows = [(first, first + n) for n in (1, 2) for first in range(num_layers - n + 1)]
+    statistics = layer_statistics(
+        {window: int(alone[window]) for window in windows if alone[window] < NEVER}, num_layers
+    )
+    return {first for first, _ in merge_layers(statistics, num_merged)} | {num_layers}

@@ -28,20 +28,16 @@ from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol, takes_key
+from capture.papers.capture.execution import Executed, ProfilingRun, replay_key
+from capture.papers.capture.profile import RunPeaks
 from capture.plan.stages import Plan, TensorParallelRule
 from capture.profiler.compile import PROGRAM_VERSION, CompileBackend
-from capture.profiler.execution import Executed, Machine, ProfilingRun, replay_key
-from capture.profiler.paper import RunPeaks
+from capture.profiler.executing import ExecutingMachine
+from capture.profiler.timing import machine_here
 from capture.quantities import format_bytes
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, measure_step
 from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.programs import StagePrograms
-
-
-def machine_here() -> Machine:
-    """The devices of this process."""
-    devices = jax.devices()
-    return Machine(devices[0].platform, devices[0].device_kind, len(devices))
 
 
 class RunBackend:
@@ -72,7 +68,7 @@ class RunBackend:
         store: Store | None = None,
         *,
         memory_limit_bytes: int | None = None,
-        machine: Machine | None = None,
+        machine: ExecutingMachine | None = None,
         fresh_process: bool = False,
         num_devices: int = 1,
     ):

@@ -1,5 +1,5 @@
-"""Make the paper's profiling runs with the backend ``run``: in workers, or in this process, one
-after the other.
+"""Make the paper's profiling runs: compiled and replayed, or executed with the backend ``run`` in
+workers, or in this process, one after the other.
 
 On CPU a few workers share the runs, and each keeps what it has compiled. On an accelerator every
 run gets a fresh process, whose allocator's high-water marks are those of the run. This process owns
@@ -13,28 +13,78 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from capture import environment
-from capture.errors import ProfileError, plain
-from capture.measured.profile import Profile
+from capture.errors import ProfileError
+from capture.machine.target import Target
+from capture.measured.profile import Profile, StageConfig
 from capture.measured.store import Store
-from capture.profiler.execution import Machine, ProfilingRun
-from capture.profiler.paper import (
+from capture.papers.capture.execution import ProfilingRun
+from capture.papers.capture.profile import (
     PaperRuns,
+    PaperStatistics,
     RunPeaks,
     form_statistics,
     most_run_devices,
     paper_runs,
     profile_batches,
+    run_paper_profile,
 )
+from capture.profiler.executing import ExecutingMachine
 from capture.registered import REGISTERED
 from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.collect import PAPER_RUNS
 from profiling_runs.jobs import Job, Setting
+from profiling_runs.machine import machine_of_workers
+from profiling_runs.measurements import Measurements
 from profiling_runs.pools.where import Where, setting_of
 from profiling_runs.question import ProfileQuestion
 
 if TYPE_CHECKING:
-    from capture.profiler.run import RunBackend
+    from capture.papers.capture.run import RunBackend
 
 PROFILING_RUNS = "profiling runs"
+
+
+def compiled_profile(question: ProfileQuestion, measurements: Measurements) -> PaperStatistics:
+    """The paper's profiling runs of a model, replayed over their compiled stages."""
+    assert question.paper is not None, "asked for"
+    backend, size = measurements.backend, question.microbatch_size
+    num_layers = backend.traced(size).graph.num_layers
+    runs = paper_runs_of(question, num_layers)
+    measurements.require({PAPER_RUNS: configs(question, num_layers)})
+    param_bytes = {
+        run.choice.param_split: backend.sharding(size).param_bytes(run.choice.param_split)
+        for run in runs
+    }
+    graph = backend.sharding(size).graph(run.choice for run in runs)
+    return run_paper_profile(runs, graph, param_bytes, *question.paper, measurements.costs.get)
+
+
+def configs(question: ProfileQuestion, num_layers: int) -> list[StageConfig]:
+    """Return the stages of the paper's profiling runs."""
+    runs = paper_runs_of(question, num_layers)
+    return [config for run in runs for config in run.configs(question.microbatch_size)]
+
+
+def listed_jobs(question: ProfileQuestion, store: Store) -> list[Job]:
+    """Return the jobs of executed runs, as of the devices of the cluster's target."""
+    cluster = question.cluster
+    if question.alpa_python is not None:
+        assert question.spec is not None, "jobs are listed of workloads by name"
+        runs = REGISTERED["profiling runs"]["alpa"](
+            question.spec, cluster, question.alpa_python, question.num_layers, store
+        )
+    else:
+        platform, devices = Target.load(cluster.target).platform, cluster.num_devices
+        runs = REGISTERED["profiling runs"]["run"](
+            question.task,
+            question.num_layers,
+            question.tensor_parallel_rule,
+            store,
+            machine=ExecutingMachine(platform, cluster.target, most_run_devices(devices)),
+            num_devices=devices,
+        )
+    num_layers = runs.compiler.traced(question.microbatch_size).graph.num_layers
+    return list(profiling_jobs(runs, question, paper_runs_of(question, num_layers)))
 
 
 def executed_profile(
@@ -116,8 +166,6 @@ def _opened(
     question: ProfileQuestion, store: Store | None, where: Where
 ) -> tuple[Setting | None, RunBackend]:
     """How workers make the runs (None: in this process), and the backend of this process."""
-    from capture.profiler.run import RunBackend
-
     spec, cluster = question.spec, question.cluster
     if question.backend == "alpa":
         if spec is None or question.alpa_python is None:
@@ -143,7 +191,7 @@ def _opened(
         )
         machine = machine_of_workers(setting_of(setting), where)
         setting = setting_of(replace(setting, fresh_process=machine.platform != "cpu"))
-    return setting, RunBackend(
+    return setting, REGISTERED["profiling runs"]["run"](
         question.task,
         question.num_layers,
         question.tensor_parallel_rule,
@@ -190,19 +238,3 @@ def _check_some(outcomes: list[RunPeaks]) -> None:
             "run on virtual CPU devices, or profile with --backend compile, which runs nothing.",
             "profile-runs",
         )
-
-
-def machine_of_workers(setting: Setting, where: Where) -> Machine:
-    """The devices that a worker has. This process asks, and stays away from accelerators itself: it
-    would take memory of theirs.
-
-    Raises:
-        ProfileError: ``profile-worker`` if the worker cannot say.
-    """
-    batch = Batch([Job("machine", None, "machine", "devices of the workers")], Store(), {})
-    (outcome,) = batch.run(lambda: where.open(setting, None, 1))
-    if outcome.value is None:
-        raise ProfileError.of(
-            f"a worker cannot say which devices it has: {plain(outcome.error)}", "profile-worker"
-        )
-    return Machine(**outcome.value)

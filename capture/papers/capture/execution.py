@@ -1,19 +1,17 @@
-"""One execution of a partitioning, as plain data: what is run, on which machine, and what came of
-it."""
+"""One execution of a partitioning, as plain data: what is run, and what came of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from capture import environment
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.model.graph import content_hash
+from capture.papers.capture.profile import RunPeaks, ranges
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.profiler.paper import RunPeaks, ranges
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,16 @@ class ProfilingRun:
             for first, stop in ranges(self.partitioning)
         ]
 
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Runs of a group share what they have compiled."""
+        return self.choice, self.num_microbatches
+
+    def to_json(self) -> dict[str, Any]:
+        """What is run, for people and the store."""
+        run = asdict(self)
+        return {**run.pop("choice"), **run}
+
     def plan(self) -> Plan:
         """The run as a plan on a flat cluster of its own size."""
         choice, k = self.choice, self.choice.num_devices
@@ -76,31 +84,6 @@ class ProfilingRun:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The devices on which runs are made.
-
-    Attributes:
-        platform, device_kind: As JAX names them.
-        num_devices: That a process has.
-    """
-
-    platform: str
-    device_kind: str
-    num_devices: int
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """What of this process decides what is measured on them."""
-        return {
-            "backend": "run",
-            "target": self.platform,
-            "device_kind": self.device_kind,
-            "versions": environment.versions(),
-            "flags": list(environment.active_flags()),
-        }
-
-
-@dataclass(frozen=True)
 class Executed:
     """What came of an attempt to make a run; plain data, to be sent between processes.
 
@@ -116,6 +99,10 @@ class Executed:
     meter: str
     failure: str = ""
     traceback: str = ""
+
+    def stored_key(self, key: str) -> str:
+        """Return the key of what the store keeps, where it is another than the run's."""
+        return "" if self.meter else replay_key(key)
 
     def to_json(self) -> dict[str, Any]:
         """As the store keeps it."""

@@ -1,0 +1,33 @@
+"""The devices on which programs are executed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from capture import environment
+
+
+@dataclass(frozen=True)
+class ExecutingMachine:
+    """The devices on which runs are made.
+
+    Attributes:
+        platform, device_kind: As JAX names them.
+        num_devices: That a process has.
+    """
+
+    platform: str
+    device_kind: str
+    num_devices: int
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What of this process decides what is measured on them."""
+        return {
+            "backend": "run",
+            "target": self.platform,
+            "device_kind": self.device_kind,
+            "versions": environment.versions(),
+            "flags": list(environment.active_flags()),
+        }
