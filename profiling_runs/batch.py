@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
+from capture import interrupts
 from capture.errors import CaptureError, ProfileError, plain
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
@@ -114,6 +115,7 @@ class Batch:
         with closing(open_runner()) as runner:
             try:
                 while self._queue or running:
+                    interrupts.raise_noted()
                     self._hand_out(runner, running)
                     outcomes = runner.finished(_POLL_SECONDS)
                     # All are kept before anybody hears of one.

@@ -393,7 +393,7 @@ def _told(
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)
         result, attempts = asking.best(question)
         warnings = [*(split_warnings(*split) if warned is None else warned.result())]
-    result = _with_times(result, measurements)
+    result, time = _with_times(result, measurements)
     warnings += _refuted([*(attempt.result for attempt in attempts), result])
     failures = causes(measurements.failures)
     document: dict[str, Any] = {
@@ -407,7 +407,7 @@ def _told(
         *([attempts_table(attempts)] if attempts else []),
         *asked.layers_note(of_profile, least),
         *asking.left_out(),
-        *_lines(options, result, measurements, document),
+        *_lines(options, result, time, document),
         *(f"warning: {warning}" for warning in warnings),
         *(f"failed: {failure}" for failure in failures),
     ]
@@ -435,11 +435,11 @@ def _ended(result: StageAnswer) -> str:
 def _lines(
     options: argparse.Namespace,
     result: StageAnswer,
-    measurements: Measurements,
+    time: StepTime | None,
     document: dict[str, Any],
 ) -> Sequence[str]:
-    """Return the answer for people; the plan is saved, and the step of a compiled one simulated
-    into the document."""
+    """Return the answer for people; the plan is saved with its simulated step, which the document
+    has, too."""
     lines = [f"{result.status}: {result.why.summary}"]
     if result.plan is None or result.prediction is None:
         return lines
@@ -448,14 +448,12 @@ def _lines(
         peak_line(result.plan, result.prediction),
     ]
     lines += [str(result.headroom)] if result.headroom else []
-    time = None
+    if time is not None:
+        document["time"] = write(time)
+        lines.append(describe_time(time))
+        if options.objective is not None:  # else what would be faster was searched
+            lines += unused_note(options, result.headroom, time)
     if result.compiled:
-        time = _time(result.plan, measurements)
-        if time is not None:
-            document["time"] = write(time)
-            lines.append(describe_time(time))
-            if options.objective is not None:  # else what would be faster was searched
-                lines += unused_note(options, result.headroom, time)
         lines += front_table(result.why.front)
     if result.status == "ok":
         result.plan.with_(time=time).save(options.output)
@@ -472,9 +470,7 @@ def _other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[s
     front, plan = result.why.front, result.plan
     if front is None or plan is None:
         return []
-    own = (plan.stages, plan.num_microbatches)
-    points = front.names.items()
-    others = [n for n, p in points if (p.stages, p.num_microbatches or own[1]) != own]
+    others = (name for name in front.names if plan.of_front(name).decisions != plan.decisions)
     named = ", ".join(f"{options.output}:{name}" for name in others)
     return [f"in the same file, for run, verify, report, ...: {named}"] if others else []
 
@@ -486,16 +482,24 @@ def _time(plan: Plan, measurements: Measurements) -> StepTime | None:
     return None if timeline is None else time_summary(timeline, plan, known.graph)
 
 
-def _with_times(result: StageAnswer, measurements: Measurements) -> StageAnswer:
-    """Return the answer with the steps of the plans of its front."""
-    plan, why = result.plan, result.why
-    if plan is None or why.front is None:
-        return result
-    points = [
-        replace(point, notes=replace(point.notes, time=_time(plan.of_front(name), measurements)))
-        if point.notes
-        else point
-        for name, point in why.front.names.items()
-    ]
-    why = replace(why, front=replace(why.front, points=tuple(points)))
-    return replace(result, why=why, plan=plan.with_(why=why))
+def _with_times(
+    result: StageAnswer, measurements: Measurements
+) -> tuple[StageAnswer, StepTime | None]:
+    """Return the answer with the steps of the plans of its front, and that of its own plan if it is
+    compiled."""
+    plan, front = result.plan, result.why.front
+    if plan is None or not result.compiled:
+        return result, None
+    own = _time(plan, measurements)
+    if front is None:
+        return result, own
+    points = []
+    for name, point in front.names.items():
+        if point.notes:
+            other = plan.of_front(name)
+            is_own = other.decisions == plan.decisions
+            time = own if is_own else _time(other, measurements)
+            point = replace(point, notes=replace(point.notes, time=time))
+        points.append(point)
+    why = replace(result.why, front=replace(front, points=tuple(points)))
+    return replace(result, why=why, plan=plan.with_(why=why)), own

@@ -156,7 +156,7 @@ def _contradictions(options: argparse.Namespace, fixed: Fixed) -> Iterator[Viola
         )
     if "schedule" in kept and not SCHEDULES[plan.schedule].is_plain:
         yield Violation(
-            f"{fixed.path} has the schedule {plan.schedule}, which has a search of its own; name "
-            "another: --schedule 1f1b.",
+            f"{fixed.path} has the schedule {plan.schedule}, whose search places groups of stages "
+            "and keeps none of a plan; name another: --schedule 1f1b.",
             "plan-fix",
         )

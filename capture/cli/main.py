@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import NoReturn, TextIO
 
-from capture import __version__, environment
+from capture import __version__, environment, interrupts
 from capture.cli.library_log import LibraryLog
 from capture.cli.progress import clear_line
 from capture.errors import (
@@ -180,7 +180,8 @@ def run_verb(options: argparse.Namespace) -> int:
     try:
         if _verb(options) != "profile":  # which has the files of its jobs
             shared.check_outputs(options)
-        code = options.main(options)
+        with interrupts.noted():
+            code = options.main(options)
         asked.remember_named(options)
         return code
     except CaptureError as error:

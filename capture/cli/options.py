@@ -159,19 +159,20 @@ NUM_LAYERS = Option(
     read=int,
     metavar="L",
 )
+TARGET = Option(
+    "target",
+    f"device kind: {', '.join(target_names())}, or a target file (.json); it need not be there "
+    "(default: %(default)s)",
+    "cpu",
+    metavar="NAME",
+)
 CLUSTER = (
     Option(
         "cluster",
         "N nodes of G devices, or a list of nodes such as 4+2 (default: one device)",
         metavar="NxG",
     ),
-    Option(
-        "target",
-        f"device kind: {', '.join(target_names())}, or a target file (.json); it need not be there "
-        "(default: %(default)s)",
-        "cpu",
-        metavar="NAME",
-    ),
+    TARGET,
     Option("whole_nodes", "stages may span 2, 4, 8, ... whole nodes", False),
     Option("any_divisor", "degrees may be any divisor of a node, not only powers of two", False),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from capture.cli import asked, layers
-from capture.cli.options import STORE, Option
+from capture.cli.options import STORE, TARGET, Option
 from capture.cli.output import Totals, compared, emit, table, warning_lines
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.progress import progress
@@ -410,8 +410,8 @@ def _needs(plan: PacksPlan) -> Totals:
 def _server(options: argparse.Namespace) -> Server:
     """The server that is named, or that of a target."""
     if options.machine is not None:
-        for name in ("cluster", "target"):
-            if getattr(options, name) != options.parser.get_default(name):
+        for name, default in (("cluster", None), ("target", TARGET.default)):
+            if getattr(options, name) != default:
                 raise PlanError.of(
                     f"--machine {options.machine} says what --{name} does; leave out one of them.",
                     "plan-system",

@@ -80,6 +80,13 @@ _OF_SEVERAL = {
 
 
 _OPEN = {option.name: option for option in shared.OPEN}
+_TARGET = replace(
+    shared.TARGET,
+    help=shared.TARGET.help.replace(
+        "%(default)s", f"{shared.TARGET.default}, or that of the plan of --fix"
+    ),
+    default=None,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "operator: capture osdp",
             choices=(*(layers.SYSTEM_OPTION.choices or ()), array.SYSTEM),
         ),
-        *shared.CLUSTER[:2],
+        shared.CLUSTER[0],
+        _TARGET,
         shared.GLOBAL_BATCH,
         shared.NUM_LAYERS,
         Option(
@@ -193,6 +201,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     _refuse_options(options)
+    fixed = take_plan(options)
+    options.target = options.target or shared.TARGET.default
     if options.system in (layers.SYSTEM, array.SYSTEM):
         close(options)
     if options.system == layers.SYSTEM:
@@ -201,7 +211,6 @@ def main(options: argparse.Namespace) -> int:
         return array.plan(options)
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
-    fixed = take_plan(options)
     asked.say_one_device(options)
     given = copy(options)
     close(options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -442,9 +442,7 @@ def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> L
         return tuple(map(tensor, group))
 
     layers = tuple(
-        type(layer)(
-            **{**asdict(layer), "flops": layer.flops * microbatch_size // graph.microbatch_size}
-        )
+        replace(layer, flops=layer.flops * microbatch_size // graph.microbatch_size)
         for layer in graph.layers
     )
     return LayerGraph(

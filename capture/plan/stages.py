@@ -120,6 +120,12 @@ class Plan:
         """A copy with other fields, validated again."""
         return replace(self, **changes)
 
+    @property
+    def decisions(self) -> tuple[tuple[Stage, ...], int, str]:
+        """The stages, the number of micro-batches and the schedule: what tells plans for the same
+        cluster and batch apart."""
+        return self.stages, self.num_microbatches, self.schedule
+
     def of_front(self, name: str) -> Plan:
         """Return a plan of the front that this one has (``why.front``), as compiled as it is known.
 

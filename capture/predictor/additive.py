@@ -61,6 +61,7 @@ class AdditivePredictor(ComponentTables):
         super().__init__(profile, allow_extrapolation=allow_extrapolation)
         self._params: dict[ParamSplit, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
+        self._arrivals: dict[tuple[ParamSplit, int], np.ndarray] = {}
 
     # ---- stages ----------------------------------------------------------------------------------
 
@@ -213,14 +214,18 @@ class AdditivePredictor(ComponentTables):
     def _arriving(self, split: ParamSplit, most: int) -> np.ndarray:
         """Gradients of shared parameters that reach every stage at the end of a step, from at most
         so many later ones."""
-        graph, sizes = self.profile.graph, self.param_bytes(split)
-        total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
-        for p in range(len(graph.params)):
-            owner, *others = graph.param_readers(p) or (0,)
-            if others:
-                later = (np.array(others)[:, None] >= np.arange(graph.num_layers + 1)).sum(axis=0)
-                total[: owner + 1, owner + 1 :] += sizes[p] * np.minimum(later, most)[owner + 1 :]
-        return total
+        if (split, most) not in self._arrivals:
+            graph, sizes = self.profile.graph, self.param_bytes(split)
+            total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
+            cuts = np.arange(graph.num_layers + 1)
+            for p in range(len(graph.params)):
+                owner, *others = graph.param_readers(p) or (0,)
+                if others:
+                    later = (np.array(others)[:, None] >= cuts).sum(axis=0)
+                    nbytes = sizes[p] * np.minimum(later, most)
+                    total[: owner + 1, owner + 1 :] += nbytes[owner + 1 :]
+            self._arrivals[split, most] = total
+        return self._arrivals[split, most]
 
     def _stage_params(self, split: ParamSplit) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""

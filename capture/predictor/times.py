@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -67,6 +68,7 @@ class TimePredictor:
             )
         self.profile, self.model = profile, TimeModel(rates, devices_per_node)
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
+        self._sums: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._tables: dict[tuple[StageChoice, int], StageTable] = {}
         #: Windows that are alike have the same cost, and often the same object.
         rows: dict[int, np.ndarray] = {}
@@ -77,6 +79,13 @@ class TimePredictor:
                 windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
                 windows[config.first, config.stop] = rows[id(cost)]
 
+    def knowing(self, profile: Profile) -> TimePredictor:
+        """Return a predictor from the same windows with other compiled stages."""
+        assert profile.measurements is self.profile.measurements, "they are added up once"
+        other = copy(self)
+        other.profile, other._tables = profile, {}
+        return other
+
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Seconds of every stage.
 
@@ -85,10 +94,13 @@ class TimePredictor:
         """
         key = (choice, microbatch_size)
         if key not in self._tables:
-            table = self._of_windows(choice, microbatch_size)
+            if key not in self._sums:
+                self._sums[key] = self._of_windows(choice, microbatch_size)
+            table = self._sums[key].copy()
             for config, cost in self.profile.verified.items():
-                seconds = self.model.stage_times(cost)
-                if (config.choice, config.microbatch_size) == key and seconds is not None:
+                if (config.choice, config.microbatch_size) != key:
+                    continue
+                if (seconds := self.model.stage_times(cost)) is not None:
                     row = _row(seconds)
                     if self.profile.splits_backward and cost.split is None:
                         row[3:] = table[3:, config.first, config.stop]

@@ -26,6 +26,7 @@ from math import inf
 
 import numpy as np
 
+from capture import interrupts
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
@@ -70,8 +71,9 @@ class LayerProof:
         try:
             while not search.is_spent and (wanted := self._next()):
                 self._compile(*wanted)
+                interrupts.raise_noted()
         except KeyboardInterrupt:
-            pass
+            interrupts.forget()
         least = min([*map(self._bound, self._plain), *(seconds for seconds, _ in self._floors())])
         is_nearer = least and self._least
         return ByLayers(least, self._num_layers, self._ratios.error) if is_nearer else None

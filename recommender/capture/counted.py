@@ -19,7 +19,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.measured.profile import Profile
+from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint
@@ -227,31 +230,38 @@ class CountedSearch:
     def with_transfers(self) -> SearchProblem | None:
         """The problem in which a stage waits for what it sends and gets back; None where nothing is
         sent."""
-        seconds = self._problem.seconds
+        seconds, cluster = self._problem.seconds, self._question.cluster
         assert seconds is not None, "times are known"
+        graph = self._profile.graph_at(self._question.microbatch_size)
         sent = {
-            d: np.stack([self.sends_seconds(choice) for choice in self._problem.choices[d]])
+            d: np.stack([sends_seconds(graph, cluster, each) for each in self._problem.choices[d]])
             for d in self._problem.used_degrees
         }
-        if self._question.cluster.num_devices == 1 or not any(each.any() for each in sent.values()):
+        if cluster.num_devices == 1 or not any(each.any() for each in sent.values()):
             return None
         return replace(
             self._problem, seconds={d: seconds[d] + 2 * each[:, None] for d, each in sent.items()}
         )
 
-    def sends_seconds(self, choice: StageChoice) -> np.ndarray:
-        """Seconds to the next stage by where a stage stops, (L + 1,).
 
-        Where it stands is not known, so the links between nodes are taken as often as stages of
-        that size end at the end of a node.
-        """
-        graph = self._profile.graph_at(self._question.microbatch_size)
-        cluster, rates = self._question.cluster, self._steps.links.rates
-        ends = min(1.0, choice.num_devices / cluster.nodes[0]) if len(cluster.nodes) > 1 else 0.0
-        sends = np.zeros(graph.num_layers + 1)
-        for stop in range(1, graph.num_layers):
-            for v in graph.crossing(stop):
-                nbytes = graph.value_bytes(v, choice.value_split)
-                sends[stop] += ends * rates.inter_node.seconds(nbytes)
-                sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
-        return sends
+def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> np.ndarray:
+    """Return the seconds to the next stage by where a stage stops, (L + 1,).
+
+    Where it stands is not known, so the links between nodes are taken as often as stages of that
+    size end at the end of a node.
+
+    Args:
+        graph: The layers at the plan's micro-batch size.
+        cluster: Of a target with rates.
+        choice: Of the stage.
+    """
+    rates = Target.load(cluster.target).rates
+    assert rates is not None, "times are known"
+    ends = min(1.0, choice.num_devices / cluster.nodes[0]) if len(cluster.nodes) > 1 else 0.0
+    sends = np.zeros(graph.num_layers + 1)
+    for stop in range(1, graph.num_layers):
+        for v in graph.crossing(stop):
+            nbytes = graph.value_bytes(v, choice.value_split)
+            sends[stop] += ends * rates.inter_node.seconds(nbytes)
+            sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
+    return sends

@@ -18,13 +18,14 @@ from recommender.answer import StageAnswer
 from recommender.capture.lowest_peak import between, expected
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import Found, OpenPart
-from recommender.capture.posed import search_problem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
     NEARLY,
     Ratios,
     Timed,
     estimates,
+    posed,
+    posed_at_most,
     ratios,
     seconds_of,
     slowness,
@@ -107,7 +108,7 @@ class Named(Timed):
             for each in self.front(search).points
         ]
         names = {
-            (other.stages, other.num_microbatches, other.schedule): name
+            other.decisions: name
             for name, named in reversed(self._names.items())  # the first stays where two are one
             if (other := named.answer.plan) is not None
         }
@@ -137,8 +138,7 @@ def _limits(least: int, most: int) -> Sequence[int]:
 
 def _least_expected(part: OpenPart) -> int:
     """The lowest peak that a plan is expected to have."""
-    least, most = (search_problem(each, part.question) for each in (part.known, part.most))
-    stages, _, _ = least_peak(between(least, most))
+    stages, _, _ = least_peak(between(part.once(posed), part.once(posed_at_most)))
     return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
 
 

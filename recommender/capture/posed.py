@@ -23,10 +23,15 @@ _LARGEST_TABLE_BYTES = 64 * 2**20
 
 
 def search_problem(
-    profile: Profile, question: PlanQuestion, *, with_times: bool = False, least: bool = False
+    profile: Profile,
+    question: PlanQuestion,
+    *,
+    with_times: bool = False,
+    least: bool = False,
+    times: TimePredictor | None = None,
 ) -> SearchProblem:
     """The search that a profile poses: predicted bytes of every stage, at every position, for every
-    choice; with ``with_times`` also its seconds.
+    choice; with ``with_times`` also its seconds, by ``times`` where they are predicted already.
 
     With ``least``, the bytes are those of the best of plans behind a stage and not of the worst:
     see ``AdditivePredictor.peaks``.
@@ -77,7 +82,7 @@ def search_problem(
     )
     if not with_times:
         return problem
-    times = TimePredictor(profile, max(cluster.nodes))
+    times = times or TimePredictor(profile, max(cluster.nodes))
     tables = {
         d: [times.table(choice, microbatch_size) for choice in found]
         for d, found in choices.items()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from capture import interrupts
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.prediction import Verified
@@ -201,6 +202,7 @@ class Search:
             try:
                 ended = self._round()
             except KeyboardInterrupt:
+                interrupts.forget()
                 if not self._trail:
                     raise
                 ended = "interrupted"
@@ -211,6 +213,7 @@ class Search:
 
     def _round(self) -> str:
         """Look, and open or compile what decides; why that was the last round, or nothing."""
+        interrupts.raise_noted()
         look = self._see()
         to_open = self.to_open()
         reasons = {**look.reasons, **self._is_spent(to_open is not None)}

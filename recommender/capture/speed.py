@@ -30,7 +30,7 @@ from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import Answer, StageAnswer
 from recommender.capture import grouped
 from recommender.capture.by_layers import LayerProof
-from recommender.capture.counted import CountedSearch
+from recommender.capture.counted import sends_seconds
 from recommender.capture.least_step import LeastStep
 from recommender.capture.lowest_peak import (
     answer,
@@ -184,7 +184,7 @@ class Timed(Policy):
         if self._has_front or not plans:
             return None
         enough = min(map(seconds_of, plans)) / (1 + search.effort.within_fraction)
-        return LayerProof(search, lambda part: part.once(_problem), enough).run()
+        return LayerProof(search, lambda part: part.once(posed), enough).run()
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
@@ -277,16 +277,23 @@ def _undominated(plans: Iterable[Found]) -> list[Found]:
     return left
 
 
-def _problem(part: OpenPart) -> SearchProblem:
+def posed(part: OpenPart) -> SearchProblem:
     """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
-    return search_problem(part.known, part.question, with_times=True, least=True)
+    times = part.bounded.knowing(part.known)
+    return search_problem(part.known, part.question, with_times=True, least=True, times=times)
+
+
+def posed_at_most(part: OpenPart) -> SearchProblem:
+    """The same with what the others are expected to need and take at most."""
+    times = part.expected.knowing(part.most)
+    return search_problem(part.most, part.question, with_times=True, least=True, times=times)
 
 
 def _corners(part: OpenPart) -> Sequence[Corner]:
     """Every plan of the part that fits is at least as large and as slow as one of them."""
     if not part.is_plain:
         return [(0, max(part.least_seconds, grouped.least_seconds(part, part.question)))]
-    step = LeastStep(part.once(_problem))
+    step = LeastStep(part.once(posed))
     if part.question.objective == "pareto":
         return step.corners()
     seconds, _ = step.within(part.question.limit_bytes)
@@ -324,7 +331,7 @@ def _possible(search: Search) -> Iterator[Found]:
         if part.is_plain and far(search.floor(n), known) > 0
     ]
     for part in sorted(may_be, key=_least_seconds):
-        problem, below = part.once(_problem), inf
+        problem, below = part.once(posed), inf
         given = problem.memory_limit_bytes
         most = NEVER - 1 if given is None else given
         for limit, slower in zip(limits, [*(seconds for _, seconds in known), 0.0], strict=True):
@@ -353,7 +360,7 @@ def _bounded(
 
 
 def _nothing_fits(part: OpenPart) -> StageAnswer:
-    return expected(part, throughput(part.once(_problem)))
+    return expected(part, throughput(part.once(posed)))
 
 
 def _bounded_seconds(part: OpenPart, config: StageConfig) -> float:
@@ -399,16 +406,23 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
 
     if not part.is_plain:
         return (tuple(map(ratio, part.known.choices)),)
-    return tuple(tuple(map(ratio, choices)) for choices in part.once(_problem).choices.values())
+    return tuple(tuple(map(ratio, choices)) for choices in part.once(posed).choices.values())
 
 
 def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
     """What a stage waits for what it sends and gets back, as ``SearchProblem.seconds``."""
-    problem = part.once(_problem)
-    sends = CountedSearch(part.known, part.question, problem).sends_seconds
+    graph, cluster = part.known.graph_at(part.size), part.question.cluster
+    known = dict[tuple[int, tuple[int, int]], np.ndarray]()
+
+    def sent(choice: StageChoice) -> np.ndarray:
+        of = choice.num_devices, choice.value_split
+        if of not in known:
+            known[of] = 2 * sends_seconds(graph, cluster, choice)
+        return known[of]
+
     return {
-        d: 2 * np.stack([sends(choice) for choice in choices])[:, None]
-        for d, choices in problem.choices.items()
+        d: np.stack([sent(choice) for choice in choices])[:, None]
+        for d, choices in part.once(posed).choices.items()
     }
 
 
@@ -420,8 +434,7 @@ def _may_fit(found: Found) -> bool:
 def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
     """The problem with what stages are estimated to need and take, or need ``at_most``, and those
     that are compiled do."""
-    problem, sent = part.once(_problem), part.once(_sent)
-    other = search_problem(part.most, part.question, with_times=True, least=True)
+    problem, sent, other = part.once(posed), part.once(_sent), part.once(posed_at_most)
     assert other.seconds is not None, "it has times"
     seconds = {
         d: other.seconds[d] * np.array(of_choices)[:, None, None]
@@ -445,9 +458,9 @@ def _fastest(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
     any does."""
     if not part.is_plain:
         return grouped.fastest(part, dict(zip(part.known.choices, *ratios, strict=True)))
-    problem = estimates(part, ratios)
-    others = [problem.cost, part.once(_problem).cost]
-    found = throughput(estimates(part, ratios, at_most=True) if is_last else problem)
+    problem = part.once(estimates, ratios)
+    others = [problem.cost, part.once(posed).cost]
+    found = throughput(part.once(estimates, ratios, True) if is_last else problem)
     while found.status != "ok" and others:
         found = throughput(replace(problem, cost=others.pop(0)))
     return [Found(part, expected(part, found))]
@@ -455,5 +468,5 @@ def _fastest(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
 
 def _front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
     """The front as it is estimated; where none is expected to fit, the plan of ``_fastest``."""
-    points = pareto(estimates(part, ratios, at_most=is_last)).points
+    points = pareto(part.once(estimates, ratios, is_last)).points
     return [Found(part, expected(part, point)) for point in points] or _fastest(part, ratios)

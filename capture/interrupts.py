@@ -1,0 +1,53 @@
+"""Ctrl-C that is not lost.
+
+Python raises ``KeyboardInterrupt`` wherever the main thread happens to be. Inside a callback of the
+garbage collector, as JAX has one, it is printed and ignored. So the signal is noted as well, and
+loops that end with what they have look for the note.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_noted = threading.Event()
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Note interrupts while the block runs, besides raising them; nothing changes outside the main
+    thread, or where the process handles or ignores them in another way."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _noted.clear()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _noted.set()
+    raise KeyboardInterrupt
+
+
+def raise_noted() -> None:
+    """Raise an interrupt that was noted and has not ended anything yet.
+
+    Raises:
+        KeyboardInterrupt: once per note.
+    """
+    if _noted.is_set():
+        _noted.clear()
+        raise KeyboardInterrupt
+
+
+def forget() -> None:
+    """Forget the interrupt that was noted: it was raised, and has ended what it was to end."""
+    _noted.clear()

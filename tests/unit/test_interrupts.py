@@ -1,0 +1,86 @@
+"""Interrupts that are raised where exceptions are ignored are not lost."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+
+import pytest
+from test_batch import ScriptedPool, job, run
+from test_bounds_search import FIVE, Planted4
+
+from capture import interrupts
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Python's word on an exception that it ignores, which these tests plant."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: None)
+
+
+def lose_an_interrupt() -> None:
+    """Press Ctrl-C inside a callback of the garbage collector, as JAX has one."""
+
+    def pressed(phase, info):
+        gc.callbacks.remove(pressed)
+        signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(pressed)
+    gc.collect()
+
+
+def test_what_a_callback_loses_is_raised_once():
+    with interrupts.noted():
+        lose_an_interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.raise_noted()
+        interrupts.raise_noted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupts.forget()
+        interrupts.raise_noted()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_is_noted_once_the_block_has_ended():
+    with interrupts.noted():
+        lose_an_interrupt()
+    interrupts.raise_noted()
+
+
+def test_who_ignores_interrupts_goes_on_to():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts.noted():
+            signal.raise_signal(signal.SIGINT)
+            interrupts.raise_noted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    other = threading.Thread(target=lambda: interrupts.noted().__enter__())
+    other.start()
+    other.join()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_search_ends_with_its_best_plan_after_an_interrupt_that_was_lost(monkeypatch):
+    planted = Planted4(1, num_layers=10)
+    compiled = planted.attempt
+
+    def attempt(*arguments):
+        lose_an_interrupt()
+        return compiled(*arguments)
+
+    monkeypatch.setattr(planted, "attempt", attempt)
+    with interrupts.noted():
+        found = planted.search(cluster=FIVE)
+    assert (found.why.proven.ended, found.compiled) == ("interrupted", True)
+    assert len(planted.compiler.compiled) == 1
+
+
+def test_jobs_end_by_an_interrupt_that_was_lost():
+    pool = ScriptedPool()
+    with interrupts.noted(), pytest.raises(KeyboardInterrupt):
+        run([job(name) for name in "abc"], pool, watch=lambda event: lose_an_interrupt())
+    assert len(pool.sent) < 3
