@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from capture.cli import bounds_first
 from capture.cli.main import main
 from capture.plan.kinds import load_plan
 from capture.plan.schedule import SCHEDULES
+from capture.plan.why import Front
+from profiling_runs.verify import verify
 from tests import user_models
 from tests.planned_model import STORE
 
@@ -118,7 +121,8 @@ def test_contradictions_are_said_at_once(asked, saved, more, code, said):
     saved.with_(cluster=cluster).save("cpu.json")
     assert not SCHEDULES["zb-h1"].is_plain
     saved.with_(schedule="zb-h1").save("interleaved.json")
-    ended, document, _ = asked("plan", WORKLOAD, "--fix", "plan.json", *more, "--quick", *STORE)
+    asked_for = ["--fix", "plan.json", *more, "--quick", *STORE, "-o", "other.json"]
+    ended, document, _ = asked("plan", WORKLOAD, *asked_for)
     if not code:
         assert ended == 0
         return
@@ -132,3 +136,27 @@ def test_another_model_and_a_decision_without_a_plan_are_refused(asked, saved):
     assert (code, document["errors"][0]["code"]) == (2, "plan-other-model")
     code, document, _ = asked("plan", WORKLOAD, *OPEN, "--search", "remat", *STORE)
     assert (code, document["errors"][0]["code"]) == (2, "plan-fix")
+
+
+def test_the_step_of_every_named_plan_is_simulated_once(asked, saved, monkeypatch):
+    simulated = []
+
+    def verified(plan, measurements):
+        simulated.append(plan.decisions)
+        return verify(plan, measurements)
+
+    monkeypatch.setattr(bounds_first, "verify", verified)
+    code, document, _ = asked("plan", WORKLOAD, *OPEN, *STORE, "-o", "again.json")
+    front = load_plan("again.json").why.front
+    assert code == 0 and len(simulated) == len({*simulated}) == len(front.points)
+    assert document["time"]["step_seconds"] == front.names["fastest"].step_seconds
+
+
+def test_plans_that_differ_in_schedule_alone_have_names_of_their_own(saved):
+    fastest = replace(saved.why.front.names["fastest"], schedule="1f1b", name="fastest")
+    other = replace(fastest, schedule="zb-h1", name="knee")
+    plan = saved.with_(why=replace(saved.why, front=Front((other, fastest), False)))
+    (line,) = bounds_first._other_plans(
+        SimpleNamespace(output="plan.json"), SimpleNamespace(plan=plan, why=plan.why)
+    )
+    assert line.endswith(": plan.json:knee")

@@ -9,8 +9,10 @@ from test_fastest_bounds import QUESTION
 from test_front_bounds import Planted
 
 from capture.measured.bounds import Bounds
+from recommender.capture import lowest_peak, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import Part
+from recommender.capture.posed import search_problem
 from recommender.capture.refine import Effort, refine
 
 
@@ -44,3 +46,18 @@ def test_no_plan_has_a_name_before_it_is_looked_for():
     found = NamedPlans(1, 0.2).search(Effort(compiles=1))
     assert [point.name for point in found.why.front.points][-1] == FASTEST
     assert LOWEST not in [point.name for point in found.why.front.points]
+
+
+def test_a_part_is_added_up_once_until_something_of_it_is_compiled(monkeypatch):
+    added = []
+
+    def counted(*arguments, **named):
+        added.append(1)
+        return search_problem(*arguments, **named)
+
+    for module in (lowest_peak, speed):
+        monkeypatch.setattr(module, "search_problem", counted)
+    planted = NamedPlans(0, 0.0)
+    planted.search()
+    compiles = len(planted.compiler.compiled)
+    assert compiles and len(added) <= 2 * (compiles + 1), "lower bounds, and what is needed at most"
