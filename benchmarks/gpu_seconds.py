@@ -50,6 +50,10 @@ _KEEP_COMPILED = {
 }
 
 
+#: What a child does on the GPU, where it is not the name of a target.
+_HERE = ("run", "compile")
+
+
 @dataclass(frozen=True)
 class Case:
     """A training step on one GPU: a stage of all layers."""
@@ -106,24 +110,22 @@ def main() -> int:
     verb.add_argument("what")
     options = parser.parse_args()
     if options.verb == "child":
-        case = CASES[options.number]
-        run_here = options.what in ("run", "compile")
-        found = run(case, options.what) if run_here else predicted(case, options.what)
-        print(json.dumps(found))
+        case, what = CASES[options.number], options.what
+        print(json.dumps(run(case, what) if what in _HERE else predicted(case, what)))
         return 0
     if options.verb == "compare":
         return compare(options)
     numbers = options.only or list(range(len(CASES)))
     with tempfile.TemporaryDirectory() as kept, ThreadPoolExecutor(options.jobs) as pool:
         what = options.target if options.verb == "predict" else "compile"
-        found = list(pool.map(lambda number: child(number, what, kept), numbers))
+        made = list(pool.map(lambda number: child(number, what, kept), numbers))
         if options.verb == "run":
-            found = []
+            made = []
             for number in numbers:
-                found.append(child(number, "run", kept))
-                print(CASES[number].name, _short(found[-1]), file=sys.stderr, flush=True)
-                _write(options, numbers, found)  # as far as it got
-    return _write(options, numbers, found)
+                made.append(child(number, "run", kept))
+                print(CASES[number].name, _short(made[-1]), file=sys.stderr, flush=True)
+                _write(options, numbers, made)  # as far as it got
+    return _write(options, numbers, made)
 
 
 def _write(options: argparse.Namespace, numbers: list[int], found: list[dict[str, Any]]) -> int:
@@ -143,7 +145,7 @@ def child(number: int, what: str, kept: str) -> dict[str, Any]:
     """What a fresh process finds; why it failed, where it did."""
     command = [sys.executable, "-m", "benchmarks.gpu_seconds", "child", str(number), what]
     env = {**os.environ, **_KEEP_COMPILED}
-    if what in ("run", "compile"):
+    if what in _HERE:
         env["JAX_COMPILATION_CACHE_DIR"] = kept
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -208,6 +210,9 @@ def predicted(case: Case, target: str) -> dict[str, Any]:
         "step_seconds": timeline.step_seconds,
         "bound_seconds": sum(times[name] * one["bound_seconds"] for name, one in programs.items()),
         "peak_bytes": found.peak_bytes_per_device[0],
+        "transient_bytes": {
+            name: getattr(cost, f"{name}_bytes") for name in ("forward", "backward", "update")
+        },
         "programs": programs,
         "versions": environment.versions("cuda"),
     }
@@ -219,6 +224,7 @@ def run(case: Case, what: str) -> dict[str, Any]:
     import jax
 
     from benchmarks.gpu_kernels import profiled
+    from capture.runtime.meter import measure_step
     from capture.runtime.pipeline import pipeshard
 
     device = jax.devices()[0]
@@ -228,7 +234,7 @@ def run(case: Case, what: str) -> dict[str, Any]:
     before = _stats(device)["bytes_in_use"]
     held = [step.init(jax.random.key(0))]
     jax.block_until_ready(held)
-    after_init = _stats(device)["peak_bytes_in_use"]
+    after_init = _stats(device)["peak_bytes_in_use"] - before
     batch = task.batch(jax.random.key(1), plan.global_batch_size)
 
     def once() -> None:
@@ -236,12 +242,24 @@ def run(case: Case, what: str) -> dict[str, Any]:
         held.append(state)
         jax.block_until_ready((state, metrics.losses))
 
-    once()
-    first_seconds = time.perf_counter() - start
+    def peak_bytes() -> int:
+        return _stats(device)["peak_bytes_in_use"] - before
+
+    booked = step.replay().peak_bytes_per_device[0]
     if what == "compile":
-        return {"first_seconds": first_seconds}
+        once()
+        return {"first_seconds": time.perf_counter() - start}
+    measured = measure_step(step, held.pop(), batch, strict=True)
+    held.append(measured.state)
+    del measured
+    peaks = {"one_by_one": peak_bytes()}
+    first_seconds = time.perf_counter() - start
+    step.bound_run_ahead = True
     once()
-    peak = _stats(device)["peak_bytes_in_use"]
+    peaks["bound_run_ahead"] = peak_bytes()
+    step.bound_run_ahead = False
+    once()
+    peak = peak_bytes()
     seconds = []
     for _ in range(NUM_STEPS):
         begun = time.perf_counter()
@@ -260,8 +278,14 @@ def run(case: Case, what: str) -> dict[str, Any]:
         "num_kernels": sum(kernel.count for kernel in done.kernels),
         "module_seconds": modules,
         "kernels": [asdict(kernel) for kernel in done.kernels[:NUM_KERNELS]],
-        "peak_bytes": peak - before,
-        "peak_bytes_after_init": after_init - before,
+        "peak_bytes": peak,
+        "peak_bytes_after_init": after_init,
+        "peak_bytes_of": peaks,
+        "booked_bytes": booked,
+        "transient_bytes": {
+            name: getattr(step.stages[0], name).transient_bytes
+            for name in ("forward", "backward", "update")
+        },
         "first_seconds": first_seconds,
         "versions": environment.versions("cuda"),
     }

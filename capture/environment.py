@@ -26,6 +26,8 @@ from capture.errors import ExecutionError, Violation
 
 #: For the memory of the host that JAX pins, on GPUs.
 HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+#: Of a GPU's memory, what JAX's allocator may take; 0.75 where nothing is set.
+DEVICE_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -154,6 +156,13 @@ def prepare_host_memory(nbytes: int) -> None:
     """Let GPUs use so much of the host's memory, where JAX by itself stops at 64 GB; call it before
     JAX is imported. What the user set stands."""
     os.environ.setdefault(HOST_MEMORY_LIMIT, str(-(-nbytes // 10**9)))
+
+
+def prepare_device_memory(fraction: float) -> None:
+    """Let JAX take so much of a GPU's memory as plans count on; call it before JAX is imported.
+    What the user set stands, also by the variable's earlier name."""
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault(DEVICE_MEMORY_FRACTION, f"{fraction:g}")
 
 
 def prepare_ray(local: bool) -> None:

@@ -22,6 +22,7 @@ from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
+from capture.machine.target import Target
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
@@ -154,6 +155,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     """Execute a plan of any kind, here or on several hosts."""
+    _prepare_device_memory(plan)
     if options.hosts is not None or options.ray is not None:
         return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):
@@ -172,6 +174,16 @@ def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     document = train(plan, spec.load(), training, lambda text: say(options, text))
     _finish(options, document)
     return 0
+
+
+def _prepare_device_memory(plan: AnyPlan) -> None:
+    """Let JAX's allocator take what the plan counts on, which may be more than its default."""
+    if isinstance(plan, PacksPlan):
+        machine = plan.machine
+        share = machine.usable_bytes.value / machine.memory_bytes.value
+        environment.prepare_device_memory(max(0.75, share))
+    elif plan.cluster is not None and (memory := Target.load(plan.cluster.target).memory):
+        environment.prepare_device_memory(float(memory.allocator_fraction.value))
 
 
 def _finish(options: argparse.Namespace, document: dict[str, Any]) -> None:

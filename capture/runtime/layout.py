@@ -64,6 +64,27 @@ def check_host_memory(device: Any, held_bytes: int) -> None:
         )
 
 
+def check_device_memory(devices: Sequence[Any], peak_bytes: Sequence[int]) -> None:
+    """Refuse a step that needs more than JAX's allocator may take of a GPU, three quarters of its
+    memory unless a variable says otherwise.
+
+    Raises:
+        ExecutionError: ``run-device-memory``.
+    """
+    for device, needed in zip(devices, peak_bytes, strict=True):
+        if device.platform not in ("gpu", "cuda") or device.process_index != jax.process_index():
+            continue
+        allowed = (device.memory_stats() or {}).get("bytes_limit", needed)
+        if needed > allowed:
+            raise ExecutionError.of(
+                f"the step needs {format_bytes(needed)} of {device}, and JAX's allocator may take "
+                f"{format_bytes(allowed)}; set {environment.DEVICE_MEMORY_FRACTION}=0.9 before JAX "
+                "starts (capture run does), or choose a plan that needs less (capture plan "
+                f"--memory {allowed / 1e9:.0f}GB).",
+                "run-device-memory",
+            )
+
+
 class StageLayout:
     """Shardings of the values, batch leaves, parameters and optimizer state of a stage.
 

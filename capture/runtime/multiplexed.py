@@ -43,7 +43,7 @@ from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperpa
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.fused import Fuser
-from capture.runtime.layout import check_host_memory, first_devices
+from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
 from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
@@ -505,7 +505,7 @@ class ArrayTraining:
         """Refuse what the plan's limit does not hold, or the host may not.
 
         Raises:
-            ExecutionError: ``array-device-memory``, ``run-host-memory``.
+            ExecutionError: ``array-device-memory``, ``run-device-memory``, ``run-host-memory``.
         """
         limit, ledgers = self.plan.memory_limit_bytes, self.replay()
         check_host_memory(self.device, peak_of(ledgers, HOST)[0])
@@ -518,3 +518,4 @@ class ArrayTraining:
                 "this machine, or raise the limit.",
                 "array-device-memory",
             )
+        check_device_memory([self.device], [fullest.peak_bytes])

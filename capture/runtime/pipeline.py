@@ -23,7 +23,7 @@ from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.batch_parts import Need, needs_of
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
-from capture.runtime.layout import first_devices
+from capture.runtime.layout import check_device_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer
@@ -33,6 +33,7 @@ from capture.runtime.stage_calls import layout_of, stage_calls
 from capture.runtime.state import (
     PipelineState,
     check_state,
+    initial_params,
     joined_params,
     optimizer_leaves,
     param_leaves,
@@ -218,7 +219,7 @@ class PipelinedStep:
 
     def init(self, key: jax.Array) -> PipelineState:
         """Fresh parameters and optimizer state from the workload's ``init``."""
-        return self.init_from(self.workload.init(key))
+        return self.init_from(initial_params(self.workload, key))
 
     def init_from(self, params: PyTree) -> PipelineState:
         """The state of a training that begins at the given parameters (a pytree as
@@ -251,7 +252,13 @@ class PipelinedStep:
                 that the loss does not read, need be there.
             state_leaves: Likewise, by leaf of the optimizer state; None: it begins.
             num_steps: Updates so far.
+
+        Raises:
+            ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
+                needs.
         """
+        if self.devices[0].platform != "cpu":
+            check_device_memory(self.devices, self.replay().peak_bytes_per_device)
         slots: dict[str, list[jax.Array]] = {}
         for s, stage in self.own_stages:
             params, optimizer = _initial(stage, leaves, state_leaves)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from capture.errors import ExecutionError, Violation
-from capture.model.workload import PyTree
+from capture.model.workload import PyTree, WorkloadProtocol
 from capture.tracing import TracedModel
 
 
@@ -31,6 +31,19 @@ class PipelineState:
     slots: dict[str, list[jax.Array]]
     num_steps: int = field(metadata={"static": True}, default=0)
     unused: dict[int, Any] = field(default_factory=dict)
+
+
+def initial_params(workload: WorkloadProtocol, key: jax.Array) -> PyTree:
+    """The parameters that a training begins at, made by the host where devices are accelerators: no
+    device need hold the whole model, nor any of it twice."""
+    if jax.default_backend() == "cpu":
+        return workload.init(key)
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return jax.device_get(workload.init(key))
+    with jax.default_device(host):
+        return jax.device_get(workload.init(jax.device_put(key, host)))
 
 
 def param_leaves(traced: TracedModel, params: PyTree) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from capture.plan.task_graph import Span, Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.exchange import joined, share_of
-from capture.runtime.layout import check_host_memory, first_devices
+from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
@@ -38,6 +38,7 @@ from capture.runtime.pipeline import StepMetrics
 from capture.runtime.state import (
     PipelineState,
     check_state,
+    initial_params,
     joined_params,
     optimizer_leaves,
     param_leaves,
@@ -226,6 +227,8 @@ class StreamedStep:
                 "or micro-batches, or give it more.",
                 "packs-device-memory",
             )
+        peaks = [peak.peak_bytes for peak in ledger.peaks[: len(self.devices)]]
+        check_device_memory(self.devices, peaks)
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
@@ -239,7 +242,7 @@ class StreamedStep:
 
     def init(self, key: jax.Array) -> PipelineState:
         """Fresh parameters and optimizer state from the workload's ``init``."""
-        return self.init_from(self.workload.init(key))
+        return self.init_from(initial_params(self.workload, key))
 
     def init_from(self, params: PyTree) -> PipelineState:
         """The state of a training that begins at the given parameters.

@@ -31,7 +31,7 @@ from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AnyStep, Measurement, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
-from capture.runtime.state import PipelineState
+from capture.runtime.state import PipelineState, initial_params
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.runtime.trace import StepTrace
 from capture.step.ledger import Ledger
@@ -139,7 +139,7 @@ def train(
             "the optimizer needs all gradients: they wait on the host, and every update comes last"
         )
     keys = jax.random.split(jax.random.key(training.seed), 3)
-    params = workload.init(keys[0])
+    params = initial_params(workload, keys[0])
     restored = (
         None
         if training.restore is None
@@ -161,13 +161,7 @@ def train(
     warnings = LossWarnings(report)
     if hosts is None or hosts.process == 0:
         warnings.check(workload, step.microbatch_sizes)
-    if training.check:
-        report("comparing with one device")
-        gradients = step.first_gradients(params, batches[0], step_keys[0])
-        if hosts is None or hosts.process == 0:
-            reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
-            document |= reference.compare(gradients, params, batches, step_keys)
-        del gradients
+    gradients = step.first_gradients(params, batches[0], step_keys[0]) if training.check else None
     state = step.init_from(params) if restored is None else restored
     losses, seconds, dispatch = [], [], []
     measured = heap = None
@@ -198,6 +192,11 @@ def train(
         stepped(done + i + 1, loss, seconds[-1])
         if saves is not None:
             saves.stepped(state, is_last=i + 1 == num_steps)
+    if gradients is not None and (hosts is None or hosts.process == 0):
+        # Last, so that what one device needs for the whole model is in no measurement.
+        report("comparing with one device")
+        reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
+        document |= reference.compare(gradients, params, batches, step_keys)
     if saves is not None and (saved := saves.finish()) is not None:
         document["saved"] = saved
     replayed, target = step.replay(), _target_of(plan)
