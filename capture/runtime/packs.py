@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
+from jax.experimental import compute_on
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
@@ -427,7 +427,7 @@ class PackPrograms:
         key = update.key(self._update_of)
         if self._step.programs[run.program].place.host is None:
             return function, key
-        return compute_on("device_host")(jax.jit(function)), key
+        return _on_host(function), key
 
     def _conversion(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """Of arrays of a slot to what the result is to be, on the host; in the place of what was
@@ -440,7 +440,17 @@ class PackPrograms:
             made = [arrays[i].astype(dtype) for i, dtype in zip(at, dtypes, strict=True)]
             return [jax.lax.optimization_barrier((made, *before))[0]]
 
-        return compute_on("device_host")(jax.jit(convert)), tuple(at)
+        return _on_host(convert), tuple(at)
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for the processors of a device's host: from arrays in its memory to
+    arrays there."""
+    # Until jax 0.10 the second name is that of a context.
+    place: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return place(
+        jax.jit(function), compute_type="device_host", out_memory_spaces=jax.memory.Space.Host
+    )
 
 
 def _nbytes(structs: Sequence[Any]) -> int:
