@@ -135,13 +135,25 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	@touch $@
 
 .PHONY: check
-check: lint test test-slow ray alpa ## What .ci/run runs after its walk through the pages: lint, the tests, Ray clusters, and Alpa as a judge
+check: lint smoke-newest test test-slow ray alpa ## What .ci/run runs after its walk through the pages: lint, the newest JAX, the tests, Ray clusters, and Alpa as a judge
 
-.PHONY: test-newest
+# Plans for the CPU and for a GPU that is not there, and a checked run of every kind of plan.
+SMOKE := $(addprefix tests/command_line/, \
+	test_bounds_first.py::test_on_the_command_line \
+	test_bounds_first.py::test_a_plan_for_an_accelerator_has_the_time_of_its_step \
+	test_plan_kinds.py::test_a_sharding_plan_is_compiled_and_run \
+	test_layers_cli.py::test_a_workload_is_profiled_planned_run_and_compiled \
+	test_array.py::test_adapters_share_their_base) \
+	tests/multi_device/test_pipeline.py::test_sharded_parameters
+
+.PHONY: smoke-newest test-newest
 ifeq ($(strip $(PYTHON_NEWEST)),)
-test-newest:
-	@echo "Skipped: neither python3.13 nor python3.12 was found; name one: make test-newest PYTHON_NEWEST=/path/to/python3.12"
+smoke-newest test-newest:
+	@echo "Skipped: neither python3.13 nor python3.12 was found; name one: make $@ PYTHON_NEWEST=/path/to/python3.12"
 else
+smoke-newest: $(VENV_NEWEST)/.stamp-dev ## A minute of tests with the newest Python and JAX that are supported, if there is one
+	$(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "" $(SMOKE)
+
 test-newest: $(VENV_NEWEST)/.stamp-dev ## All tests with the newest Python and JAX that are supported, if there is one
 	$(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS)
 endif

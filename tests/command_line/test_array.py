@@ -81,9 +81,8 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
 
 @pytest.mark.slow
 def test_adapters_share_their_base(folder, capsys):
-    lora = MODELS.parents[1] / "models" / "llama_lora.py"
     code, found = asked(
-        capsys, "plan", f"{lora}:lora?num_layers=2&seq_len=8", "--system", "mutwo", "--models", 2,
+        capsys, "plan", f"{MODELS}:tiny_lora", "--system", "mutwo", "--models", 2,
         "--shared", "base/*", "--target", "slow.json", "--global-batch", 1,
         "--workers", 0, "--store", "store.sqlite",
     )  # fmt: skip
