@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -20,6 +20,7 @@ from timeouts import TIMEOUT_SECONDS
 from benchmarks import (
     alpa_replay,
     drawing,
+    gpu_seconds,
     gpu_truth,
     hybrid_sharding,
     mutation,
@@ -172,14 +173,36 @@ def test_stages_that_alpas_solver_split_are_named():
         ] == degrees
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
+@pytest.mark.parametrize("script", ["gpu_truth", "gpu_rates"])
+def test_without_a_gpu_nothing_is_measured_and_nothing_written(script, tmp_path):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "benchmarks/gpu_truth.py", "-o", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", f"benchmarks.{script}", "-o", str(tmp_path / "out.json")]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert done.returncode == 0 and "there is no GPU here" in done.stdout
     assert not (tmp_path / "out.json").exists()
+
+
+def test_what_was_said_of_steps_is_compared_with_what_ran(tmp_path):
+    case = asdict(gpu_seconds.CASES[0])
+    said = {"step_seconds": 0.09, "bound_seconds": 0.05, "peak_bytes": 95}
+    ran = {"step_seconds": 0.1, "busy_seconds": 0.08, "peak_bytes": 100}
+    other = asdict(gpu_seconds.CASES[1])
+    for name, rows in {
+        "predict": [{"case": case, "predict": said}],
+        "run": [{"case": case, "run": ran}, {"case": other, "run": {"failed": "no memory"}}],
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    asked = [tmp_path / "predict.json", tmp_path / "run.json", "-o", tmp_path / "out.json"]
+    command = [sys.executable, "-m", "benchmarks.gpu_seconds", "compare", *map(str, asked)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=TIMEOUT_SECONDS)
+    first, second = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert first["seconds_error"] == pytest.approx(-0.1)
+    assert first["busy_error"] == pytest.approx(0.125)
+    assert first["peak_error"] == pytest.approx(-0.05)
+    assert first["bound_fraction"] == pytest.approx(0.5)
+    assert "seconds_error" not in second and second["run"]["failed"] == "no memory"
 
 
 def test_gpu_truth_has_layers_and_steps_of_three_families_in_two_dtypes():
