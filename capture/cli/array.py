@@ -238,18 +238,20 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """Train the array here.
 
     Raises:
-        PlanError: ``array-run`` for an option that arrays do not have.
+        PlanError: ``array-run``, ``run-save-every`` and ``run-trace`` for options that arrays do
+            not have.
     """
-    if options.seed:
-        raise PlanError.of(
-            f"--seed {options.seed}: models of an array have seeds of their own in the plan; leave "
-            "it out.",
-            "array-run",
-        )
+    unread = {
+        "seed": ("models of an array have seeds of their own in the plan", "array-run"),
+        "save_every": ("the training of an array is saved at its end", "run-save-every"),
+        "trace": ("of the training of an array no trace is made", "run-trace"),
+    }
+    PlanError.check(
+        Violation(f"--{name.replace('_', '-')} {value}: {why}; leave it out.", code)
+        for name, (why, code) in unread.items()
+        if (value := getattr(options, name))
+    )
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
-    if plan.prediction is not None:
-        environment.prepare_host_memory(plan.prediction.host_peak_bytes)
-    environment.prepare(num_devices=1)
     from capture.runtime import checkpoint
     from capture.runtime.array_check import run_array
     from capture.runtime.multiplexed import train_array

@@ -23,7 +23,6 @@ from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
 from capture.plan.kinds import AnyPlan
-from capture.plan.packs import PacksPlan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
@@ -230,13 +229,8 @@ def workload_of(options: argparse.Namespace, plan: AnyPlan) -> WorkloadSpec:
     if options.workload is not None:
         return WorkloadSpec.parse(options.workload)
     if plan.workload is None:
-        made_from = (
-            f"the layer profile of {plan.model!r}"
-            if isinstance(plan, PacksPlan) and plan.model
-            else "Python objects"
-        )
         raise PlanError.of(
-            f"the plan was made from {made_from} and names no workload; give --workload.",
+            f"the plan was made from {plan.made_from} and names no workload; give --workload.",
             "plan-workload",
         )
     return plan.workload.admitted(options.trust)

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capture.cli import array, asked, packs, sharding
+from capture.cli import asked
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
-from capture.plan.array import ArrayPlan
-from capture.plan.kinds import kind_of, load_plan, of_stages
-from capture.plan.packs import PacksPlan
-from capture.plan.sharding import ShardingPlan
+from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 
@@ -49,29 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plans = [load_plan(path) for path in (options.first, options.second)]
-    of_sharding = [plan for plan in plans if isinstance(plan, ShardingPlan)]
-    if len(of_sharding) == 2:
-        return sharding.diff(options, of_sharding)
-    of_packs = [plan for plan in plans if isinstance(plan, PacksPlan)]
-    if len(of_packs) == 2:
-        return packs.diff(options, *of_packs)
-    of_arrays = [plan for plan in plans if isinstance(plan, ArrayPlan)]
-    if len(of_arrays) == 2:
-        return array.diff(options, *of_arrays)
-    kinds = [kind_of(plan) for plan in plans]
-    if kinds[0] != kinds[1]:
+    one, other = map(kind_of, plans)
+    if one is not other:
         raise PlanError.of(
-            f"{str(options.first)!r} is a plan of kind {kinds[0]!r}, and {str(options.second)!r} "
-            f"of kind {kinds[1]!r}; compare plans of one kind.",
+            f"{str(options.first)!r} is a plan of kind {one.name!r}, and {str(options.second)!r} "
+            f"of kind {other.name!r}; compare plans of one kind.",
             "plan-kind",
         )
+    code: int = one.verb("diff")(options, *plans)
+    return code
+
+
+def stages(options: argparse.Namespace, *plans: Plan) -> int:
+    """What two pipelines do differently, and what it costs."""
     from capture.report.difference import compare
 
     limit, profiles = asked.read_limit(vars(options)), _profiles(options.profile)
-    stages = [of_stages(plan) for plan in plans]
-    first, second = _facts(options, stages, profiles, limit)
-    document = compare(first, second)
-    emit(options, document, as_text(first, second))
+    first, second = _facts(options, plans, profiles, limit)
+    emit(options, compare(first, second), as_text(first, second))
     return 0
 
 

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from capture.cli import array, asked, packs, sharding
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, say, table, warning_lines
-from capture.plan.array import ArrayPlan
-from capture.plan.kinds import load_plan
-from capture.plan.packs import PacksPlan
-from capture.plan.sharding import ShardingPlan
+from capture.plan.kinds import kind_of, load_plan
+from capture.plan.stages import Plan
 from capture.quantities import counted, format_bytes
 from profiling_runs.collect import split_warnings
 
@@ -48,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    if isinstance(plan, ShardingPlan):
-        return sharding.explain(options, plan)
-    if isinstance(plan, PacksPlan):
-        return packs.explain(options, plan)
-    if isinstance(plan, ArrayPlan):
-        return array.explain(options, plan)
+    code: int = kind_of(plan).verb("explain")(options, plan)
+    return code
+
+
+def stages(options: argparse.Namespace, plan: Plan) -> int:
+    """Whose memory the stages need, and what single changes save."""
     asked.refuse_unread(
         options, "stages", "workload", "seconds", *(option.name for option in shared.STORE)
     )

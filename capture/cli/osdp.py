@@ -14,9 +14,7 @@ from capture.cli.output import emit, say, table, warning_lines
 from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.array import ArrayPlan
 from capture.plan.kinds import kind_of, load_plan
-from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
@@ -170,10 +168,10 @@ def _plan(options: argparse.Namespace) -> Plan | ShardingPlan | None:
     named = options.asked_of
     if named.endswith(".json") and ":" not in Path(named).name:
         plan = load_plan(named)
-        if isinstance(plan, PacksPlan | ArrayPlan):
+        if not isinstance(plan, Plan | ShardingPlan):
             raise PlanError.of(
-                f"{named!r} is a plan of kind {kind_of(plan)!r}, and names no devices that share "
-                "operators; give the workload and --cluster instead.",
+                f"{named!r} is a plan of kind {kind_of(plan).name!r}, and names no devices that "
+                "share operators; give the workload and --cluster instead.",
                 "plan-kind",
             )
         return plan
@@ -193,7 +191,7 @@ def _cluster(options: argparse.Namespace, plan: Plan | ShardingPlan | None) -> C
     """
     values = {"cluster": options.cluster, "target": options.target}
     if plan is not None:
-        devices = plan.known_cluster if isinstance(plan, ShardingPlan) else plan.cluster
+        devices = plan.known_cluster
         values["cluster"] = options.cluster or str(devices)
         values["target"] = options.target or devices.target
     missing = [f"--{name}" for name, value in values.items() if value is None]

@@ -14,10 +14,8 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.array import ArrayPlan
-from capture.plan.kinds import load_plan
-from capture.plan.packs import PacksPlan
-from capture.plan.sharding import ShardingPlan
+from capture.plan.kinds import kind_of, load_plan
+from capture.plan.stages import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    if isinstance(plan, ShardingPlan):
-        from capture.cli import sharding
+    code: int = kind_of(plan).verb("report")(options, plan)
+    return code
 
-        return sharding.report(options, plan)
-    if isinstance(plan, PacksPlan):
-        from capture.cli import packs
 
-        return packs.report(options, plan)
-    if isinstance(plan, ArrayPlan):
-        from capture.cli import array
-
-        return array.report(options, plan)
+def stages(options: argparse.Namespace, plan: Plan) -> int:
+    """A table of the stages, or the page."""
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 

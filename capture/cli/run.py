@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cli import array, asked, sharding
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.interrupted import Progress
 from capture.cli.library_log import output_is_ours
@@ -22,11 +22,8 @@ from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
-from capture.machine.target import Target
-from capture.plan.array import ArrayPlan
-from capture.plan.kinds import AnyPlan, load_plan, of_stages
+from capture.plan.kinds import AnyPlan, kind_of, load_plan, of_stages
 from capture.plan.packs import PacksPlan
-from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.hosts.documents import joined
@@ -135,16 +132,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    _refuse_unread(options, plan)
+    _refuse_unread(options)
     if options.ray is None and options.hosts != "none":  # which may see other folders
         check_folders(
             options.save,
             options.restore,
             options.steps,
             often=options.save_every is not None,
-            num_models=len(plan.models) if isinstance(plan, ArrayPlan) else 1,
+            num_models=plan.num_models,
         )
-    progress = Progress.of(options, can_save_often=isinstance(plan, Plan | PacksPlan))
+    progress = Progress.of(options, can_save_often=kind_of(plan).saves_often)
     try:
         return _run(options, plan)
     except KeyboardInterrupt:
@@ -155,35 +152,26 @@ def main(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     """Execute a plan of any kind, here or on several hosts."""
-    _prepare_device_memory(plan)
+    if plan.memory_fraction is not None:
+        environment.prepare_device_memory(plan.memory_fraction)
     if options.hosts is not None or options.ray is not None:
         return _over_hosts(options, plan)
-    if isinstance(plan, ShardingPlan):
-        return sharding.run(options, plan)
-    if isinstance(plan, ArrayPlan):
-        return array.run(options, plan)
+    if plan.host_memory_bytes:
+        environment.prepare_host_memory(plan.host_memory_bytes)
+    environment.prepare(num_devices=plan.num_devices)
+    code: int = kind_of(plan).verb("run")(options, plan)
+    return code
+
+
+def trained(options: argparse.Namespace, plan: Plan | PacksPlan) -> int:
+    """Train by a plan of stages or of packs, in this process."""
     spec = asked.workload_of(options, plan)
-    if isinstance(plan, PacksPlan):
-        environment.prepare_host_memory(int(plan.machine.host_memory_bytes.value))
-        environment.prepare(num_devices=plan.machine.devices)
-    else:
-        environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
 
     training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
     _finish(options, document)
     return 0
-
-
-def _prepare_device_memory(plan: AnyPlan) -> None:
-    """Let JAX's allocator take what the plan counts on, which may be more than its default."""
-    if isinstance(plan, PacksPlan):
-        machine = plan.machine
-        share = machine.usable_bytes.value / machine.memory_bytes.value
-        environment.prepare_device_memory(max(0.75, share))
-    elif plan.cluster is not None and (memory := Target.load(plan.cluster.target).memory):
-        environment.prepare_device_memory(float(memory.allocator_fraction.value))
 
 
 def _finish(options: argparse.Namespace, document: dict[str, Any]) -> None:
@@ -244,13 +232,12 @@ def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:
     return Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
 
 
-def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
+def _refuse_unread(options: argparse.Namespace) -> None:
     """Options of other runs.
 
     Raises:
         PlanError: ``run-restarts`` where nothing is started again, ``run-ray`` for what does not go
-            with Ray or only with it, ``run-transport`` in one process, ``run-save-every`` and
-            ``run-trace`` of an array.
+            with Ray or only with it, ``run-transport`` in one process.
     """
     starts = options.hosts == "local" or options.ray is not None
     of_driver = {
@@ -295,22 +282,6 @@ def _refuse_unread(options: argparse.Namespace, plan: AnyPlan) -> None:
         violations.append(
             Violation(
                 f"--accelerator {options.accelerator} is of a Ray cluster; add --ray.", "run-ray"
-            )
-        )
-    if options.save_every is not None and isinstance(plan, ArrayPlan):
-        violations.append(
-            Violation(
-                f"--save-every {options.save_every}: the training of an array is saved at its end; "
-                "leave it out.",
-                "run-save-every",
-            )
-        )
-    if options.trace is not None and isinstance(plan, ArrayPlan):
-        violations.append(
-            Violation(
-                f"--trace {options.trace}: of the training of an array no trace is made; leave it "
-                "out.",
-                "run-trace",
             )
         )
     PlanError.check(violations)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 
-from capture import environment
 from capture.cli import asked
 from capture.cli.output import emit, say, table, warning_lines
 from capture.documents import write
@@ -52,8 +50,6 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
     asked.refuse_unread(options, "sharding", "workload", "steps", "seed", "check")
     spec = asked.workload_of(options, plan)
-    if plan.cluster is not None:
-        environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.profiler.sharded_run import execute_plan
 
     document = execute_plan(
@@ -96,12 +92,11 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     return 0
 
 
-def diff(options: argparse.Namespace, plans: Sequence[ShardingPlan]) -> int:
+def diff(options: argparse.Namespace, first: ShardingPlan, second: ShardingPlan) -> int:
     """What two of them decide differently, and their totals."""
     from capture.report.sharding import compare, differences, totals
 
     asked.refuse_unread(options, "sharding", "memory")
-    first, second = plans
     rows = [
         [found.name, *("-" if side is None else str(side) for side in (found.first, found.second))]
         for found in differences(first, second)

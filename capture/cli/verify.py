@@ -7,16 +7,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked, packs, sharding
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
 from capture.documents import write
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
-from capture.plan.kinds import load_plan, of_stages
-from capture.plan.packs import PacksPlan
+from capture.plan.kinds import kind_of, load_plan
 from capture.plan.prediction import StepTime
-from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes
@@ -38,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    if isinstance(plan, ShardingPlan):
-        return sharding.verify(options, plan)
-    if isinstance(plan, PacksPlan):
-        return packs.verify(options, plan)
-    plan = of_stages(plan)
+    code: int = kind_of(plan).verb("verify")(options, plan)
+    return code
+
+
+def stages(options: argparse.Namespace, plan: Plan) -> int:
+    """Compile the stages, and replay the step."""
     limit = asked.read_limit(vars(options))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify

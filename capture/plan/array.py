@@ -59,7 +59,7 @@ from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec, of_document
-from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.files import ClusterRow, PlanFile
 from capture.plan.headroom import Headroom
 from capture.plan.why import Why
 
@@ -242,7 +242,7 @@ class Saturation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayPlan:
+class ArrayPlan(PlanFile):
     """Models that are trained together on one device; see the module for the fields.
 
     Attributes:
@@ -258,6 +258,8 @@ class ArrayPlan:
             bundle that is decided twice, or a sub-array without a list, ``array-size`` for a number
             that must be positive.
     """
+
+    FORMAT = ARRAY_PLAN
 
     cluster: Cluster
     batch_size: int
@@ -292,6 +294,16 @@ class ArrayPlan:
         known = {task: task for task in (*self.tasks, own)}
         tasks = tasks_of(self.models, self.batch_size, self.workload, self.num_layers)
         return tuple(known.get(task, task) for task in tasks)
+
+    @property
+    def num_models(self) -> int:
+        """How many models a step trains."""
+        return len(self.models)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What its step may hold in the memory of the host."""
+        return 0 if self.prediction is None else self.prediction.host_peak_bytes
 
     @property
     def compiled(self) -> bool:
@@ -340,30 +352,21 @@ class ArrayPlan:
         same = {name: getattr(document, name) for name in _SAME}
         return cls(cluster=document.cluster.cluster, **same, named_by="a document")
 
-    def save(self, path: str | Path) -> None:
-        """Write JSON; the paths of workloads and of a target's file are stored relative to the
-        file."""
-        save(self, path)
+    def resolved(self, path: Path | str) -> ArrayPlan:
+        """Return the plan that was read from a file, as seen from the working directory."""
+        return replace(super().resolved(path), named_by=str(path))
 
-    @classmethod
-    def load(cls, path: str | Path) -> ArrayPlan:
-        """The plan of a JSON file.
-
-        Raises:
-            PlanError: ``array-plan-file`` if it cannot be read or is no JSON, and those of
-                ``from_json``.
-        """
-        return resolved(ARRAY_PLAN.load(path, cls.from_json), path)
-
-    def with_workloads(self, move: Callable[[WorkloadSpec], WorkloadSpec]) -> ArrayPlan:
-        """With other names for the workloads of its models."""
+    def moved(
+        self, workload: Callable[[WorkloadSpec], WorkloadSpec], target: Callable[[str], str]
+    ) -> ArrayPlan:
+        """Return the plan with other names for its files, those that its models name too."""
 
         def named(name: str) -> str:
             # Others are names of objects.
-            return str(move(WorkloadSpec.parse(name))) if ":" in name else name
+            return str(workload(WorkloadSpec.parse(name))) if ":" in name else name
 
         return replace(
-            self,
+            super().moved(workload, target),
             models=tuple(replace(one, workload=named(one.workload)) for one in self.models),
             tasks=tuple(replace(one, workload=named(one.workload)) for one in self.tasks),
         )

@@ -6,16 +6,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+from capture import documents
 from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
-from capture.machine.target import relative_target, resolved_target
+from capture.machine.target import Target, relative_target, resolved_target
 from capture.model.workload import WorkloadSpec, name_of, of_document
 
-#: A plan of some kind: a dataclass with ``cluster``, ``workload`` and ``to_json``.
-AnyPlan = TypeVar("AnyPlan")
 T = TypeVar("T")
+P = TypeVar("P", bound="PlanFile")
 
 
 @dataclass(frozen=True)
@@ -51,38 +51,106 @@ class ClusterRow:
         return Cluster(self.nodes, targets[0])
 
 
-def save(plan: Any, path: Path | str) -> None:
-    """Write JSON; the paths of workloads and of a target's file are stored relative to the file."""
-    path, folder = Path(path), Path(path).parent
-    moved = _moved(
-        plan, lambda spec: spec.relative_to(folder), lambda name: relative_target(name, folder)
-    )
-    path.write_text(json.dumps(moved.to_json(), indent=2) + "\n")
+class PlanFile:
+    """The part of a plan that is alike for every kind: devices, workload, and a file of JSON.
 
+    A kind of plan is a frozen dataclass of this class with what it decides, and a row of
+    ``capture.plan.kinds``.
 
-def resolved(plan: AnyPlan, path: Path | str) -> AnyPlan:
-    """The inverse: a plan that was read from a file, as seen from the working directory."""
-    folder = Path(path).parent
-    plan = _moved(
-        of_document(plan, path),
-        lambda spec: spec.resolved_from(folder),
-        lambda name: resolved_target(name, folder),
-    )
-    return replace(plan, named_by=str(path)) if hasattr(plan, "named_by") else plan  # type: ignore
+    Attributes:
+        FORMAT: How its files are told from others, and what is said of wrong ones.
+        workload: By name; None for a plan made from Python objects.
+        cluster: The devices; None where a kind knows them otherwise, or not at all.
+    """
 
+    FORMAT: ClassVar[documents.Format]
+    workload: WorkloadSpec | None
+    cluster: Cluster | None
 
-def _moved(
-    plan: Any, workload: Callable[[WorkloadSpec], WorkloadSpec], target: Callable[[str], str]
-) -> Any:
-    """A plan whose files are seen from elsewhere: that of its target, of its workload, and of those
-    that its parts name (``with_workloads``)."""
-    moved: dict[str, Any] = {}
-    if plan.cluster is not None:
-        moved["cluster"] = replace(plan.cluster, target=target(plan.cluster.target))
-    if plan.workload is not None:
-        moved["workload"] = workload(plan.workload)
-    plan = replace(plan, **moved) if moved else plan
-    return plan.with_workloads(workload) if hasattr(plan, "with_workloads") else plan
+    def to_json(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        raise NotImplementedError
+
+    def save(self, path: Path | str) -> None:
+        """Write JSON; the paths of workloads and of a target's file are stored relative to the
+        file."""
+        path, folder = Path(path), Path(path).parent
+        moved = self.moved(
+            lambda spec: spec.relative_to(folder), lambda name: relative_target(name, folder)
+        )
+        path.write_text(json.dumps(moved.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read what ``save`` wrote, also from another working directory.
+
+        Raises:
+            PlanError: of ``FORMAT``: ``...-file`` if there is no such file or it is no JSON, and
+                the codes of ``from_json``.
+        """
+        return cls.FORMAT.load(path, cls.from_json).resolved(path)
+
+    def resolved(self, path: Path | str) -> Self:
+        """Return the plan that was read from a file, as seen from the working directory."""
+        folder = Path(path).parent
+        return of_document(self, path).moved(
+            lambda spec: spec.resolved_from(folder), lambda name: resolved_target(name, folder)
+        )
+
+    def moved(
+        self, workload: Callable[[WorkloadSpec], WorkloadSpec], target: Callable[[str], str]
+    ) -> Self:
+        """Return the plan with other names for its files: of its target, and of its workload."""
+        moved: dict[str, Any] = {}
+        if self.cluster is not None:
+            moved["cluster"] = replace(self.cluster, target=target(self.cluster.target))
+        if self.workload is not None:
+            moved["workload"] = workload(self.workload)
+        return replace(self, **moved) if moved else self  # type: ignore[type-var]
+
+    @property
+    def known_cluster(self) -> Cluster:
+        """The devices.
+
+        Raises:
+            PlanError: ``plan-cluster`` if it names none.
+        """
+        if self.cluster is None:
+            raise PlanError.of(
+                "the plan names no devices, as those of earlier versions did not; make it again "
+                "with capture osdp.",
+                "plan-cluster",
+            )
+        return self.cluster
+
+    @property
+    def num_devices(self) -> int | None:
+        """How many devices it runs on; None if it names none."""
+        return None if self.cluster is None else self.cluster.num_devices
+
+    @property
+    def num_models(self) -> int:
+        """How many models a step trains."""
+        return 1
+
+    @property
+    def made_from(self) -> str:
+        """What it was made from where it names no workload, in a sentence."""
+        return "Python objects"
+
+    @property
+    def memory_fraction(self) -> float | None:
+        """The part of a device's memory that it counts on; None where no target says it."""
+        memory = None if self.cluster is None else Target.load(self.cluster.target).memory
+        return None if memory is None else float(memory.allocator_fraction.value)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What its step may hold in the memory of the host."""
+        return 0
 
 
 def traced_for(

@@ -1,35 +1,116 @@
-"""Plans of several kinds in one kind of file; ``kind`` says which. A new kind of plan is a row of
-``KINDS``."""
+"""The kinds of plan, one record each: how its files are called, its class, and what verbs do with
+it. A new kind of plan is a row of ``KINDS``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capture.errors import PlanError
+from capture.errors import CaptureError, PlanError
 from capture.plan.array import ArrayPlan
-from capture.plan.files import resolved
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import PLAN, Plan
+from capture.registered import Registered
 
 AnyPlan = Plan | ShardingPlan | PacksPlan | ArrayPlan
 
-KINDS: Mapping[str, type[AnyPlan]] = {
-    "stages": Plan,
-    "sharding": ShardingPlan,
-    "packs": PacksPlan,
-    "array": ArrayPlan,
-}
 
-#: What takes plans of each kind but stages, in a sentence.
-READ_BY: Mapping[str, str] = {
-    "sharding": "capture verify, run, explain, report and diff take it, and in Python "
-    "capture.shard.",
-    "packs": "capture verify, run, explain, report and diff take it, and in Python "
-    "capture.streamed.",
-    "array": "capture run, explain, report and diff take it, and in Python capture.train_array.",
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plan.
+
+    Attributes:
+        name: As its files have it.
+        plan: Its class.
+        verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
+            is asked for.
+        python: What runs it in Python.
+        saves_often: Whether its training can be saved before its end.
+    """
+
+    name: str
+    plan: type[AnyPlan]
+    verbs: Mapping[str, Registered]
+    python: str
+    saves_often: bool = False
+
+    def verb(self, name: str) -> Registered:
+        """What a verb does with plans of this kind.
+
+        Raises:
+            PlanError: ``plan-kind`` if it does not take them.
+        """
+        if name not in self.verbs:
+            raise self.refused()
+        return self.verbs[name]
+
+    def refused(self) -> CaptureError:
+        """The error of what takes plans of stages alone."""
+        *most, last = self.verbs
+        return PlanError.of(
+            f"the plan is of kind {self.name!r}, and this is for plans of kind 'stages'. capture "
+            f"{', '.join(most)} and {last} take it, and in Python {self.python}.",
+            "plan-kind",
+        )
+
+
+def _verbs(**paths: str) -> dict[str, Registered]:
+    return {name: Registered(f"capture.cli.{path}") for name, path in paths.items()}
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "stages",
+            Plan,
+            _verbs(
+                verify="verify:stages",
+                run="run:trained",
+                explain="explain:stages",
+                report="report:stages",
+                diff="diff:stages",
+            ),
+            "capture.pipeshard",
+            saves_often=True,
+        ),
+        Kind(
+            "sharding",
+            ShardingPlan,
+            _verbs(
+                verify="sharding:verify",
+                run="sharding:run",
+                explain="sharding:explain",
+                report="sharding:report",
+                diff="sharding:diff",
+            ),
+            "capture.shard",
+        ),
+        Kind(
+            "packs",
+            PacksPlan,
+            _verbs(
+                verify="packs:verify",
+                run="run:trained",
+                explain="packs:explain",
+                report="packs:report",
+                diff="packs:diff",
+            ),
+            "capture.streamed",
+            saves_often=True,
+        ),
+        Kind(
+            "array",
+            ArrayPlan,
+            _verbs(
+                run="array:run", explain="array:explain", report="array:report", diff="array:diff"
+            ),
+            "capture.train_array",
+        ),
+    )
 }
 
 
@@ -47,7 +128,7 @@ def load_plan(path: Path | str) -> AnyPlan:
     file, colon, name = str(path).rpartition(":")
     if colon and not Path(path).exists() and Path(file).exists():
         return of_stages(load_plan(file)).of_front(name)
-    return resolved(PLAN.load(path, _read), path)
+    return PLAN.load(path, _read).resolved(path)
 
 
 def _read(data: Any) -> AnyPlan:
@@ -58,12 +139,12 @@ def _read(data: Any) -> AnyPlan:
             "Make the plan again with this version.",
             "plan-kind",
         )
-    return KINDS[kind].from_json(data)
+    return KINDS[kind].plan.from_json(data)
 
 
-def kind_of(plan: AnyPlan) -> str:
-    """The name of a plan's kind."""
-    return next(kind for kind, of in KINDS.items() if isinstance(plan, of))
+def kind_of(plan: AnyPlan) -> Kind:
+    """The kind of a plan."""
+    return next(kind for kind in KINDS.values() if isinstance(plan, kind.plan))
 
 
 def of_stages(plan: Any) -> Plan:
@@ -72,14 +153,10 @@ def of_stages(plan: Any) -> Plan:
     Raises:
         PlanError: ``plan-kind``.
     """
-    if isinstance(plan, ShardingPlan | PacksPlan | ArrayPlan):
-        kind = kind_of(plan)
-        raise PlanError.of(
-            f"the plan is of kind {kind!r}, and this is for plans of kind 'stages'. "
-            f"{READ_BY[kind]}",
-            "plan-kind",
-        )
-    return plan
+    for kind in KINDS.values():
+        if kind.plan is not Plan and isinstance(plan, kind.plan):
+            raise kind.refused()
+    return plan  # type: ignore[no-any-return]
 
 
 def _kind_of(data: Any) -> Any:

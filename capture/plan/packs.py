@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from capture import documents
@@ -35,7 +34,7 @@ from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.model.workload import WorkloadSpec, of_document
-from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.files import ClusterRow, PlanFile
 from capture.plan.headroom import Headroom
 from capture.plan.task_graph import (
     ALL_ON,
@@ -143,7 +142,7 @@ class PacksPrediction:
 
 
 @dataclass(frozen=True)
-class PacksPlan:
+class PacksPlan(PlanFile):
     """Packs of layers on the devices of a server.
 
     Attributes:
@@ -167,6 +166,8 @@ class PacksPlan:
             above the share of a device, and those of ``Swaps``.
     """
 
+    FORMAT = PACKS_PLAN
+
     machine: Server
     num_layers: int
     minibatch_size: int
@@ -184,6 +185,26 @@ class PacksPlan:
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the server has."""
+        return self.machine.devices
+
+    @property
+    def made_from(self) -> str:
+        """What it was made from where it names no workload, in a sentence."""
+        return f"the layer profile of {self.model!r}" if self.model else super().made_from
+
+    @property
+    def memory_fraction(self) -> float:
+        """The part of a device's memory that it counts on, not less than JAX takes by itself."""
+        return max(0.75, self.machine.usable_bytes.value / self.machine.memory_bytes.value)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What its step may hold in the memory of the host."""
+        return int(self.machine.host_memory_bytes.value)
 
     @property
     def compiled(self) -> bool:
@@ -251,21 +272,6 @@ class PacksPlan:
             cluster=None if cluster is None else cluster.cluster,
             **{name: getattr(document, name) for name in _SAME},
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON; the paths of the workload and of a target's file are stored relative to the
-        file."""
-        save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> PacksPlan:
-        """The plan of a JSON file.
-
-        Raises:
-            PlanError: ``packs-plan-file`` if it cannot be read or is no JSON, and those of
-                ``from_json``.
-        """
-        return resolved(PACKS_PLAN.load(path, cls.from_json), path)
 
     def _violations(self) -> Iterator[Violation]:
         yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)

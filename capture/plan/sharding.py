@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from capture import documents
@@ -34,7 +33,7 @@ from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec, of_document
-from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.files import ClusterRow, PlanFile
 from capture.plan.headroom import Headroom
 from capture.quantities import format_bytes
 
@@ -140,7 +139,7 @@ class OperatorCost:
 
 
 @dataclass(frozen=True)
-class ShardingPlan:
+class ShardingPlan(PlanFile):
     """A batch size and the mode of every operator.
 
     Attributes:
@@ -164,6 +163,8 @@ class ShardingPlan:
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: By operator; empty likewise.
     """
+
+    FORMAT = SHARDING_PLAN
 
     batch_size: int
     modes: tuple[Mode, ...]
@@ -201,21 +202,6 @@ class ShardingPlan:
             return "estimated, not compiled"
         low, high = map(format_bytes, self.interval_bytes)
         return f"estimated, not compiled: {low} to {high}"
-
-    @property
-    def known_cluster(self) -> Cluster:
-        """The devices.
-
-        Raises:
-            PlanError: ``plan-cluster`` if it names none.
-        """
-        if self.cluster is None:
-            raise PlanError.of(
-                "the plan names no devices, as those of earlier versions did not; make it again "
-                "with capture osdp.",
-                "plan-cluster",
-            )
-        return self.cluster
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
         """What the compiled peak leaves, else the estimate and its interval, which has no
@@ -312,21 +298,6 @@ class ShardingPlan:
             cluster=None if cluster is None else cluster.cluster,
             **{name: getattr(document, name) for name in _SAME},
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON; the paths of the workload and of a target's file are stored relative to the
-        file."""
-        save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> ShardingPlan:
-        """The plan of a JSON file.
-
-        Raises:
-            PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of
-                ``from_json``.
-        """
-        return resolved(SHARDING_PLAN.load(path, cls.from_json), path)
 
 
 @dataclass(frozen=True)

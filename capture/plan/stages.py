@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from capture import documents
@@ -18,7 +17,7 @@ from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.choices import REMAT_TEXT, is_remat
-from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.files import ClusterRow, PlanFile
 from capture.plan.prediction import Prediction, StepTime, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
 from capture.plan.stage import Stage, StageRow
@@ -42,7 +41,7 @@ TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanFile):
     """A pipeline of stages over a cluster.
 
     Attributes:
@@ -71,6 +70,8 @@ class Plan:
             ``plan-schedule-stages``, ``plan-schedule-microbatches``, ``plan-remat``,
             ``plan-shard-params``, ``plan-rule``.
     """
+
+    FORMAT = PLAN
 
     cluster: Cluster
     num_layers: int
@@ -180,21 +181,6 @@ class Plan:
             verification=_note(document.verification, "verification", Verified.read),
             time=_note(document.time, "time", StepTime.read),
         )
-
-    def save(self, path: Path | str) -> None:
-        """Write JSON; the paths of the workload and of a target's file are stored relative to the
-        file."""
-        save(self, path)
-
-    @classmethod
-    def load(cls, path: Path | str) -> Plan:
-        """Read what ``save`` wrote, also from another working directory.
-
-        Raises:
-            PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON,
-                and the codes of ``from_json``.
-        """
-        return resolved(PLAN.load(path, cls.from_json), path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from capture import (
     to_alpa,
 )
 from capture.cli.main import main
+from capture.errors import PlanError
 from capture.machine.server import SERVERS_FOLDER, Server
 from capture.machine.target import TARGETS_FOLDER, Target
 from capture.measured.layer_profile import LayerProfile
@@ -266,3 +267,15 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
     )
     assert more > peak, "sharded parameters are held once"
     assert said(capsys, "verify", str(FILES / "sharding.plan.json"))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb"), [(kind, verb) for kind in KINDS.values() for verb in kind.verbs]
+)
+def test_what_a_verb_does_with_a_kind_is_there(kind, verb):
+    assert callable(kind.verb(verb).load())
+
+
+def test_a_verb_that_a_kind_does_not_have_is_refused_with_those_that_it_has():
+    with pytest.raises(PlanError, match=r"'array'.*capture run, explain, report and diff take it"):
+        KINDS["array"].verb("verify")

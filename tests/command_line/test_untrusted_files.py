@@ -403,7 +403,9 @@ def test_python_asks_likewise(strangers, documents):
     """Every reader of a document marks what it names; only ``trust`` or a user takes the mark."""
     write_files(documents, "claims")
     read = [load_plan(f"{kind}.json") for kind in KINDS]
-    read += [KINDS[kind].from_json(json.loads(Path(f"{kind}.json").read_text())) for kind in KINDS]
+    read += [
+        KINDS[kind].plan.from_json(json.loads(Path(f"{kind}.json").read_text())) for kind in KINDS
+    ]
     for kind, file in ((Profile, "profile.json"), (LayerProfile, "layers.json")):
         read += [kind.load(file), kind.from_json(json.loads(Path(file).read_text()))]
     for one in read:
