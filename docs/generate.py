@@ -73,7 +73,7 @@ def commands() -> str:
     shared = {row for row in everywhere if everywhere.count(row) >= SHARED_BY}
     lines = [
         *heading("Commands", "the parser of the command line (`capture/cli/`)"),
-        "`capture VERB --help` prints the same.",
+        "`capture VERB --help` prints the same; of `plan`, `--help-all` does.",
         "",
         *table(
             ("verb", "does"), [(f"[{n}](#capture-{n})", about) for n, (about, _) in verbs.items()]

@@ -11,10 +11,11 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import NoReturn, TextIO
+from types import MappingProxyType
+from typing import Any, NoReturn, TextIO
 
 from capture import __version__, environment, interrupts
 from capture.cli.library_log import LibraryLog
@@ -53,10 +54,43 @@ VERBS = {
 
 #: Of an error.
 MOST_CHARACTERS = 1400
+#: Below a help that leaves options out.
+_MORE = "{} more options, by group and system: --help-all. By example: docs/quickstart.md."
 
 
 class Parser(argparse.ArgumentParser):
-    """Options whose errors are those of all others: a sentence, and a code."""
+    """Options whose errors are those of all others: a sentence, and a code.
+
+    Attributes:
+        everyday: By name, the options that ``--help`` shows where there are too many to be read,
+            with other words where a text is given; ``--help-all`` shows all. Empty where ``--help``
+            does.
+    """
+
+    everyday: Mapping[str, str] = MappingProxyType({})
+
+    def show_everyday(self, options: Mapping[str, str]) -> None:
+        """Let ``--help`` show these options, and ``--help-all`` all."""
+        self.everyday = options
+        self.add_argument("--help-all", action=_HelpAll, help="show all options")
+
+    def format_help(self) -> str:
+        if not self.everyday:
+            return super().format_help()
+        usage, helps = self.usage, {action: action.help for action in self._actions}
+        more = 0
+        for action in self._actions:
+            if action.dest in self.everyday:
+                action.help = self.everyday[action.dest] or action.help
+            elif action.dest not in ("help", "help_all", "json", "quiet"):
+                action.help, more = argparse.SUPPRESS, more + 1
+        self.usage, self.epilog = f"{self.prog} [WORKLOAD] [options]", _MORE.format(more)
+        try:
+            return super().format_help()
+        finally:
+            self.usage, self.epilog = usage, None
+            for action, help in helps.items():
+                action.help = help
 
     def error(self, message: str) -> NoReturn:
         """
@@ -69,6 +103,16 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text):
             meant = nearest(choice[1], re.findall(r"[\w.+-]+", choice[2]))
         raise OptionError.of(f"{text.rstrip('.')}; see {self.prog} --help.{meant}", code)
+
+
+class _HelpAll(argparse._HelpAction):
+    """Print the help of all options, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> NoReturn:
+        assert isinstance(parser, Parser), "of a verb"
+        parser.everyday = {}
+        parser.print_help()
+        parser.exit()
 
 
 def build_parser(asked: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
@@ -103,6 +147,8 @@ def build_parser(asked: Collection[str] = tuple(VERBS)) -> argparse.ArgumentPars
             "--json", action="store_true", help="print one JSON document on standard output"
         )
         sub.add_argument("--quiet", action="store_true", help="no progress on standard error")
+        if everyday := getattr(verb, "EVERYDAY", {}):
+            sub.show_everyday(everyday)
         sub.set_defaults(main=verb.main, parser=sub)
     return parser
 
@@ -122,7 +168,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.exit()
     if unknown:
         asked = getattr(options, "parser", parser)
-        known = re.findall(r"--[a-z-]+", asked.format_help())
+        known = [name for name in asked._option_string_actions if name.startswith("--")]
         raise OptionError.of(
             f"{asked.prog} has no {' '.join(unknown)}; see {asked.prog} --help."
             f"{nearest(unknown[0].partition('=')[0], known)}",

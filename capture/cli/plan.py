@@ -1,7 +1,5 @@
-"""Recommend a plan: of pipeline stages the one of lowest peak memory (--system capture), of packs
-of layers that are streamed (harmony), or of a model array on one device (mutwo).
-
-What is not known is measured first, unless --profile, or for packs --layers, gives it.
+"""Recommend a plan: the fastest that fits, or the one of lowest peak memory. Per operator: capture
+osdp.
 """
 
 from __future__ import annotations
@@ -78,6 +76,30 @@ _OF_SEVERAL = {
     for option in (*shared.CLUSTER[:2], shared.GLOBAL_BATCH, shared.NUM_LAYERS, *shared.BACKEND)
 }
 
+
+#: The options that ``--help`` shows, some in fewer words than ``--help-all``.
+EVERYDAY = {
+    "asked_of": "",
+    "workload": "",
+    "system": "capture: stages on submeshes, FSDP among them (default); harmony: packs of layers "
+    "streamed from the host; mutwo: several models on one device",
+    "cluster": "",
+    "target": "",
+    "global_batch": "",
+    "memory": "",
+    "objective": "throughput: the fastest plan that fits; memory: the lowest peak; pareto: the "
+    "front of both (default: throughput where the target has rates)",
+    "microbatches": "",
+    "remat": "activation checkpointing: none, cheap, dots, full, full:K, X%% or auto (default: "
+    "searched; without times cheap)",
+    "shard_params": "FSDP, ZeRO-3: parameters, gradients and optimizer state split over replicas "
+    "(default: searched; without times not)",
+    "fix": "",
+    "smallest_cluster": "",
+    "largest_batch": "",
+    "quick": "ask no compiler: the best plan by estimates and bounds, in less time",
+    "output": "",
+}
 
 _OPEN = {option.name: option for option in shared.OPEN}
 _TARGET = replace(

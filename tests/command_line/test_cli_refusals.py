@@ -309,6 +309,24 @@ def test_a_profile_of_another_model_is_refused(inside_planned, capsys, arguments
     assert status == 2 and err.endswith("[profile-other-model]\n")
 
 
+def test_the_help_of_plan_fits_a_screen_and_says_how_to_see_the_rest(capsys):
+    def help_of(option: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            build_parser(["plan"]).parse_args(["plan", option])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    short, whole = help_of("--help"), help_of("--help-all")
+    assert len(short.splitlines()) <= 60 and "--help-all" in short
+    for everyday in ("WORKLOAD", "--cluster", "--target", "--memory", "--objective", "--remat"):
+        assert everyday in short
+    assert "--equi-fb" in whole and "--equi-fb" not in short
+    hidden = int(re.search(r"(\d+) more options", short)[1])
+    options = re.findall(r"^  (?:-o FILE, )?(--[a-z-]+)", whole, re.MULTILINE)
+    shown = re.findall(r"^  (?:-o FILE, )?(--[a-z-]+)", short, re.MULTILINE)
+    assert set(shown) < set(options) and len(options) - len(shown) == hidden
+
+
 def test_an_option_that_a_verb_does_not_know_is_refused_with_the_nearest(capsys):
     status, out, err = run_here(capsys, "plan", "tiny.py:model", "--clutser", "1x2")
     assert (status, out, err) == (
