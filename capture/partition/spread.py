@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr
 
 from capture.partition.split_reach import Dim, SplitReach
 from capture.partition.walk import followed_dims
+from capture.tracing.jaxprs import sub_jaxprs
 
 
 class Spread:
@@ -28,10 +29,15 @@ class Spread:
         self, inputs: Sequence[int | None], degree: int, axis: str
     ) -> Mapping[Any, int | None]:
         """As ``followed_dims``."""
-        key = (tuple(inputs), degree, axis)
+        # The walk asks of a degree only which sizes it divides.
+        key = (tuple(inputs), axis, frozenset(s for s in self._sizes if s % degree))
         if key not in self._dims:
             self._dims[key] = followed_dims(self._jaxpr, inputs, degree, axis)
         return self._dims[key]
+
+    @cached_property
+    def _sizes(self) -> Collection[int]:
+        return _divided(self._jaxpr)
 
     def reached(self, split: Sequence[Dim]) -> Collection[Any]:
         """The values that may be split where these dimensions are."""
@@ -43,3 +49,13 @@ class Spread:
     @cached_property
     def _reach(self) -> SplitReach:
         return SplitReach(self._jaxpr)
+
+
+def _divided(jaxpr: Any) -> set[int]:
+    """All that a walk may divide, in bodies too: dimensions, and groups of convolutions."""
+    values = {*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)}
+    found = {size for v in values for size in getattr(v.aval, "shape", ())}
+    for equation in jaxpr.eqns:
+        found.add(equation.params.get("feature_group_count", 1))
+        found.update(*map(_divided, sub_jaxprs(equation.params)))
+    return found

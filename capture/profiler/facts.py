@@ -293,7 +293,7 @@ class LayerFacts:
     def _cuts_vary(self) -> bool:
         """Whether a minimum cut of few examples of one replica is another one than of several: it
         weighs what each example has against what all have in common, such as their mean."""
-        fewest = min(filter(self._backend.takes, self._sizes), default=0)
+        fewest = next(filter(self._backend.takes, sorted(self._sizes)), 0)
         if not fewest or not self.is_by_example:
             return False
         layers = {window for window in self.windows.values() if window[1] - window[0] == 1}

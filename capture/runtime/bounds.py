@@ -291,13 +291,18 @@ class Memory:
     def _widths(self, steps: Iterable[Step]) -> dict[Any, int]:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""
         found: dict[Any, int] = {}
-        for reads, makes, new in steps:
-            reach = max([found[v] for v in reads if v in found], default=0)
-            for v in makes:
-                own = self._nbytes[v]
-                found[v] = min(reach, own)
-                if new and (size := math.prod(v.aval.shape)):
-                    found[v] = max(own * min(new, size) // size, found[v])
+        nbytes = self._nbytes
+        for reads, makes, sizes, new in steps:
+            reach = 0
+            for v in reads:
+                if v in found and found[v] > reach:
+                    reach = found[v]
+            for v, size in zip(makes, sizes, strict=True):
+                own = nbytes[v]
+                width = own if own < reach else reach
+                if new and size:
+                    width = max(own * min(new, size) // size, width)
+                found[v] = width
         return found
 
     def most(self) -> int:

@@ -7,18 +7,18 @@ that exist nowhere else (``residuals.py``).
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -538,7 +538,9 @@ def split_dim(spec: PartitionSpec, axis: str) -> int | None:
 def shard_bytes(array: Any) -> int:
     """Bytes that an array, or the structure of one with its sharding, takes on each of its
     devices."""
-    elements = int(np.prod(array.sharding.shard_shape(array.shape), dtype=np.int64))
-    return elements * (
-        8 if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array.dtype.itemsize
-    )
+    return math.prod(array.sharding.shard_shape(array.shape)) * _item_bytes(array.dtype)
+
+
+@cache
+def _item_bytes(dtype: Any) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else int(dtype.itemsize)

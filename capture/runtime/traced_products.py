@@ -71,9 +71,7 @@ class Products:
     def large(self) -> Mapping[int, Product]:
         """By position, in order."""
         found = {}
-        for at, (rows, columns, terms) in self._program.products.distinct_products.items():
-            if self._is_read_in_parts(at):
-                continue
+        for at, (rows, columns, terms) in self._program.once(_read_whole).items():
             equation = self._program.equations[at]
             whole = math.prod(equation.outvars[0].aval.shape)
             sizes = {
@@ -93,24 +91,9 @@ class Products:
                 found[at] = Product(at, equation, tuple(sizes.values()), tuple(summed))
         return found
 
-    def _is_read_in_parts(self, at: int) -> bool:
-        """Whether only parts or sums of a result are needed."""
-        [result], views = self._program.equations[at].outvars, self._program.views
-        waiting, readers = [result], self._program.readers
-        while waiting:
-            value = waiting.pop()
-            if value in self._program.results:
-                return False
-            for equation in readers.get(value, ()):
-                if len(equation.outvars) == 1 and views.of(equation.outvars[0]).base is result:
-                    waiting.append(equation.outvars[0])
-                elif equation.primitive.name == "split" or equation.primitive.name not in _PARTS:
-                    return False
-        return True
-
     def least(self) -> list[Kernel]:
         """Return one kernel per product, or per products that may be one, in program order."""
-        first = self._program.views.alike(self._program.products.distinct_products)
+        first = self._program.once(_alike)
         groups: dict[int, list[Product]] = {}
         for at, product in self.large.items():
             groups.setdefault(first[at], []).append(product)
@@ -187,6 +170,33 @@ class Products:
         )
         dtype, precision = self._computed(product)
         return Kernel(read + made, flops, dtype, precision, shape=(batches, rows, columns))
+
+
+def _alike(program: TracedProgram) -> Mapping[int, int]:
+    """``Views.alike`` of all products."""
+    return program.views.alike(program.products.distinct_products)
+
+
+def _read_whole(program: TracedProgram) -> Mapping[int, tuple[int, int, int]]:
+    """The distinct products of whose results more than parts or sums are needed."""
+    found = program.products.distinct_products
+    return {at: sizes for at, sizes in found.items() if not _is_read_in_parts(program, at)}
+
+
+def _is_read_in_parts(program: TracedProgram, at: int) -> bool:
+    """Whether only parts or sums of a result are needed."""
+    [result], views = program.equations[at].outvars, program.views
+    waiting, readers = [result], program.readers
+    while waiting:
+        value = waiting.pop()
+        if value in program.results:
+            return False
+        for equation in readers.get(value, ()):
+            if len(equation.outvars) == 1 and views.of(equation.outvars[0]).base is result:
+                waiting.append(equation.outvars[0])
+            elif equation.primitive.name == "split" or equation.primitive.name not in _PARTS:
+                return False
+    return True
 
 
 def part_of(equation: Any, axis: SplitAxis) -> str | None:

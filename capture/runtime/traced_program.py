@@ -3,10 +3,11 @@ depend on which, and what stands in memory from when to when."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -27,19 +28,25 @@ from capture.tracing.recompute import (
 _FUSED = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS | {"pad", "rev", "slice", "transpose"}
 #: More elements than any value has.
 _ALL = sys.maxsize
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
     """What an operation reads and makes that has memory of its own.
 
     Attributes:
-        new: Of the elements of what it makes, how many begin here; no other bytes come out than
-            went in.
+        sizes: Elements of each that it makes.
+        new: Of these, how many begin here; no other bytes come out than went in.
     """
 
     reads: Sequence[Any]
     makes: Sequence[Any]
+    sizes: Sequence[int]
     new: int
+
+    @classmethod
+    def of(cls, reads: Sequence[Any], makes: Sequence[Any], new: int) -> Step:
+        return cls(reads, makes, [math.prod(v.aval.shape) for v in makes], new)
 
 
 class Needed(NamedTuple):
@@ -84,15 +91,19 @@ class TracedProgram:
         self.given = frozenset(self.flow.inputs)
         self.results = frozenset(variables(self.flow.outputs)) - self.given
         self.elsewhere = {*self.flow.inputs, *self.results}
-        self._opaque: dict[frozenset[int], Opaque] = {}
-        self._lives: dict[bool, tuple[Mapping[Any, int], Mapping[Any, int]]] = {}
+        self._said: dict[tuple[Hashable, ...], Any] = {}
+
+    def once(self, of: Callable[..., T], *given: Hashable) -> T:
+        """Return what a function says of the program, and of what else is given; asked once."""
+        key = (of, *given)
+        if key not in self._said:
+            self._said[key] = of(self, *given)
+        found: T = self._said[key]
+        return found
 
     def opaque(self, num_devices: int) -> Opaque:
         """Return the program as what its opaque products on so many devices leave of it."""
-        at = self.products.at(num_devices)
-        if at not in self._opaque:
-            self._opaque[at] = Opaque(self, at)
-        return self._opaque[at]
+        return self.once(Opaque, self.products.at(num_devices))
 
     @cached_property
     def products(self) -> OpaqueProducts:
@@ -155,9 +166,7 @@ class TracedProgram:
     def lives(self, stores_reduced: bool) -> tuple[Mapping[Any, int], Mapping[Any, int]]:
         """The operations, by position, at which each value that stands in memory is first and last
         needed; what is summed up among them, or computed while it is."""
-        if stores_reduced not in self._lives:
-            self._lives[stores_reduced] = self._found_lives(stores_reduced)
-        return self._lives[stores_reduced]
+        return self.once(TracedProgram._found_lives, stores_reduced)
 
     def _found_lives(self, stores_reduced: bool) -> tuple[dict[Any, int], dict[Any, int]]:
         equations = self.equations
@@ -212,7 +221,7 @@ class Opaque:
     def computing(self) -> Sequence[Step]:
         """All but the products, with what cannot be read as anything else."""
         return [
-            Step(reads, e.outvars, self._program.products.new_elements(e))
+            Step.of(reads, e.outvars, self._program.products.new_elements(e))
             for at, (e, reads) in enumerate(
                 zip(self._program.equations, self._program.inner_reads, strict=True)
             )
@@ -269,7 +278,7 @@ class Opaque:
             makes = [v for v in equations[at].outvars if v in wanted and v not in there]
             if makes:
                 reads = () if begins else program.inner_reads[at]
-                steps.append(Step(reads, makes, begins * _ALL))
+                steps.append(Step.of(reads, makes, begins * _ALL))
                 wanted.update(reads)
         return Needed(
             [*results],

@@ -35,6 +35,9 @@ _LINEAR = (RENAMED - {"broadcast_in_dim", "broadcast_to"}) | {
     "transpose",
 }
 _ADDED = frozenset({"add", "add_any", "sub"})
+#: What may make parts of a sum.
+_MAY_BEGIN = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "gather"})
+_MAY_BEGIN |= {"scatter-add", "scatter_add"}
 #: Of a collective that is certain; smaller ones may be avoided.
 _FEWEST_BYTES = 2**16
 #: Up to which collectives of several layers may be put together.
@@ -171,7 +174,11 @@ class Exchanges:
         least: dict[Any, int] = {}  # bytes of what is summed, where it is narrowest so far
         level: dict[Any, int] = {}
         for equation, operands in self._program.useful_reads:
-            name, reads = equation.primitive.name, [v for v in operands if v in of]
+            name = equation.primitive.name
+            begins = name in _MAY_BEGIN and self._begins(equation)
+            if not of and not begins:
+                continue  # nothing is summed before
+            reads = [v for v in operands if v in of]
             parts = [*{id(one): one for v in reads if not (one := of[v].last()).is_done}.values()]
             if name not in _ADDED and name not in _LINEAR:
                 for v in reads:
@@ -184,7 +191,7 @@ class Exchanges:
             if len(equation.outvars) != 1:
                 continue
             [out] = equation.outvars
-            if self._begins(equation):
+            if begins:
                 of[out], least[out] = (
                     _Parts(before, self._others(equation)),
                     self._whole_bytes(out),
@@ -256,6 +263,8 @@ class Exchanges:
 
     def _made_whole(self) -> Iterator[tuple[int, float, int]]:
         """What constraints make whole."""
+        if not self._program.once(_has_constraints):
+            return
         dims, level, known = self._axis.dims, dict[Any, int](), set[Any]()
         for equation, reads in self._program.useful_reads:
             before = max([level[v] for v in reads if v in level], default=0)
@@ -316,6 +325,10 @@ class Exchanges:
         for value in whole:
             states = sum(self._whole_bytes(flow.inputs[i]) for i in sources[value])
             yield min(states, self._whole_bytes(value)), math.inf, 0
+
+
+def _has_constraints(program: TracedProgram) -> bool:
+    return any(e.primitive.name == "sharding_constraint" for e in program.equations)
 
 
 def _part_of_side(equation: Any, side: int) -> Sequence[int]:

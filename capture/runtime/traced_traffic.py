@@ -51,6 +51,108 @@ _FREE = _ELEMENTS | MOVES
 _KNOWN = _ELEMENTS | REDUCTIONS | (MOVES - {"dynamic_update_slice"})
 
 
+class _Ends:
+    """What stands in memory of a program, and what products end with.
+
+    Args:
+        program: Traced.
+        products: Positions of the large products.
+        summed: Those of them whose results are parts of a sum over devices: nothing follows in
+            them.
+
+    Attributes:
+        made: What the products make.
+        of: Per value that is the end of products, these.
+        slow: Those that no library is known to end with.
+        operands: What products read that does not end one: what holds it, its own name, and whether
+            that is a cast.
+        results: The same of what the caller is given: what holds it.
+        stored: All that holds what products or the caller read.
+    """
+
+    def __init__(
+        self, program: TracedProgram, products: frozenset[int], summed: frozenset[int]
+    ) -> None:
+        self._program = program
+        self.made = {v for at in products for v in program.equations[at].outvars}
+        self.of: dict[Any, frozenset[Any]] = {}
+        self.slow: set[Any] = set()
+        before: dict[Any, frozenset[Any]] = {}
+        for at, equation in enumerate(program.equations):
+            reads = program.reads[at]
+            made = frozenset(equation.outvars if equation.primitive.name in _PRODUCTS else ())
+            if found := made.union(*(before[v] for v in reads if v in before)):
+                before.update(dict.fromkeys(equation.outvars, found))
+            if made:
+                if at not in summed:
+                    self.of[equation.outvars[0]] = frozenset(equation.outvars)
+            elif ends := self._ends_of(equation, before):
+                self.of[equation.outvars[0]] = ends
+                if equation.primitive.name in _SLOW or not self.slow.isdisjoint(reads):
+                    self.slow.update(equation.outvars)
+        read = [v for at in sorted(products) for v in variables(program.equations[at].invars)]
+        operands = [(*_base(program, v), v) for v in read]
+        results = [_base(program, v)[0] for v in program.results]
+        self.operands = [each for each in operands if each[0] not in self.of]
+        self.results = [v for v in results if v not in self.of and self._is_written(v)]
+        self.stored = {base for base, _, _ in operands}.union(results) - {
+            value
+            for value, ends in self.of.items()
+            if value not in self.slow and item_bytes(value) <= max(map(item_bytes, ends))
+        }
+
+    def _ends_of(self, equation: Any, before: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
+        """The products that an operation may be the end of: not of those that it also follows from
+        in another way, such as a sum over rows.
+
+        Args:
+            equation: The operation.
+            before: The products that a value follows from in any way.
+        """
+        name, none = equation.primitive.name, frozenset[Any]()
+        if name not in _ELEMENTS or len(equation.outvars) > 1:
+            return none
+        distinct = self._program.products.distinct
+        reads = [v for v in equation.invars if distinct(v) > 1]
+        ends = {self.of.get(v, none) for v in reads}
+        if len(ends) > 1 and name not in _ADDED:
+            size = math.prod(equation.outvars[0].aval.shape)
+            large = {self.of.get(v, none) for v in reads if 2 * distinct(v) > size or v in self.of}
+            if len(large) > 1:
+                return none
+        found, others = none.union(*ends), (v for v in reads if v not in self.of)
+        return found.difference(*(before.get(v, none) for v in others))
+
+    def _is_written(self, value: Any) -> bool:
+        """Whether a result is written as a whole, and is more than an argument, scaled, or a
+        constant."""
+        program = self._program
+        maker = program.flow.maker(value)
+        if maker is not None and maker.primitive.name.startswith(_IN_PLACE):
+            return False
+        while value not in program.given:
+            maker = program.flow.maker(value)
+            if maker is None or not program.products.distinct(value):
+                return False
+            reads = [v for v in maker.invars if program.products.distinct(v) > 1]
+            if maker.primitive.name not in _ELEMENTS or len(reads) != 1:
+                return True
+            [value] = reads
+        return False
+
+
+def _base(program: TracedProgram, value: Any) -> tuple[Any, bool]:
+    """What a value is in memory, and whether that is a cast to a narrower type."""
+    views, flow = program.views, program.flow
+    while (maker := flow.maker(value)) is not None and views.of(value).base is not value:
+        [source, *_] = maker.invars
+        if item_bytes(source) > item_bytes(value):
+            is_given = views.of(source).base in program.given
+            return value, is_given
+        value = source
+    return value, False
+
+
 @dataclass
 class Traffic:
     """The traffic of a program on a mesh.
@@ -69,95 +171,21 @@ class Traffic:
     products: Collection[int]
     summed: Collection[int]
     computed: Mapping[Any, int]
-    _ends: dict[Any, frozenset[Any]] = field(default_factory=dict)
     _written: dict[Any, int] = field(default_factory=dict)
-    _slow: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._narrowest = np.dtype(self.program.narrowest_dtype).itemsize
-        self._made = {v for at in self.products for v in self.program.equations[at].outvars}
-        before: dict[Any, frozenset[Any]] = {}
-        for at, equation in enumerate(self.program.equations):
-            reads = self.program.reads[at]
-            made = frozenset(equation.outvars if equation.primitive.name in _PRODUCTS else ())
-            if found := made.union(*(before[v] for v in reads if v in before)):
-                before.update(dict.fromkeys(equation.outvars, found))
-            if made:
-                if at not in self.summed:
-                    self._ends[equation.outvars[0]] = frozenset(equation.outvars)
-            elif ends := self._ends_of(equation, before):
-                self._ends[equation.outvars[0]] = ends
-                if equation.primitive.name in _SLOW or not self._slow.isdisjoint(reads):
-                    self._slow.update(equation.outvars)
-        self._find_written()
-
-    def _ends_of(self, equation: Any, before: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
-        """The products that an operation may be the end of: not of those that it also follows from
-        in another way, such as a sum over rows.
-
-        Args:
-            equation: The operation.
-            before: The products that a value follows from in any way.
-        """
-        name, none = equation.primitive.name, frozenset[Any]()
-        if name not in _ELEMENTS or len(equation.outvars) > 1:
-            return none
-        reads = [v for v in equation.invars if self.program.products.distinct(v) > 1]
-        ends = {self._ends.get(v, none) for v in reads}
-        if len(ends) > 1 and name not in _ADDED:
-            size = math.prod(equation.outvars[0].aval.shape)
-            large = {
-                self._ends.get(v, none)
-                for v in reads
-                if 2 * self.program.products.distinct(v) > size or v in self._ends
-            }
-            if len(large) > 1:
-                return none
-        found, others = none.union(*ends), (v for v in reads if v not in self._ends)
-        return found.difference(*(before.get(v, none) for v in others))
-
-    def _find_written(self) -> None:
-        """What products and the caller read, and nothing else holds."""
-        program = self.program
-        for at in self.products:
-            for value in variables(program.equations[at].invars):
-                base, is_cast = self._base(value)
-                if base not in self._ends:
-                    own = self.split.least_bytes(value)
-                    self._write(base, own if is_cast else min(own, self.computed.get(value, 0)))
-        for value in program.results:
-            base, _ = self._base(value)
-            maker = program.flow.maker(base)
-            in_place = maker is not None and maker.primitive.name.startswith(_IN_PLACE)
-            if base not in self._ends and not in_place and self._is_made(base):
-                self._write(base, self.split.least_bytes(base))
-
-    def _is_made(self, value: Any) -> bool:
-        """Whether a value is more than an argument, scaled, or a constant."""
-        while value not in self.program.given:
-            maker = self.program.flow.maker(value)
-            if maker is None or not self.program.products.distinct(value):
-                return False
-            reads = [v for v in maker.invars if self.program.products.distinct(v) > 1]
-            if maker.primitive.name not in _ELEMENTS or len(reads) != 1:
-                return True
-            [value] = reads
-        return False
+        self._ends = self.program.once(_Ends, frozenset(self.products), frozenset(self.summed))
+        # What products and the caller read, and nothing else holds.
+        for base, is_cast, value in self._ends.operands:
+            own = self.split.least_bytes(value)
+            self._write(base, own if is_cast else min(own, self.computed.get(value, 0)))
+        for base in self._ends.results:
+            self._write(base, self.split.least_bytes(base))
 
     def _write(self, value: Any, nbytes: int) -> None:
-        if value not in self.program.given and value not in self._made and nbytes:
+        if value not in self.program.given and value not in self._ends.made and nbytes:
             self._written[value] = max(self._written.get(value, 0), nbytes)
-
-    def _base(self, value: Any) -> tuple[Any, bool]:
-        """What a value is in memory, and whether that is a cast to a narrower type."""
-        views, flow = self.program.views, self.program.flow
-        while (maker := flow.maker(value)) is not None and views.of(value).base is not value:
-            [source, *_] = maker.invars
-            if item_bytes(source) > item_bytes(value):
-                is_given = views.of(source).base in self.program.given
-                return value, is_given
-            value = source
-        return value, False
 
     def least(self) -> list[Kernel]:
         """Return what is written and read at least: of what replicas split, and of what is the same
@@ -167,7 +195,7 @@ class Traffic:
         wanted = self._wanted()
         for equation in self.program.equations:
             out = equation.outvars[0] if equation.outvars else None
-            if out is None or out in self._made or wanted.isdisjoint(equation.outvars):
+            if out is None or out in self._ends.made or wanted.isdisjoint(equation.outvars):
                 continue
             found = self._sources(equation, sources)
             is_sum = equation.primitive.name in REDUCTIONS
@@ -190,7 +218,7 @@ class Traffic:
         """All that the written values are computed from, between what stands in memory."""
         found = set(self._written)
         for equation in reversed(self.program.equations):
-            if found.isdisjoint(equation.outvars) or equation.outvars[0] in self._made:
+            if found.isdisjoint(equation.outvars) or equation.outvars[0] in self._ends.made:
                 continue
             found.update(v for v in variables(equation.invars) if v not in self.program.given)
         return found
@@ -212,14 +240,14 @@ class Traffic:
         split = self.split
         if value in self.program.given:
             return {value: split.least_bytes(value)}
-        if ends := self._ends.get(value):
+        if ends := self._ends.of.get(value):
             one = min(ends, key=self.program.flow.order)
-            if one not in self._made:
+            if one not in self._ends.made:
                 return {}
             narrow = min(item_bytes(value), self._narrowest)
             most = min(split.least_bytes(value), split.least_bytes(one))
             return {one: most * narrow // item_bytes(value)}
-        if value in self._made:
+        if value in self._ends.made:
             itemsize = self.program.views.written_itemsize.get(value, item_bytes(value))
             return {value: split.least_bytes(value) * itemsize // item_bytes(value)}
         return sources.get(value, {})
@@ -228,17 +256,7 @@ class Traffic:
         """Return a kernel for all that is expected to be stored, in order; what is made of the same
         values, and of none that come later, is made together."""
         program, split = self.program, self.split
-        stored = {
-            self._base(v)[0]
-            for at in self.products
-            for v in variables(program.equations[at].invars)
-        }
-        stored |= {self._base(v)[0] for v in program.results}
-        stored -= {
-            value
-            for value, ends in self._ends.items()
-            if value not in self._slow and item_bytes(value) <= max(map(item_bytes, ends))
-        }
+        stored = self._ends.stored
         found: list[_Stored] = []
         made_by: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
