@@ -53,6 +53,7 @@ class ModelBounds:
         self._measurements, self._progress, self._begin = measurements, progress, begin
         self._examples, self._num_devices = tuple(examples), num_devices
         self._costs: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        self._models: dict[Cluster, tuple[TimeModel, TimeModel]] = {}
 
     @cached_property
     def facts(self) -> LayerFacts:
@@ -157,6 +158,14 @@ class ModelBounds:
         )
         return least / cluster.num_devices, expected / cluster.num_devices
 
+    def _time_models(self, cluster: Cluster, rates: Rates) -> tuple[TimeModel, TimeModel]:
+        """Without launches of kernels, and with them."""
+        if cluster not in self._models:
+            unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
+            without, model = (TimeModel(each, max(cluster.nodes)) for each in (unlaunched, rates))
+            self._models[cluster] = without, model
+        return self._models[cluster]
+
     def _layer_costs(
         self,
         choices: Sequence[StageChoice],
@@ -166,9 +175,8 @@ class ModelBounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """How many layers are alike, of each kind; and per kind and choice, of all devices of a
         stage, its least and expected seconds and what it holds at least."""
-        facts, model = self.facts, TimeModel(rates, max(cluster.nodes))
-        unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
-        without = replace(model, rates=unlaunched)
+        facts = self.facts
+        without, model = self._time_models(cluster, rates)
         num_alike = Counter(
             alike for window, alike in facts.windows.items() if window[1] - window[0] == 1
         )

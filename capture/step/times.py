@@ -111,8 +111,16 @@ class TimeModel:
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """One kernel, alone on its device."""
-        moved = kernel.nbytes / self.rates.reached_bytes_per_second
-        return max(self.rates.kernel_seconds.value, moved, self._product_seconds(kernel))
+        if kernel not in self._known:
+            moved = kernel.nbytes / self.rates.reached_bytes_per_second
+            seconds = max(self.rates.kernel_seconds.value, moved, self._product_seconds(kernel))
+            self._known[kernel] = seconds
+        return self._known[kernel]
+
+    @cached_property
+    def _known(self) -> dict[Kernel, float]:
+        """Seconds of a kernel: stages that differ in what they split have most in common."""
+        return {}
 
     def _product_seconds(self, kernel: Kernel) -> float:
         if not kernel.flops:
