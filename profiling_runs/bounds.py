@@ -4,10 +4,11 @@ was asked."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,8 @@ class ModelBounds:
         num_devices: Most of a stage.
         progress: Told how far tracing is.
         begin: Called before anything is traced.
+        floors: Micro-batch sizes at which ``seconds`` will be asked for, and the choices there:
+            what they need is traced together.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class ModelBounds:
         num_devices: int,
         progress: Progress = lambda kind, done, total: None,
         begin: Callable[[], None] = lambda: None,
+        floors: Mapping[int, Sequence[StageChoice]] = MappingProxyType({}),
     ):
         self._measurements, self._progress, self._begin = measurements, progress, begin
         self._examples, self._num_devices = tuple(examples), num_devices
+        self._floors = floors
         self._costs: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
         self._models: dict[Cluster, tuple[TimeModel, TimeModel]] = {}
 
@@ -61,7 +66,20 @@ class ModelBounds:
         from capture.profiler.facts import LayerFacts
 
         self._begin()
-        return LayerFacts(self._measurements.backend, self._examples, self._num_devices)
+        shared = self._measurements.shared
+        return LayerFacts(self._measurements.backend, self._examples, self._num_devices, shared)
+
+    def _learn(self, asked: Iterable[tuple[StageChoice, int]], **longest: int) -> None:
+        def told(done: int, total: int) -> None:
+            self._progress(BOUNDS, done, total)
+
+        self.facts.learn(asked, told, **longest)
+
+    @cached_property
+    def _learn_floors(self) -> None:
+        """All that ``seconds`` needs."""
+        asked = [(c, n) for n, choices in self._floors.items() for c in measured_choices(choices)]
+        self._learn(asked, longest=1)
 
     def at(self, choices: Sequence[StageChoice], microbatch_size: int) -> Bounds:
         """The two bounds, for stages with any of some choices.
@@ -78,9 +96,7 @@ class ModelBounds:
             )
         facts, measured = self.facts, measured_choices(choices)
         with environment.without_collecting():
-            facts.learn(
-                measured, microbatch_size, lambda done, total: self._progress(BOUNDS, done, total)
-            )
+            self._learn([(choice, microbatch_size) for choice in measured])
             found = {
                 StageConfig(*window, choice, microbatch_size): facts.bounds(
                     window, choice, microbatch_size
@@ -175,6 +191,7 @@ class ModelBounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """How many layers are alike, of each kind; and per kind and choice, of all devices of a
         stage, its least and expected seconds and what it holds at least."""
+        _ = self._learn_floors
         facts = self.facts
         without, model = self._time_models(cluster, rates)
         num_alike = Counter(

@@ -27,6 +27,7 @@ Part = Literal[
     "segment",
     "copy",
     "machine",
+    "bounds",
 ]
 
 
@@ -89,8 +90,8 @@ class Job:
             the worker's machine.
         part: All of a stage, the end of a step alone, its split backward pass, what the buffers of
             a stage are with a whole or a split one, an executed run, a layer alone, a program of
-            packs, a program of an array, a copy between a device and its host, or what devices
-            there are.
+            packs, a program of an array, a copy between a device and its host, what devices there
+            are, or what tracing says of passes.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.

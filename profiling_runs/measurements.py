@@ -3,8 +3,9 @@ jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from capture.measured.store import Store
 from capture.model.graph import agreed_value_dims
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
+from capture.profiler.bounded_passes import BoundedPasses, alone
 from capture.step.attribution import StageBuffers
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Job, Outcome, Part, Setting
@@ -25,6 +27,8 @@ from profiling_runs.pools.pool import Kept, Runner
 from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS, Where, setting_of
 from profiling_runs.question import ProfileQuestion
 
+#: That news of workers is waited for.
+_POLL_SECONDS = 1.0
 #: A kind of jobs.
 UPDATES, SPLITS = "optimizer updates", "split backward passes"
 
@@ -54,6 +58,7 @@ class Measurements:
     failures: dict[StageConfig, str] = field(default_factory=dict)
     _keys: dict[StageConfig, str] = field(default_factory=dict)
     _kept: Kept | None = None
+    _has_started: bool = False
 
     def key(self, config: StageConfig) -> str:
         """Content hash of the measurement of a config."""
@@ -199,6 +204,32 @@ class Measurements:
         """Begin to start the workers that are kept, on this machine, and wait for none."""
         if self._kept is not None and self.setting is not None and self.where.ray is None:
             self._kept.idle()
+            self._has_started = True
+
+    def shared(
+        self, batches: Sequence[BoundedPasses], here: Callable[[BoundedPasses], None]
+    ) -> Iterator[tuple[BoundedPasses, Sequence[Any] | None]]:
+        """Have passes bounded by this process, the first ones first, and by the kept workers that
+        have nothing to do, the last ones first (``capture.profiler.bounded_passes.Share``)."""
+        if not self._has_started or self._kept is None:
+            yield from alone(batches, here)
+            return
+        waiting, running = deque(batches), dict[str, BoundedPasses]()
+        with closing(self._kept) as workers:
+            while waiting or running:
+                for slot in workers.idle():
+                    if len(waiting) > 1:  # one is for this process
+                        key = f"bounds {len(waiting)}"
+                        running[key] = waiting.pop()
+                        workers.start(slot, Job(key, running[key], "bounds"))
+                if waiting:
+                    here(waiting[0])
+                    yield waiting.popleft(), None
+                for outcome in workers.finished(0 if waiting else _POLL_SECONDS):
+                    batch = running.pop(outcome.job.key)
+                    if outcome.value is None:  # its worker is gone, or says no as this process will
+                        here(batch)
+                    yield batch, outcome.value
 
     @contextmanager
     def keeping_workers(self) -> Iterator[None]:

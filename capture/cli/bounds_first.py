@@ -195,13 +195,15 @@ class _Asking:
         sizes = {of_profile.microbatch_size}
         if whole is not None:
             sizes = {whole.question(m).microbatch_size for m in whole.microbatches}
+        asked = {size: self._choices(size) for size in sizes}
         return ModelBounds(
             self._measurements,
-            {size // choice.data_parallel for size in sizes for choice in self._choices(size)},
+            {size // choice.data_parallel for size, of in asked.items() for choice in of},
             of_profile.cluster.num_devices,
             lambda *done: self._traced(*done),
             # They start while this process traces.
             (lambda: None) if self._compiles_nothing else self._measurements.start_workers,
+            asked,
         )
 
     def _choices(self, microbatch_size: int) -> Sequence[StageChoice]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from capture.documents import read, write
+from capture.environment import without_collecting
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds, UpdateCost
 from capture.model.graph import content_hash
+from capture.profiler.bounded_passes import BoundedPasses
 from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
@@ -28,6 +30,9 @@ class EndBounds:
     least: UpdateCost
     most: UpdateCost
 
+
+#: Of passes alone.
+NO_END = EndBounds(UpdateCost(0, 0), UpdateCost(0, 0))
 
 B = TypeVar("B", StageBounds, EndBounds)
 
@@ -81,6 +86,11 @@ class BoundsBackend:
             [self._backend.key(config), write(ends)],
             lambda: self._traced_passes(config, ends, traces),
         )
+
+    def keep_passes(self, config: StageConfig, document: Any) -> StageBounds:
+        """Keep what ``of_passes`` without an end said elsewhere."""
+        facts = [self._backend.key(config), write(NO_END)]
+        return self._stored(StageBounds, facts, lambda: read(document, StageBounds))
 
     def _stored(self, kind: type[B], facts: list[Any], trace: Callable[[], B]) -> B:
         """What the store has under a content hash of everything that can change it, or what is
@@ -149,6 +159,13 @@ class BoundsBackend:
             shares_ends = last is not None and last[:3] == layers
             self._traces = key, StageTraces(ends=traces.ends if shares_ends else {})
         return self._traces[1]
+
+
+@without_collecting()
+def bounded(backend: CompileBackend, asked: BoundedPasses) -> list[StageBounds]:
+    """The bounds of passes."""
+    bounds, traces = BoundsBackend(backend, asked.num_devices), StageTraces()
+    return [bounds.of_passes(config, NO_END, traces) for config in asked.configs]
 
 
 def _traced(program: object) -> BoundedProgram:

@@ -20,7 +20,7 @@ What splits parameters over replicas (ZeRO) or activations along the sequence fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
@@ -34,7 +34,8 @@ from capture.model.graph import LayerGraph
 from capture.partition.sharding import ModelSharding
 from capture.plan.choices import ParamSplit, StageChoice, is_cut
 from capture.predictor.formula import kept_bytes
-from capture.profiler.bounds import BoundsBackend, EndBounds
+from capture.profiler.bounded_passes import BoundedPasses, Share, alone
+from capture.profiler.bounds import NO_END, BoundsBackend, EndBounds
 from capture.profiler.compile import CompileBackend
 from capture.runtime.traced_stage import StageTraces
 from capture.step.interface import stage_values
@@ -49,7 +50,6 @@ LONGEST = 2
 _MOST_REPLICAS = 32
 #: That send each other parameters and gradients, to know what they send.
 _FEW_REPLICAS = 2
-_NO_END = EndBounds(UpdateCost(0, 0), UpdateCost(0, 0))
 
 
 @dataclass(frozen=True, order=True)
@@ -75,13 +75,20 @@ class LayerFacts:
         backend: Knows the model and the target.
         examples: On a device, as many as are asked for.
         num_devices: Most of a stage.
+        share: Has passes bounded, in this process or elsewhere.
 
     Attributes:
         graph: The model's layers, at the largest micro-batch size that is traced.
     """
 
-    def __init__(self, backend: CompileBackend, examples: Iterable[int], num_devices: int):
-        self._backend = backend
+    def __init__(
+        self,
+        backend: CompileBackend,
+        examples: Iterable[int],
+        num_devices: int,
+        share: Share = alone,
+    ):
+        self._backend, self._num_devices, self._share = backend, num_devices, share
         self._bounds = BoundsBackend(backend, for_devices=num_devices)
         self._sizes = _sizes(examples)
         self.graph: LayerGraph = backend.traced(max(self._sizes.values())).graph
@@ -147,28 +154,43 @@ class LayerFacts:
     @without_collecting()
     def learn(
         self,
-        choices: Iterable[StageChoice],
-        microbatch_size: int,
+        asked: Iterable[tuple[StageChoice, int]],
         progress: Callable[[int, int], None] = lambda done, total: None,
+        longest: int = LONGEST,
     ) -> None:
-        """Trace what ``bounds`` of these choices needs and is not known.
+        """Trace what ``bounds`` of stages needs and is not known.
 
         Args:
-            choices: Of stages, no mixtures.
-            microbatch_size: Over all replicas.
+            asked: Their choices, no mixtures, and micro-batch sizes over all replicas.
             progress: Told (programs that are known, all of them).
+            longest: Most layers of a window.
         """
-        choices, windows = list(choices), sorted(set(self.windows.values()))
+        windows = {w for w in self.windows.values() if w[1] - w[0] <= longest}
         wanted = {
-            passes
-            for choice in choices
+            each
+            for choice, size in asked
             for window in windows
-            for passes in self._needed(window, choice, microbatch_size)
+            for passes in self._needed(window, choice, size)
+            for each in (passes, *self._alone(passes))
         }
-        missing = sorted(wanted - self._passes.keys())
-        for done, passes in enumerate(missing, start=1):
-            self._trace(passes)
-            progress(done, len(missing))
+        together: dict[Hashable, list[_Traced]] = {}
+        for passes in sorted(wanted - self._passes.keys()):
+            together.setdefault((passes.window, passes.size, passes.remat), []).append(passes)
+        batches = {
+            BoundedPasses(tuple(each.config for each in group), self._num_devices): group
+            for group in together.values()
+        }
+
+        def here(batch: BoundedPasses) -> None:
+            for passes in batches[batch]:
+                self._trace(passes)
+
+        done, total = 0, sum(map(len, together.values()))
+        for batch, found in self._share([*batches], here):
+            for passes, document in zip(batches[batch], found or (), strict=False):
+                self._passes[passes] = self._bounds.keep_passes(passes.config, document)
+            done += len(batch.configs)
+            progress(done, total)
 
     def _needed(self, window: Window, choice: StageChoice, microbatch_size: int) -> list[_Traced]:
         """What is traced to know a window: its passes, and where it splits along the sequence those
@@ -194,7 +216,7 @@ class LayerFacts:
         if passes not in self._passes:
             shared = (passes.window, passes.size, passes.remat)
             traces = self._traces.setdefault(shared, StageTraces())
-            self._passes[passes] = self._bounds.of_passes(passes.config, _NO_END, traces)
+            self._passes[passes] = self._bounds.of_passes(passes.config, NO_END, traces)
         return self._passes[passes]
 
     def bounds(self, window: Window, choice: StageChoice, microbatch_size: int) -> StageBounds:
@@ -269,20 +291,26 @@ class LayerFacts:
     def _passes_of(self, passes: _Traced) -> StageBounds:
         """Passes with as many examples on a device, whatever the replicas. None keep less than one
         replica by itself where a minimum cut depends on them."""
-        found, examples = self._trace(passes), passes.size // passes.data_parallel
+        found = self._trace(passes)
+        for one in self._alone(passes):
+            other, least = self._trace(one).least, found.least
+            fewer = other if self._kept(one) < self._kept(passes) else least
+            least = replace(
+                fewer,
+                forward_bytes=min(least.forward_bytes, other.forward_bytes),
+                backward_bytes=min(least.backward_bytes, other.backward_bytes),
+                forward_work=least.forward_work,
+                backward_work=least.backward_work,
+            )
+            return replace(found, least=least)
+        return found
+
+    def _alone(self, passes: _Traced) -> list[_Traced]:
+        """The passes of one replica by itself, where a minimum cut may be another one there."""
+        examples = passes.size // passes.data_parallel
         if not (is_cut(passes.remat) and self._cuts_vary and self._backend.takes(examples)):
-            return found
-        alone = replace(passes, size=examples, data_parallel=1)
-        other, least = self._trace(alone).least, found.least
-        fewer = other if self._kept(alone) < self._kept(passes) else least
-        least = replace(
-            fewer,
-            forward_bytes=min(least.forward_bytes, other.forward_bytes),
-            backward_bytes=min(least.backward_bytes, other.backward_bytes),
-            forward_work=least.forward_work,
-            backward_work=least.backward_work,
-        )
-        return replace(found, least=least)
+            return []
+        return [replace(passes, size=examples, data_parallel=1)]
 
     def _kept(self, passes: _Traced) -> int:
         """Bytes that passes keep for the backward one."""
@@ -309,7 +337,7 @@ class LayerFacts:
         if window not in self._of_replicas:
             choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
             config = StageConfig(*window, choice, self._size(min(self._sizes)))
-            self._of_replicas[window] = self._bounds.of_passes(config, _NO_END)
+            self._of_replicas[window] = self._bounds.of_passes(config, NO_END)
         return self._of_replicas[window]
 
     def _end(self, window: Window, choice: StageChoice) -> EndBounds:

@@ -16,6 +16,7 @@ from capture.documents import write
 from capture.errors import CaptureError, ProfileError, is_bug, violations_of
 from capture.machine.target import Target
 from capture.measured.claims import name_of_process
+from capture.profiler.bounded_passes import BoundedPasses
 from capture.registered import REGISTERED
 from profiling_runs.jobs import Failure, Job, Outcome, Setting
 
@@ -88,7 +89,8 @@ def measure_job(backend: Any, job: Job) -> Outcome:
     """As ``Worker.measure``, with a backend of this process."""
     start = time.perf_counter()
     try:
-        outcome = _of_run(backend, job) if job.part == "run" else _of_stage(backend, job)
+        of = {"run": _of_run, "bounds": _of_bounds}.get(job.part, _of_stage)
+        outcome = of(backend, job)
     except Exception as error:
         failure: Failure = "raised"
         if isinstance(error, CaptureError):
@@ -125,6 +127,13 @@ def _of_run(backend: Any, job: Job) -> Outcome:
             job, None, failure=failure, error=executed.failure, traceback=executed.traceback
         )
     return Outcome(job, executed.to_json(), stored_key=executed.stored_key(job.key))
+
+
+def _of_bounds(backend: Any, job: Job) -> Outcome:
+    from capture.profiler.bounds import bounded
+
+    assert isinstance(job.what, BoundedPasses), "what is bounded"
+    return Outcome(job, write(bounded(backend, job.what)))
 
 
 def versions_of(setting: Setting) -> dict[str, str]:

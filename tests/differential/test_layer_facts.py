@@ -1,6 +1,7 @@
 """Facts of distinct layers against traces of the windows themselves."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import jax
@@ -8,13 +9,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from capture.documents import write
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload
 from capture.plan.choices import StageChoice
 from capture.predictor.formula import kept_bytes
-from capture.profiler.bounds import BoundsBackend
+from capture.profiler.bounds import BoundsBackend, bounded
 from capture.profiler.compile import CompileBackend
 from capture.profiler.facts import LayerFacts
 from tests import pipeline_models, zoo_models
@@ -96,6 +98,40 @@ def test_what_follows_by_rules_is_not_above_what_its_own_trace_says(known, choic
         for part in ("forward", "backward", "update", "optimizer"):
             name = f"{part}_bytes"
             assert getattr(found, name) <= getattr(traced, name), (part, window)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("moe", marks=pytest.mark.slow)])
+def test_passes_that_are_bounded_elsewhere_or_side_by_side_are_the_same(name):
+    """In batches that share a trace, by a process with a backend of its own, whose documents are
+    taken; and each with a trace of its own."""
+
+    def backend():
+        target = Target.load("h100")
+        return CompileBackend(MODELS[name](), store=Store(), target=target, num_devices=NUM_DEVICES)
+
+    sizes = []
+
+    def elsewhere(batches, here):
+        for batch in batches:
+            sizes.append(len(batch.configs))
+            found = bounded(backend(), batch)
+            fresh = [
+                one
+                for config in batch.configs
+                for one in bounded(backend(), replace(batch, configs=(config,)))
+            ]
+            assert found == fresh, batch
+            yield batch, json.loads(json.dumps(write(found)))
+
+    degrees = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    asked = [(StageChoice(*each, "none"), 8) for each in degrees]
+    examples = {size // choice.data_parallel for choice, size in asked}
+    ours = LayerFacts(backend(), examples, NUM_DEVICES)
+    others = LayerFacts(backend(), examples, NUM_DEVICES, elsewhere)
+    others.learn(asked, longest=1)
+    assert max(sizes) > 2
+    for (choice, size), window in itertools.product(asked, windows_of(ours)[:2]):
+        assert others.bounds(window, choice, size) == ours.bounds(window, choice, size)
 
 
 def test_equal_layers_are_traced_once():

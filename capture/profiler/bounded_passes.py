@@ -1,0 +1,48 @@
+"""Passes of stages that are bounded one after the other, because they share what is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.measured.profile import StageConfig
+
+
+@dataclass(frozen=True)
+class BoundedPasses:
+    """Passes of the same layers, micro-batch size and remat, without the end of a step.
+
+    Attributes:
+        configs: Degrees differ.
+        num_devices: Most of a stage.
+    """
+
+    configs: tuple[StageConfig, ...]
+    num_devices: int
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Batches have nothing in common."""
+        return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """For people."""
+        return {"bounds": [str(config) for config in self.configs]}
+
+
+#: ``share(batches, here)`` has passes bounded, by ``here`` or elsewhere, and yields each batch once
+#: that is done: with the documents of its bounds, if it was elsewhere.
+Share = Callable[
+    [Sequence[BoundedPasses], Callable[[BoundedPasses], None]],
+    Iterator[tuple[BoundedPasses, Sequence[Any] | None]],
+]
+
+
+def alone(
+    batches: Sequence[BoundedPasses], here: Callable[[BoundedPasses], None]
+) -> Iterator[tuple[BoundedPasses, Sequence[Any] | None]]:
+    """A ``Share`` of one process."""
+    for batch in batches:
+        here(batch)
+        yield batch, None
