@@ -4,12 +4,14 @@ data-parallel devices (OSDP)."""
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
+from capture.cli.options import Option
 from capture.cli.output import emit, say, table, warning_lines
 from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
@@ -22,6 +24,52 @@ from capture.report.sharding import HEADER, rows
 from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
 from recommender.osdp.question import SMALLEST_BYTES
+
+SYSTEM = "osdp"
+_NO_VERIFY = (
+    "do not compile the plan's train step for the target: faster, and memory is an estimate"
+)
+#: No other system has these.
+OPTIONS = (
+    Option(
+        "batch",
+        "osdp: examples per device (default: that of largest throughput; of a plan that is asked "
+        "again: its own)",
+        read=shared.at_least(1),
+        metavar="B",
+    ),
+    Option(
+        "most",
+        "osdp: the largest batch per device to choose from",
+        read=shared.at_least(1),
+        metavar="B",
+    ),
+    Option(
+        "slices",
+        "osdp: slices per operator to choose from (default: 1,4)",
+        (1, 4),
+        shared.several(1),
+        metavar="G,G,...",
+    ),
+    Option("partly", "osdp: some slices of an operator may be replicated, others sharded", False),
+    Option(
+        "overlap",
+        "osdp: of computation and communication, the fraction of the lesser that is hidden; above "
+        "0, gathers look ahead (default: 0)",
+        0.0,
+        float,
+        metavar="F",
+    ),
+    Option(
+        "smallest",
+        "osdp: replicate parameters that are smaller, such as 64KiB (default: 1 MiB)",
+        str(SMALLEST_BYTES),
+        metavar="SIZE",
+    ),
+)
+OWN = {option.name for option in OPTIONS}
+#: And those that it shares in ``capture plan``.
+SHARED = {"workload", "cluster", "target", "global_batch", "memory", "remat", "no_verify", "output"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,66 +95,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="limit per device, such as 30GiB (default: what the target can use)",
     )
-    parser.add_argument(
-        "--batch",
-        type=shared.at_least(1),
-        metavar="B",
-        help="examples per device (default: that of largest throughput; of PLAN: its own)",
-    )
-    parser.add_argument(
-        "--most",
-        type=shared.at_least(1),
-        metavar="B",
-        help="the largest batch per device to choose from",
-    )
-    parser.add_argument(
-        "--slices",
-        type=shared.several(1),
-        default="1,4",
-        metavar="G,G,...",
-        help="slices per operator to choose from (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--partly",
-        action="store_true",
-        help="some slices of an operator may be replicated, others sharded",
-    )
-    parser.add_argument(
-        "--remat",
-        action="store_true",
-        help="compute every operator again from its inputs in the backward pass",
-    )
-    parser.add_argument(
-        "--overlap",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help=(
-            "of computation and communication, the fraction of the lesser that is hidden; above "
-            "0, gathers look ahead (default: 0)"
+    shared.add(
+        parser,
+        replace(shared.GLOBAL_BATCH, help="examples in a step, in the place of --batch"),
+        *OPTIONS,
+        Option(
+            "remat",
+            "compute every operator again from its inputs in the backward pass",
+            False,
         ),
+        Option("no_verify", _NO_VERIFY, False),
+        shared.output("sharding.json"),
     )
-    parser.add_argument(
-        "--smallest",
-        default=str(SMALLEST_BYTES),
-        metavar="SIZE",
-        help="replicate parameters that are smaller, such as 64KiB (default: 1 MiB)",
-    )
-    parser.add_argument(
-        "--no-verify",
-        action="store_true",
-        help=(
-            "do not compile the plan's train step for the target: faster, and memory is an estimate"
-        ),
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("sharding.json"),
-        metavar="FILE",
-        help="default: %(default)s",
-    )
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Answer ``capture plan --system osdp``.
+
+    Raises:
+        PlanError: ``plan-system`` without a workload, ``osdp-remat`` for recomputation of anything
+            but all operators, and those of ``main``.
+    """
+    if options.workload is None:
+        raise PlanError.of("--system osdp plans for a workload; give WORKLOAD.", "plan-system")
+    if options.remat not in (None, "none", "full"):
+        raise PlanError.of(
+            f"--remat {options.remat}: --system osdp recomputes every operator or none; give full "
+            "or none.",
+            "osdp-remat",
+        )
+    asked.say_one_device(options)
+    posed = copy(options)
+    posed.asked_of, posed.workload, posed.remat = options.workload, None, options.remat == "full"
+    posed.cluster = options.cluster or shared.ONE_DEVICE
+    return main(posed)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -119,7 +141,7 @@ def main(options: argparse.Namespace) -> int:
     further = {
         "where": cluster,
         "memory_limit": options.memory,
-        "batch_size": options.batch,
+        "batch_size": _batch(options, cluster),
         "max_batch_size": options.most,
         "granularities": options.slices,
         "partly": options.partly,
@@ -181,6 +203,27 @@ def _plan(options: argparse.Namespace) -> Plan | ShardingPlan | None:
             "osdp-workload",
         )
     return None
+
+
+def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
+    """Examples per device, where an option says how many.
+
+    Raises:
+        PlanError: ``osdp-plan-batch`` for both numbers, or for examples that the devices cannot
+            share equally.
+    """
+    batch: int | None = options.batch
+    if options.global_batch is None:
+        return batch
+    if batch is not None or options.global_batch % cluster.num_devices:
+        why = (
+            f"--batch {batch} says it, too; give one of them"
+            if batch is not None
+            else f"{cluster.num_devices} devices cannot share them equally; give a multiple"
+        )
+        raise PlanError.of(f"--global-batch {options.global_batch}: {why}.", "osdp-plan-batch")
+    each: int = options.global_batch // cluster.num_devices
+    return each
 
 
 def _cluster(options: argparse.Namespace, plan: Plan | ShardingPlan | None) -> Cluster:

@@ -90,8 +90,7 @@ OPTIONS = (
     ),
     Option(
         "no_verify",
-        "harmony: do not compile the plan's packs for the target: faster, and memory is an "
-        "estimate",
+        "harmony, osdp: do not compile the plan for the target: faster, and memory is an estimate",
         False,
     ),
 )

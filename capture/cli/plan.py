@@ -1,6 +1,4 @@
-"""Recommend a plan: the fastest that fits, or the one of lowest peak memory. Per operator: capture
-osdp.
-"""
+"""Recommend a plan: the fastest that fits, or the one of lowest peak memory."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
-from capture.cli import array, asked, bounds_first, layers, packs
+from capture.cli import array, asked, bounds_first, layers, osdp, packs
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.fixed import OPTIONS, take_plan
@@ -82,7 +80,7 @@ EVERYDAY = {
     "asked_of": "",
     "workload": "",
     "system": "capture: stages on submeshes, FSDP among them (default); harmony: packs of layers "
-    "streamed from the host; mutwo: several models on one device",
+    "streamed from the host; mutwo: several models on one device; osdp: sharding by operator",
     "cluster": "",
     "target": "",
     "global_batch": "",
@@ -117,9 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("The question, of every system"),
         replace(
             layers.SYSTEM_OPTION,
-            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device. OSDP, per "
-            "operator: capture osdp",
-            choices=(*(layers.SYSTEM_OPTION.choices or ()), array.SYSTEM),
+            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device; osdp: one "
+            "program, each operator's parameters sharded, split or replicated",
+            choices=(*(layers.SYSTEM_OPTION.choices or ()), array.SYSTEM, osdp.SYSTEM),
         ),
         shared.CLUSTER[0],
         _TARGET,
@@ -217,6 +215,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_arrays = parser.add_argument_group("Model arrays (--system mutwo)")
     shared.add(of_arrays, *array.OPTIONS)
     array.add_arguments(of_arrays)
+    of_sharding = parser.add_argument_group(
+        "Sharding by operator (--system osdp; also capture osdp)"
+    )
+    shared.add(of_sharding, *osdp.OPTIONS)
     measuring = parser.add_argument_group("Measuring (pipelines, and packs of a workload)")
     shared.add(measuring, *shared.BACKEND, *shared.STORE)
 
@@ -231,6 +233,8 @@ def main(options: argparse.Namespace) -> int:
         return packs.plan(options)
     if options.system == array.SYSTEM:
         return array.plan(options)
+    if options.system == osdp.SYSTEM:
+        return osdp.plan(options)
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
@@ -375,11 +379,13 @@ def _refuse_options(options: argparse.Namespace) -> None:
     Raises:
         PlanError: ``plan-system``.
     """
-    known = {*vars(options)} - packs.OWN - array.OWN
+    known = {*vars(options)} - packs.OWN - array.OWN - osdp.OWN
     if options.system == layers.SYSTEM:
         known = packs.known_options(options) | _OF_ALL
     elif options.system == array.SYSTEM:
         known = array.OWN | array.SHARED | _OF_ALL
+    elif options.system == osdp.SYSTEM:
+        known = osdp.OWN | osdp.SHARED | _OF_ALL
     of_layers = options.system == layers.SYSTEM and options.layers is not None
 
     def why(name: str) -> str:

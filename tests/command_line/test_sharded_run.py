@@ -101,3 +101,30 @@ def test_a_workload_needs_devices_and_is_named_once(folder, capsys):
     assert code == 2 and "without --cluster" in text and "[osdp-cluster]" in text
     code, text = said(capsys, "osdp", "model.py:dropout", "--workload", "model.py:other")
     assert code == 2 and "[osdp-workload]" in text
+
+
+def test_plan_asks_osdp_as_its_own_verb_does(folder, capsys):
+    asked = ("model.py:dropout", "--cluster", "1x4", "--target", "h100", "--no-verify")
+    more = ("--remat", "full", "--global-batch", "16", "--slices", "1,2", "-o", "plan.json")
+    code, text = said(capsys, "plan", *asked, "--system", "osdp", *more)
+    assert code == 0, text
+    own = ("--remat", "--batch", "4", "--slices", "1,2", "-o", "own.json")
+    assert said(capsys, "osdp", *asked, *own)[0] == 0
+    assert load_plan("plan.json") == load_plan("own.json")
+    assert load_plan("plan.json").remat
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("--system osdp --remat cheap", "osdp-remat", "every operator or none"),
+        ("--system osdp --global-batch 6", "osdp-plan-batch", "4 devices cannot share them"),
+        ("--system osdp --global-batch 8 --batch 2", "osdp-plan-batch", "give one of them"),
+        ("--system osdp --microbatches 2", "plan-system", "--microbatches is not of --system osdp"),
+        ("--partly", "plan-system", "--partly is not of --system capture"),
+    ],
+)
+def test_options_that_osdp_does_not_take_in_plan(folder, capsys, options, code, message):
+    asked = ("model.py:dropout", "--cluster", "1x4", "--target", "h100", *options.split())
+    done, text = said(capsys, "plan", *asked)
+    assert done == 2 and message in text and f"[{code}]" in text
