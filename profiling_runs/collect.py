@@ -161,6 +161,6 @@ def split_warnings(
     task: WorkloadProtocol, microbatch_size: int, parts: str = "micro-batches"
 ) -> tuple[str, ...]:
     """Return what a user should know of a loss before training with it (``loss_warnings``)."""
-    from capture.tracing.batch.split import check_split, loss_warnings
+    from capture.tracing.batch_split import check_split, loss_warnings
 
     return loss_warnings(check_split(task, microbatch_size), parts)

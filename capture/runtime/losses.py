@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from capture.model.workload import WorkloadProtocol
-from capture.tracing.batch.split import check_split, split_warning
+from capture.tracing.batch_split import check_split, split_warning
 
 
 class LossWarnings:
@@ -32,10 +32,8 @@ class LossWarnings:
         """Warn of a loss that is certain not to split over the micro-batches of a step, of so many
         examples; one device that accumulates the same micro-batches does not show it.
 
-        The program decides; where it says that the loss does not split, and it is small, the loss
-        is run.
         """
-        if len(sizes) < 2 or check_split(workload, max(sizes), numeric_limit_parameters=0).splits:
+        if len(sizes) < 2:
             return
         check = check_split(workload, max(sizes))
         if check.splits is False and (warning := split_warning(check)) is not None:

@@ -4,13 +4,17 @@ parts.
 Pipelines and gradient accumulation rely on it. Batch normalisation on the statistics of the
 micro-batch, a weighted mean ``sum(w * l) / sum(w)``, a sum over the examples or a contrastive loss
 do not split: the step then depends on the number of micro-batches.
+
+A small model is run. Of a larger one the program is read for what every mean has: a number that
+depends on the number of examples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -19,15 +23,14 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
-from capture.tracing.batch.flow import loss_state
-from capture.tracing.batch.states import Kind, State
 from capture.tracing.flops import equation_flops
+from capture.tracing.jaxprs import consts_of, is_variable, opened, sub_jaxprs
 from capture.tracing.model import _batch, _loss_jaxpr
 
 #: Relative difference of losses that rounding does not explain, ...
 TOLERANCE = 1e-4
-#: ... unless there are 16-bit values, or choices that a last bit decides (routing to experts), in a
-#: program that splits by itself.
+#: ... unless there are 16-bit values, or choices that a last bit decides (routing to experts):
+#: between the two nothing is decided.
 ROUNDING_TOLERANCE = 2e-2
 _NUMERIC_LIMIT_FLOPS = 2e9
 _NUMERIC_LIMIT_BATCH_ELEMENTS = 2**22
@@ -44,14 +47,14 @@ class SplitCheck:
 
     Attributes:
         splits: None if it was not decided.
-        method: ``"numeric"`` compared losses, ``"abstract"`` read the traced program.
-        reason: A sentence with the operation that breaks the split, and its name scope.
+        method: ``"numeric"`` compared losses, ``"read"`` read the traced program.
+        reason: A sentence; empty where a loss is not run and nothing speaks against its split.
         loss: What it is with the parameters that ``init`` makes, where it was run and is no number,
             or infinite; else None.
     """
 
     splits: bool | None
-    method: Literal["numeric", "abstract"]
+    method: Literal["numeric", "read"]
     reason: str
     loss: float | None = None
 
@@ -74,8 +77,8 @@ def check_split(
 
     A small model is run on the CPU, on its own ``batch`` and with random parameters: initial ones
     may be zero, and hide what follows them. A larger one, or one whose loss takes a random key, is
-    traced for n and for 2 n examples and judged by what each operation does to the examples;
-    nothing is allocated. Only the value of the loss is judged.
+    traced for n and for 2 n examples: if no number of the program depends on n, the loss is a sum
+    or a weighted mean; else nothing is known. Only the value of the loss is judged.
 
     Args:
         workload: The task.
@@ -87,8 +90,10 @@ def check_split(
         >>> from capture.model.workload import Workload
         >>> loss, init = lambda w, x: ((x @ w) ** 2).sum(), lambda key: jnp.ones(3)
         >>> task = Workload(loss, init, lambda key, n: jnp.ones((n, 3)), optax.sgd(0.1))
-        >>> check_split(task, 4, numeric_limit_parameters=0).reason
+        >>> check_split(task, 4).reason
         'The loss is a sum over the examples, not a mean.'
+        >>> check_split(task, 4, numeric_limit_parameters=0).splits
+        False
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(workload.init, key)
@@ -113,13 +118,43 @@ def check_split(
     if traced is None:
         return SplitCheck(
             None,
-            "abstract",
+            "read",
             f"The loss cannot be traced for {last} and {2 * last} examples: {error}",
         )
-    found = _verdict(loss_state(traced.closed, traced.doubled, len(jax.tree.leaves(params))))
-    if small and _can_run(traced):
-        return _compare(workload, traced, found)
-    return found
+    if small and _can_run(traced) and (found := _compare(workload, traced)) is not None:
+        return found
+    if _numbers(traced.closed) != _numbers(traced.doubled):
+        return SplitCheck(None, "read", "")
+    return SplitCheck(
+        False,
+        "read",
+        "No number in the program of the loss depends on how many examples there are: it is a sum "
+        "over them or a weighted mean, not their mean.",
+    )
+
+
+def _numbers(body: Any) -> Counter[Any]:
+    """Count the numbers that a program has: literals, constants, and sums of literals, such as the
+    number of ones in an array."""
+
+    def all_of(body: Any) -> Iterator[Any]:
+        for const in consts_of(body):
+            yield np.shape(const), np.asarray(const).tobytes() if np.size(const) == 1 else ""
+        filled = {}
+        for equation in opened(body).eqns:
+            yield from (float(v.val) for v in equation.invars if _is_number(v))
+            if equation.primitive.name == "broadcast_in_dim" and _is_number(equation.invars[0]):
+                filled[equation.outvars[0]] = equation.params["shape"]
+            elif equation.primitive.name == "reduce_sum" and is_variable(equation.invars[0]):
+                yield filled.get(equation.invars[0])
+            for sub in sub_jaxprs(equation.params):
+                yield from all_of(sub)
+
+    return Counter(all_of(body))
+
+
+def _is_number(atom: Any) -> bool:
+    return not is_variable(atom) and np.size(atom.val) == 1 and np.isrealobj(atom.val)
 
 
 def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None:
@@ -129,7 +164,7 @@ def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None
         check: Of the loss.
         parts: What a plan chooses the number of.
     """
-    if check.splits:
+    if check.splits or not check.reason:
         return None
     if check.splits is None:
         return (
@@ -166,26 +201,6 @@ def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any
     )
 
 
-def _verdict(state: State) -> SplitCheck:
-    if state.kind in (Kind.SAME, Kind.AGGREGATE):
-        if state.degree is None or math.isclose(state.degree, 0, abs_tol=1e-6):
-            return SplitCheck(True, "abstract", "The loss is a mean over the examples.")
-        if math.isclose(state.degree, 1, abs_tol=1e-6):
-            return SplitCheck(False, "abstract", "The loss is a sum over the examples, not a mean.")
-        return SplitCheck(
-            False,
-            "abstract",
-            f"The loss of twice as many examples is scaled by {2**state.degree:.4g} on top of "
-            "their mean.",
-        )
-    reason = state.reason or "the loss depends on the positions of the examples"
-    return SplitCheck(
-        False if state.kind is Kind.BROKEN else None,
-        "abstract",
-        f"{reason[:1].upper()}{reason[1:]}.",
-    )
-
-
 def _can_run(traced: _Traced) -> bool:
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(traced.params)):
         return False  # integers, keys: only ``init`` knows what they may be
@@ -197,9 +212,9 @@ def _can_run(traced: _Traced) -> bool:
     return elements < _NUMERIC_LIMIT_BATCH_ELEMENTS and flops < _NUMERIC_LIMIT_FLOPS
 
 
-def _compare(workload: WorkloadProtocol, traced: _Traced, found: SplitCheck) -> SplitCheck:
-    """Run the loss on a batch and on its halves; what the program shows (``found``) names the
-    operation, and decides if rounding may."""
+def _compare(workload: WorkloadProtocol, traced: _Traced) -> SplitCheck | None:
+    """Run the loss on a batch and on its halves; None where it cannot be run, or rounding may
+    explain the difference."""
     leaves = jax.tree.leaves(traced.params)
     try:
         with jax.default_device(jax.devices("cpu")[0]):
@@ -210,35 +225,29 @@ def _compare(workload: WorkloadProtocol, traced: _Traced, found: SplitCheck) -> 
             if not math.isfinite(whole):  # as random parameters may make it
                 begun = jax.tree.leaves(_quickly(workload.init, jax.random.key(0)))
                 loss = _losses(workload, traced, begun)[0]
-                return found if math.isfinite(loss) else replace(found, loss=loss)
+                return None if math.isfinite(loss) else SplitCheck(None, "numeric", "", loss)
     # no CPU backend in this process, a kernel for another device, ...: what was traced is what is
     # known
     except Exception:
-        return found
-    mean, n = (first + second) / 2, traced.num_examples
-    difference = abs(whole - mean) / max(abs(whole), abs(mean), 1e-30)
-    may_be_rounding = found.splits or _is_16_bit(traced)
-    if not math.isfinite(difference) or (
-        TOLERANCE < difference < ROUNDING_TOLERANCE and may_be_rounding
-    ):
-        return found
+        return None
+    n, mean = traced.num_examples, (first + second) / 2
+
+    def far(other: float) -> float:
+        return abs(whole - other) / max(abs(whole), abs(other), 1e-30)
+
+    difference = far(mean)
     if difference <= TOLERANCE:
-        caveat = (
-            f" That may change with other data: {found.reason}" if found.splits is False else ""
-        )
-        return SplitCheck(
-            True,
-            "numeric",
-            f"The loss of {2 * n} examples is {whole:.6g}, and so is the mean over its "
-            f"halves.{caveat}",
-        )
-    cause = f" {found.reason}" if found.splits is False else ""
-    return SplitCheck(
-        False,
-        "numeric",
-        f"The loss of {2 * n} examples is {whole:.6g}, and the mean over its halves "
-        f"{mean:.6g}.{cause}",
+        said = f"The loss of {2 * n} examples is {whole:.6g}, and so is the mean over its halves."
+        return SplitCheck(True, "numeric", said)
+    if not difference >= ROUNDING_TOLERANCE:
+        return SplitCheck(None, "numeric", "")
+    said = (
+        "The loss is a sum over the examples, not a mean."
+        if far(2 * mean) <= TOLERANCE
+        else f"The loss of {2 * n} examples is {whole:.6g}, and the mean over its halves "
+        f"{mean:.6g}."
     )
+    return SplitCheck(False, "numeric", said)
 
 
 def _losses(
@@ -275,7 +284,3 @@ def _compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., An
 
 def _quickly(function: Callable[..., Any], *arguments: Any) -> Any:
     return _compiled(function, *arguments)(*arguments)
-
-
-def _is_16_bit(traced: _Traced) -> bool:
-    return any(name in str(traced.closed) for name in ("bf16[", "f16["))
