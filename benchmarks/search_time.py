@@ -19,7 +19,8 @@ import time
 import numpy as np
 
 from capture.machine.cluster import Cluster
-from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.papers.capture.choices import hybrid_choices, paper_choices
+from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
 from recommender.capture.search import ALGORITHMS, search

@@ -10,7 +10,8 @@ from math import comb
 import numpy as np
 
 from capture.machine.cluster import Cluster
-from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.papers.capture.choices import hybrid_choices, paper_choices
+from capture.plan.choices import StageChoice
 from capture.plan.sampling import count_fillings
 from capture.plan.space import StageSpace
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem

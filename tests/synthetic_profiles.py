@@ -13,7 +13,8 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Calibration, Profile, StageConfig, StageError, rescaled
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import StageChoice, hybrid_choices
+from capture.papers.capture.choices import hybrid_choices
+from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.profiler.windows import window_configs

@@ -68,8 +68,8 @@ def random_plans(
     of draws is ours.
 
     Example:
-        >>> from capture.plan.choices import paper_choices
-        >>> plan = next(random_plans(Cluster((4,)), 8, paper_choices(4), seed=0))
+        >>> choices = {d: (StageChoice(d, 1), StageChoice(1, d)) for d in (1, 2, 4)}
+        >>> plan = next(random_plans(Cluster((4,)), 8, choices, seed=0))
         >>> plan[0].first, plan[-1].stop, sum(stage.choice.num_devices for stage in plan)
         (0, 8, 4)
     """

@@ -29,8 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from capture.machine.links import Links
 from capture.machine.target import Rates
 from capture.machine.tiles import tiled_seconds
@@ -227,20 +225,3 @@ class TableTimes:
 
 
 _PASSES: tuple[TaskKind, ...] = ("forward", "backward", "backward_inputs", "backward_weights")
-
-
-def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:
-    """A step by its busiest stage: all that it does, and one micro-batch through all others.
-
-    With ``busy = M t + u`` and ``filling = t`` at most ``pipeline_seconds``, and equal to it where
-    the slowest stage has the longest update. It is no sum over stages and a maximum of each, which
-    the searches for speed need; so they minimise the other.
-
-    Args:
-        busy: Seconds that every stage computes in the whole step.
-        filling: Seconds of every stage for one micro-batch.
-
-    Source: Huang et al. 2019 (GPipe).
-    """
-    last = int(np.argmax(busy))
-    return busy[last] + sum(filling) - filling[last]

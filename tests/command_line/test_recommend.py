@@ -17,6 +17,7 @@ from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.papers.alpa.autostage import LABEL
+from capture.papers.capture.choices import hybrid_choices
 from capture.papers.capture.predictor import PaperPredictor
 from capture.papers.capture.profile import (
     PaperStatistics,
@@ -25,7 +26,7 @@ from capture.papers.capture.profile import (
     paper_runs,
     run_paper_profile,
 )
-from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.space import StageSpace

@@ -30,11 +30,12 @@ from search_kit import (
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.papers.capture.baselines import fixed_degree_plan
-from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.papers.capture.choices import hybrid_choices, paper_choices
+from capture.papers.capture.cuts import equal_cuts
+from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
 from capture.plan.space import StageSpace
 from recommender import InFlightCost, SearchProblem, SearchResult, search
-from recommender.cuts import equal_cuts
 
 STORED_CASES = json.loads((Path(__file__).parents[1] / "data" / "search_cases.json").read_text())
 

@@ -11,7 +11,8 @@ from pipeline_models import mlp, tied
 from synthetic_profiles import Planted, hybrid
 
 from capture.machine.cluster import Cluster
-from capture.plan.choices import StageChoice, hybrid_choices
+from capture.papers.capture.choices import hybrid_choices
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.profiler.compile import CompileBackend
 from recommender import PlanQuestion, recommend

@@ -13,7 +13,8 @@ from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice, hybrid_choices
+from capture.papers.capture.choices import hybrid_choices
+from capture.plan.choices import StageChoice
 from profiling_runs.collect import missing_statistics
 from recommender import PlanQuestion, recommend
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
+from benchmarks.papers.osdp.pipeline import busiest_seconds
 from capture.documents import read, write
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
@@ -19,7 +20,7 @@ from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.plan.choices import StageChoice
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.predictor.times import TimePredictor
-from capture.step.times import TimeModel, busiest_seconds, pipeline_seconds
+from capture.step.times import TimeModel, pipeline_seconds
 
 RATES = Target.load("a100-40g").rates
 FAST, SLOW = RATES.intra_node, RATES.inter_node

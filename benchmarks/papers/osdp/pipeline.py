@@ -14,7 +14,7 @@ micro-batches).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -25,10 +25,9 @@ import numpy as np
 from benchmarks.papers.osdp.settings import fastest_at
 from capture.machine.cluster import Machine
 from capture.model.operators import Block, Operator, OperatorModel
+from capture.papers.capture.cuts import equal_cuts
 from capture.plan.sharding import DP, Mode
 from capture.step.operator_cost import BatchSize, Cost, CostModel
-from capture.step.times import busiest_seconds
-from recommender.cuts import equal_cuts
 from recommender.osdp.problem import ShardingProblem
 
 PipelineSchedule = Literal["gpipe", "1f1b"]
@@ -164,3 +163,20 @@ def stages_of(model: OperatorModel, num_stages: int) -> tuple[OperatorModel, ...
         )
         for i, part in enumerate(parts)
     )
+
+
+def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:
+    """A step by its busiest stage: all that it does, and one micro-batch through all others.
+
+    With ``busy = M t + u`` and ``filling = t`` at most ``pipeline_seconds``, and equal to it where
+    the slowest stage has the longest update. It is no sum over stages and a maximum of each, which
+    the searches for speed need; so they minimise the other.
+
+    Args:
+        busy: Seconds that every stage computes in the whole step.
+        filling: Seconds of every stage for one micro-batch.
+
+    Source: Huang et al. 2019 (GPipe).
+    """
+    last = int(np.argmax(busy))
+    return busy[last] + sum(filling) - filling[last]

@@ -15,13 +15,13 @@ from itertools import pairwise
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
+from capture.papers.capture.cuts import equal_cuts
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan
 from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.result import PlacedStage
-from recommender.cuts import equal_cuts
 from recommender.question import PlanQuestion
 
 
