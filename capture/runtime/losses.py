@@ -32,10 +32,13 @@ class LossWarnings:
         """Warn of a loss that is certain not to split over the micro-batches of a step, of so many
         examples; one device that accumulates the same micro-batches does not show it.
 
+        Its program is read; the loss is run only where that says that it does not split, as a run
+        takes longer than a first step should wait.
         """
-        if len(sizes) < 2:
+        size = max(sizes)
+        if len(sizes) < 2 or check_split(workload, size, numeric_limit_parameters=0).splits is None:
             return
-        check = check_split(workload, max(sizes))
+        check = check_split(workload, size)
         if check.splits is False and (warning := split_warning(check)) is not None:
             self._say(warning)
 
