@@ -38,7 +38,7 @@ RENAMED = _names("""
     bitcast_convert_type broadcast_in_dim broadcast_to convert_element_type copy copy_p empty
     empty2 expand_dims from_edtype full iota layout_constraint name optimization_barrier pvary
     random_clone random_unwrap random_wrap reduce_precision reshape reshard sharding_constraint
-    split squeeze stop_gradient to_edtype unstack zeros_like""")
+    split squeeze stop_gradient to_edtype unstack xla_metadata_value zeros_like""")
 #: One operation per element.
 ARITHMETIC = _names("""
     abs add add_any and ceil clamp clz complex conj eq eq_to floor ge gt imag integer_pow is_finite
@@ -47,15 +47,16 @@ ARITHMETIC = _names("""
     shift_right_logical sign square sub xor""")
 #: About 20, in hardware or as a short polynomial.
 FUNCTIONS = _names("""
-    acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf erfc exp exp2 expm1 log log1p
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf erfc exp exp2 expm1 log log1p log2
     logistic pow rem rsqrt sin sinh sqrt tan tanh""")
 #: About 100: long polynomials, generators of random bits.
 LONG_FUNCTIONS = _names("""
-    bessel_i0e bessel_i1e digamma erf_inv iota_2x32_shape lgamma philox2x32 philox4x32 random_bits
-    random_fold_in random_seed random_split threefry2x32 threefry4x32""")
+    bessel_i0e bessel_i1e digamma erf_inv iota_2x32_shape lgamma philox2x32 philox4x32 polynomial
+    random_bits random_fold_in random_seed random_split threefry2x32 threefry4x32""")
 #: Write their results to memory.
 MOVES = _names("""
-    concatenate dynamic_slice dynamic_update_slice gather pad rev slice stack tile transpose""")
+    concatenate dynamic_slice dynamic_update_slice gather pad relayout rev slice stack
+    tile transpose""")
 #: Read their operands from memory.
 REDUCTIONS = _names("""
     reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor""")
@@ -87,20 +88,21 @@ CHOICES = _names("approx_top_k argmax argmin rng_bit_generator rng_uniform sort 
 #: programs of others, and between devices;
 FOREIGN = _names("""
     call_exported core_map create_linear cudnn_fusion custom_lin custom_partitioning
-    custom_vmap_call dce_sink ffi_call global_array_to_host_local_array
+    custom_vmap_call dce_sink eval_jaxpr ffi_call global_array_to_host_local_array
     host_local_array_to_global_array linear_call mpmd_map pallas_call platform_index pure_callback
-    run_scoped shard_map tie
+    run_scoped shard_map tie xla_metadata_call
     all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
     all_gather_start all_to_all all_to_all_done all_to_all_start axis_index pbroadcast
-    pbroadcast_done pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start precv preduced
+    pbroadcast_done pbroadcast_dynamic pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start precv preduced
     psend psum psum_done psum_invariant psum_invariant_start psum_start ragged_all_to_all
-    reduce_scatter reduce_scatter_done reduce_scatter_start reduced_vary_cast_p unreduced_psum
+    reduce_scatter reduce_scatter_done reduce_scatter_start reduced_vary_cast reduced_vary_cast_p
+    unreduced_pmax unreduced_pmin unreduced_psum
     unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start
-    vary_unreduced_cast_p""")
+    vary_unreduced_cast vary_unreduced_cast_p""")
 #: and what does more than compute.
 EFFECTS = _names("""
     after_all check compute_on create_token debug_callback debug_print device_put dim_as_value
-    dimension_size inspect_sharding io_callback pin run_state shape_assertion stage unpin
+    dimension_size inspect_sharding io_callback pin program_order run_state shape_assertion stage unpin
     unreachable with_memory_space_constraint""")
 
 _FLOPS = dict.fromkeys(RENAMED | MOVES, 0) | dict.fromkeys(ARITHMETIC | REDUCTIONS, 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.bound_terms import compared
 from capture.machine.target import Target
@@ -30,7 +30,7 @@ WHOLE = PartitionSpec()
 
 def work_of(function, *specs, mesh=(1, 1), shape=(N, N), dtype="float32", out=None):
     """The least work of a function of squares that lie on a mesh in some ways."""
-    devices = AbstractMesh(mesh, (DATA_AXIS, MODEL_AXIS))
+    devices = AbstractMesh(mesh, (DATA_AXIS, MODEL_AXIS), (AxisType.Auto,) * 2)
     args = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(devices, spec)) for spec in specs
     ]
