@@ -14,6 +14,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("capture", "recommender", "profiling_runs", "models")
 _CODE = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)+")
 _CODE_AT_END = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)+)\]\s*$")
+#: A string in a source that may end in a code: no other statement is looked at.
+_MAY_END = re.compile(r"""\](?:\s|\\n)*["']""")
 #: Where a docstring names the codes of errors.
 _CODES_SAID = re.compile(r"^\s*(?:Raises:|code:).*?(?=^\s*$|\Z)", re.M | re.S)
 
@@ -31,14 +33,14 @@ class Said:
 def errors() -> str:
     """Every code, with the sentences that it ends."""
     sources = {
-        str(path.relative_to(REPOSITORY)): ast.parse(path.read_text())
+        str(path.relative_to(REPOSITORY)): path.read_text()
         for package in PACKAGES
         for path in sorted((REPOSITORY / package).rglob("*.py"))
     }
-    formats = [made for file, module in sources.items() for made in _formats(module, file)]
+    formats = [made for file, text in sources.items() for made in _formats(text, file)]
     found: dict[str, list[Said]] = {}
-    for file, module in sources.items():
-        for said in codes_of(module, file):
+    for file, text in sources.items():
+        for said in codes_of(text, file):
             for one in _of_formats(said, formats) if said.code.startswith("-") else [said]:
                 found.setdefault(one.code, []).append(one)
     lines = [
@@ -69,50 +71,65 @@ def errors() -> str:
     return page(lines)
 
 
-def codes_of(module: ast.Module, file: str) -> Iterator[Said]:
-    """The codes of a module: arguments beside a message, ends of messages, and constants that a
-    docstring of the module calls codes."""
+def codes_of(text: str, file: str) -> Iterator[Said]:
+    """Yield the codes of a module: arguments beside a message, ends of messages, and constants that
+    a docstring of the module calls codes."""
+    lines, nodes = text.splitlines(), list(ast.walk(ast.parse(text)))
     docs = " ".join(
         part
-        for node in ast.walk(module)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         for part in _CODES_SAID.findall(ast.get_docstring(node) or "")
     )
     said_codes = set(re.findall(r"``([a-z0-9-]+)``", docs))
-    helpers = _helpers(module)
+    helpers = _helpers(nodes)
     seen = set[str]()
-    for node in ast.walk(module):
+    for node in nodes:
         if isinstance(node, ast.Call):
-            kind = ast.unparse(node.func)
-            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            kind = _dotted(node.func)
             if kind == "Violation" or kind.endswith(("rror.of", "cls.of")):
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
                 for code in sorted(_constants(node) | _endings(arguments)):
                     seen.add(code)
                     exception = kind.removesuffix(".of") if kind.endswith("Error.of") else ""
                     yield Said(code, file, exception, _template(arguments[0]))
             elif kind in helpers:
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
                 for code in (code for a in arguments for code in _constants(a)):
                     seen.add(code)
                     for message in helpers[kind]:
                         yield Said(code, file, "", message)
-    for block in _blocks(module):
+    for block in _blocks(nodes):
         for i, statement in enumerate(block):
             if _is_docstring(statement):
                 continue
-            for text in _strings(statement):
-                if match := _CODE_AT_END.search(text):
+            source = "\n".join(lines[statement.lineno - 1 : statement.end_lineno])
+            for said in _strings(statement) if _MAY_END.search(source) else ():
+                if match := _CODE_AT_END.search(said):
                     seen.add(match[1])
-                    yield Said(match[1], file, "", text[: match.start()].strip())
-            near = [text for s in block[i : i + 2] for text in _strings(s) if " " in text]
-            for code in sorted(_constants(statement) & said_codes - seen):
+                    yield Said(match[1], file, "", said[: match.start()].strip())
+            codes = _constants(statement) & said_codes - seen if said_codes else ()
+            near = (
+                [said for s in block[i : i + 2] for said in _strings(s) if " " in said]
+                if codes
+                else []
+            )
+            for code in sorted(codes):
                 yield Said(code, file, "", near[0] if near else "")
 
 
-def _formats(module: ast.Module, file: str) -> Iterator[Said]:
+def _dotted(function: ast.expr) -> str:
+    """Return the names of a function with dots; what is computed has none."""
+    if isinstance(function, ast.Attribute):
+        return f"{_dotted(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _formats(text: str, file: str) -> Iterator[Said]:
     """The kinds of documents (``capture.documents.Format``) that a module has: the beginning of
     their codes, their error, and in the place of a message their name."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "documents.Format":
+    for node in ast.walk(ast.parse(text)) if "documents.Format(" in text else ():
+        if isinstance(node, ast.Call) and _dotted(node.func) == "documents.Format":
             name, error, code = node.args[:3]
             yield Said(_template(code), file, ast.unparse(error), _template(name))
 
@@ -124,7 +141,7 @@ def _of_formats(said: Said, formats: Sequence[Said]) -> Iterator[Said]:
         yield Said(of.code + said.code, of.file, of.kind, message)
 
 
-def _helpers(module: ast.Module) -> dict[str, list[str]]:
+def _helpers(nodes: Sequence[ast.AST]) -> dict[str, list[str]]:
     """Functions that are told the code of what they raise, with their messages."""
     return {
         node.name: [
@@ -133,14 +150,14 @@ def _helpers(module: ast.Module) -> dict[str, list[str]]:
             if isinstance(call, ast.Call)
             and any(isinstance(a, ast.Name) and a.id == "code" for a in call.args[1:])
         ]
-        for node in ast.walk(module)
+        for node in nodes
         if isinstance(node, ast.FunctionDef) and any(a.arg == "code" for a in node.args.args)
     }
 
 
-def _blocks(module: ast.Module) -> Iterator[list[ast.stmt]]:
+def _blocks(nodes: Sequence[ast.AST]) -> Iterator[list[ast.stmt]]:
     """Lists of simple statements that stand one after the other."""
-    for node in ast.walk(module):
+    for node in nodes:
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
             if isinstance(block, list):

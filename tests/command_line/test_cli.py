@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import run_here
+from commands import run_here, run_json
 from planned_model import BATCH, PROFILING, STORE, capture, rows
 from processes import REPOSITORY, user_model
 from timeouts import TIMEOUT_SECONDS
@@ -107,18 +107,18 @@ def test_run_measures_what_was_predicted_and_trains_like_one_device(planned):
     assert re.fullmatch(r"[0-7]", document["worst_gradient"]), "a leaf of the user's parameters"
 
 
-def test_explain_itemises_and_ranks_the_changes(planned):
-    cut_short = capture(
-        planned.directory, "explain", "plan.json", *STORE, "--seconds", "0"
-    ).document
-    document = capture(planned.directory, "explain", "plan.json", *STORE).document
+def test_explain_itemises_and_ranks_the_changes(inside_planned, capsys):
+    asked = ("explain", "plan.json", *STORE)
+    _, cut_short, _ = run_json(capsys, *asked, "--seconds", "0")
+    code, document, _ = run_json(capsys, *asked)
+    assert code == 0
     assert cut_short["stages"] == document["stages"] and document["untried"] == []
     from_store = {change["change"] for change in cut_short["changes"]}
     assert cut_short["untried"] and not from_store & set(cut_short["untried"])
     assert {change["change"] for change in document["changes"]} <= from_store | set(
         cut_short["untried"]
     )
-    again = capture(planned.directory, "explain", "plan.json", *STORE, "--seconds", "0").document
+    _, again, _ = run_json(capsys, *asked, "--seconds", "0")
     assert again["changes"] == document["changes"], "all of them are in the store by now"
     assert document["peak_bytes"] == max(document["peak_bytes_per_device"])
     assert all(

@@ -3,7 +3,6 @@ code makes."""
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -97,8 +96,7 @@ def test_a_dead_link_is_seen():
 
 
 def test_codes_are_found_in_every_form_that_the_code_has():
-    module = ast.parse(
-        '''
+    module = '''
 def check(n, code):
     """Raises:
         PlanError: ``late-code``.
@@ -114,7 +112,6 @@ def late():
     text = "Said later."
     return name, text, "utf-8"
 '''
-    )
     found = {(said.code, said.kind, said.message) for said in error_codes.codes_of(module, "a.py")}
     assert found == {
         ("plan-n", "PlanError", "n={n} is {...}."),

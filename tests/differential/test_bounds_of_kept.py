@@ -24,7 +24,7 @@ SIZE = 8
 def test_long_stages_keep_no_less_than_their_bound_however_tensors_are_split(remat):
     """A transformer without marks, cut inside its blocks: values that are split where they are made
     cross several layers."""
-    spec = WorkloadSpec.parse(f"{REPOSITORY / 'tests' / 'user_models' / 'vit_nnx.py'}:vit")
+    spec = WorkloadSpec.parse(f"{REPOSITORY / 'tests' / 'user_models' / 'vit_nnx.py'}:vit?depth=4")
     choices = tuple(StageChoice(1, degree, remat) for degree in (1, 2))
     question = ProfileQuestion(spec, Cluster((4,)), SIZE, choices=choices, calibration_plans=0)
     measurements = open_measurements(question, store=Store(None))

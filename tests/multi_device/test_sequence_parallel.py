@@ -114,7 +114,7 @@ def test_of_a_transformer_the_sequence_is_split_and_read_whole_by_products_alone
     summed = [
         dims
         for op, dims, parallel in zip(ops, found.results, found.parallel, strict=True)
-        if parallel and dims != (None,)
+        if parallel and {*dims} != {None}
     ]
     assert summed == [(1,), (1,)], "of what comes out of attention and of the feed-forward layer"
     found, _ = split_of(transformer(), layer=1)
@@ -238,11 +238,11 @@ def test_a_layer_that_is_run_again_gathers_once_more_and_computes_no_more(monkey
 def test_parameters_in_parts_change_nothing_of_what_is_kept(remat, tp, on):
     """Of a whole model: nothing that it is given or makes tells the compiler how values lie in the
     middle, where it would else split features as it finds parameters split."""
-    backend, size = CompileBackend(load("gpt", "size=tiny&num_layers=4"), store=Store()), 8
+    backend, size = CompileBackend(load("gpt", "size=tiny&num_layers=3"), store=Store()), 8
     lying = []
     for shard_params in (False, True):
         choice = StageChoice(4, tp, remat, shard_params, shard_params, on)
-        stage = backend.programs(StageConfig(0, 4, choice, size))
+        stage = backend.programs(StageConfig(0, 3, choice, size))
         planned = sum(map(stage.residuals._split.nbytes, stage.residuals.stored))
         kept = stage.forward.outputs[1]
         assert planned * 0.85 <= sum(map(shard_bytes, kept)) <= planned
