@@ -93,7 +93,8 @@ FOREIGN = _names("""
     run_scoped shard_map tie xla_metadata_call
     all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
     all_gather_start all_to_all all_to_all_done all_to_all_start axis_index pbroadcast
-    pbroadcast_done pbroadcast_dynamic pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start precv preduced
+    pbroadcast_done pbroadcast_dynamic pbroadcast_start pmax pmin ppermute ppermute_done
+    ppermute_start precv preduced
     psend psum psum_done psum_invariant psum_invariant_start psum_start ragged_all_to_all
     reduce_scatter reduce_scatter_done reduce_scatter_start reduced_vary_cast reduced_vary_cast_p
     unreduced_pmax unreduced_pmin unreduced_psum
@@ -102,8 +103,8 @@ FOREIGN = _names("""
 #: and what does more than compute.
 EFFECTS = _names("""
     after_all check compute_on create_token debug_callback debug_print device_put dim_as_value
-    dimension_size inspect_sharding io_callback pin program_order run_state shape_assertion stage unpin
-    unreachable with_memory_space_constraint""")
+    dimension_size inspect_sharding io_callback pin program_order run_state shape_assertion
+    stage unpin unreachable with_memory_space_constraint""")
 
 _FLOPS = dict.fromkeys(RENAMED | MOVES, 0) | dict.fromkeys(ARITHMETIC | REDUCTIONS, 1)
 _FLOPS |= dict.fromkeys(FUNCTIONS, 20) | dict.fromkeys(LONG_FUNCTIONS, 100)
