@@ -78,17 +78,30 @@ class Batch:
             progress,
             watch,
         )
-        self._totals, self._done = Counter(job.kind for job in jobs), Counter[str]()
+        self._totals, self._done = Counter[str](), Counter[str]()
         self._failures: dict[str, Counter[Failure]] = {}
         self._bugs: list[Outcome] = []
-        backend = str(provenance.get("backend", ""))
-        set_aside = store.enqueue({job.key: job.to_json(workload, backend) for job in jobs})
-        self._set_aside = [
+        self._workload, self._backend = workload, str(provenance.get("backend", ""))
+        self._set_aside: list[Outcome] = []
+        self._queue, self._keys = Queue([]), set[str]()
+        self.add(jobs)
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Have more jobs done, behind those that wait; what waits or runs is not done twice."""
+        jobs = [job for job in jobs if job.key not in self._keys]
+        self._totals.update(job.kind for job in jobs)
+        self._keys |= {job.key for job in jobs}
+        set_aside = self._store.enqueue(
+            {job.key: job.to_json(self._workload, self._backend) for job in jobs}
+        )
+        self._queue.extend(job for job in jobs if job.key not in set_aside)
+        self._set_aside += [
             Outcome(job, None, error=_known(set_aside[job.key]))
             for job in jobs
             if job.key in set_aside
         ]
-        self._queue = Queue([job for job in jobs if job.key not in set_aside])
+        for kind in dict.fromkeys(job.kind for job in jobs):
+            self._progress(kind, self._done[kind], self._totals[kind])
 
     def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
         """Have the jobs done, and yield the last outcome of each: a value that is in the store, or
@@ -103,12 +116,7 @@ class Batch:
                 when all other jobs are done, for a fault of the library; what the runner raises
                 when nothing can run at all.
         """
-        for kind, total in self._totals.items():
-            self._progress(kind, 0, total)
-        for outcome in self._set_aside:
-            self._say(outcome.job, "set aside", error=outcome.error)
-            self._queue.settle(outcome.job.key, None)
-            yield self._settled(outcome)
+        yield from self._known_to_fail()
         if not self._queue:
             return
         running: set[str] = set()
@@ -116,6 +124,7 @@ class Batch:
             try:
                 while self._queue or running:
                     interrupts.raise_noted()
+                    yield from self._known_to_fail()
                     self._hand_out(runner, running)
                     outcomes = runner.finished(_POLL_SECONDS)
                     # All are kept before anybody hears of one.
@@ -133,6 +142,14 @@ class Batch:
                     self._store.release(running)
         if self._bugs:
             raise _to_report(self._bugs)
+
+    def _known_to_fail(self) -> Iterator[Outcome]:
+        """Yield the outcomes of jobs that an earlier command has set aside."""
+        while self._set_aside:
+            outcome = self._set_aside.pop(0)
+            self._say(outcome.job, "set aside", error=outcome.error)
+            self._queue.settle(outcome.job.key, None)
+            yield self._settled(outcome)
 
     def _hand_out(self, runner: Runner, running: set[str]) -> None:
         for slot in runner.idle():
@@ -189,6 +206,7 @@ class Batch:
 
     def _settled(self, outcome: Outcome) -> Outcome:
         kind = outcome.job.kind
+        self._keys.discard(outcome.job.key)
         self._done[kind] += 1
         self._progress(kind, self._done[kind], self._totals[kind])
         return outcome

@@ -186,14 +186,19 @@ class Queue:
     failed before."""
 
     def __init__(self, jobs: Iterable[Job]):
-        jobs = list(jobs)
-        keys = {job.key for job in jobs}
         self._groups: dict[tuple[Any, ...], deque[Job]] = {}
         self._blocked: dict[str, list[Job]] = {}
         self._again: deque[Job] = deque()
         self._taken: set[tuple[Any, ...]] = set()
+        self._unsettled: set[str] = set()
+        self.extend(jobs)
+
+    def extend(self, jobs: Iterable[Job]) -> None:
+        """Add jobs, those behind the ones that they need."""
+        jobs = list(jobs)
+        self._unsettled |= {job.key for job in jobs}
         for job in jobs:
-            if job.needs in keys:
+            if job.needs in self._unsettled:
                 assert job.needs is not None
                 self._blocked.setdefault(job.needs, []).append(job)
             else:
@@ -213,6 +218,7 @@ class Queue:
 
     def settle(self, key: str, value: Any) -> None:
         """A job was done, or given up (None): those that need it wait no longer."""
+        self._unsettled.discard(key)
         for job in self._blocked.pop(key, ()):
             self.add(job if value is None else replace(job, known={**job.known, key: value}))
 

@@ -59,6 +59,9 @@ class Measurements:
     _keys: dict[StageConfig, str] = field(default_factory=dict)
     _kept: Kept | None = None
     _has_started: bool = False
+    _beside: dict[str, list[StageConfig]] = field(default_factory=dict)
+    _begun: set[str] = field(default_factory=set)
+    _live: tuple[Batch, Iterator[Outcome]] | None = None
 
     def key(self, config: StageConfig) -> str:
         """Content hash of the measurement of a config."""
@@ -68,11 +71,11 @@ class Measurements:
 
     def missing(self, configs: Sequence[StageConfig], splits_backward: bool = False) -> set[str]:
         """Return the keys of stages, and of their split backward passes where they are asked for,
-        that the store does not have."""
+        that the store did not have before they were begun or required."""
         keys = {self.key(config) for config in configs}
         if splits_backward:
             keys |= {self.backend.split_key(config) for config in configs}
-        return keys - set(self.backend.store.get(keys))
+        return keys - (set(self.backend.store.get(keys)) - self._begun)
 
     def jobs(
         self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
@@ -114,22 +117,9 @@ class Measurements:
         configs_of: dict[str, list[StageConfig]] = {}
         for config in dict.fromkeys(config for configs in wanted.values() for config in configs):
             configs_of.setdefault(self.key(config), []).append(config)
-        jobs = self.jobs(wanted, splits_backward)
-        values = self.backend.store.get(job.key for job in jobs)
+        values, missing = self._missing_jobs(wanted, splits_backward)
         errors = {}
-        needed = {job.needs for job in jobs if job.key not in values}
-        missing = [
-            job
-            for job in jobs
-            if job.key not in values and (job.part != "update" or job.key in needed)
-        ]
-        missing = [
-            replace(job, known={job.needs: values[job.needs]})
-            if job.needs and job.needs in values
-            else job
-            for job in missing
-        ]
-        for outcome in self._run(missing):
+        for outcome in self._run(missing, self._missing_jobs(self._beside)[1]):
             if outcome.value is None:
                 errors[outcome.job.key] = outcome.error
             else:
@@ -143,6 +133,29 @@ class Measurements:
             if splits_backward:
                 cost = replace(cost, split=read(values[parts[1]], SplitCost))
             self.costs.update(dict.fromkeys(configs, cost))
+        self._begun -= configs_of.keys()
+
+    def _missing_jobs(
+        self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
+    ) -> tuple[dict[str, Any], list[Job]]:
+        """What the store has of the jobs of stage configs, by key, and the jobs that are left."""
+        jobs = self.jobs(wanted, splits_backward)
+        values = self.backend.store.get(job.key for job in jobs)
+        needed = {job.needs for job in jobs if job.key not in values}
+        return values, [
+            replace(job, known={job.needs: values[job.needs]})
+            if job.needs and job.needs in values
+            else job
+            for job in jobs
+            if job.key not in values and (job.part != "update" or job.key in needed)
+        ]
+
+    def begin(self, configs: Sequence[StageConfig]) -> None:
+        """Have stages measured by workers that have nothing else to do, from the next measurements
+        that are required on, which do not wait for them. It takes kept workers."""
+        unknown = [each for each in configs if each not in {*self.failures, *self.costs}]
+        self._beside = {"stages of the plan": unknown}
+        self._begun |= self.missing(unknown)
 
     def buffers(
         self, configs: Sequence[StageConfig], splits_backward: bool = False
@@ -191,11 +204,30 @@ class Measurements:
             )
         )
 
-    def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        batch = Batch(
-            jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch
-        )
-        return batch.run(lambda: self._kept or self._open(len(jobs)))
+    def _run(self, jobs: Sequence[Job], beside: Sequence[Job] = ()) -> Iterator[Outcome]:
+        """Have jobs done; kept workers may go on with others beside them, and do so until more are
+        to be done."""
+        if self._kept is None or self.setting is None:
+            yield from self._batch(jobs).run(lambda: self._kept or self._open(len(jobs)))
+            return
+        if not jobs:
+            return
+        wanted, (batch, outcomes) = {job.key for job in jobs}, self._live or (None, None)
+        if batch is None or outcomes is None:
+            batch = self._batch([])
+            outcomes = batch.run(lambda: self._kept or self._open(len(jobs)))
+        batch.add([*jobs, *beside])
+        self._live = None  # whatever is raised ends it
+        while wanted and (outcome := next(outcomes, None)) is not None:
+            if outcome.job.key in wanted:
+                wanted.discard(outcome.job.key)
+                yield outcome
+        if not wanted:
+            self._live = batch, outcomes
+
+    def _batch(self, jobs: Sequence[Job]) -> Batch:
+        backend = self.backend
+        return Batch(jobs, backend.store, backend.provenance, self.spec, self.progress, self.watch)
 
     def _open(self, num_jobs: int) -> Runner:
         return self.where.open(self.setting, self.backend, num_jobs)
@@ -239,8 +271,10 @@ class Measurements:
         try:
             yield
         finally:
+            if self._live is not None:
+                self._live[1].close()  # type: ignore[attr-defined]
             self._kept.end()
-            self._kept = None
+            self._kept, self._live, self._beside = None, None, {}
 
 
 def open_measurements(

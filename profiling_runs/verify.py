@@ -258,6 +258,10 @@ class PlanCompiler:
         refused = {config: failures[config] for config in configs if config in failures}
         return len(missing), with_stages(known, compiled, measurements).without_stages(refused)
 
+    def begin(self, configs: Sequence[StageConfig]) -> None:
+        """As ``Measurements.begin``."""
+        self.open().begin(configs)
+
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         sizes = self._profile.microbatch_sizes
         if plan.microbatch_size not in sizes and self._measurements is None:

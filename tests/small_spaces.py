@@ -289,6 +289,9 @@ class Compiler:
         said = self._space.step(plan)
         return said and Verified(said[0], num_stages_compiled=num_new), known
 
+    def begin(self, configs: Sequence[StageConfig]) -> None:
+        """Nothing is compiled beside anything."""
+
     def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
         num_new = len({*configs} - self._compiled)
         self._compiled |= {*configs}

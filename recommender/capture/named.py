@@ -2,7 +2,8 @@
 memory against time two plans more, the one of lowest memory and the knee between them.
 
 All three are compiled; only of the fastest it is proven how near it is to the best. The front they
-are chosen from is estimated: the fastest plan within each of a few limits of memory.
+are chosen from is estimated: the fastest plan within each of a few limits of memory. So that no
+worker waits, the plan that is named next is compiled beside the one that is asked for.
 """
 
 from __future__ import annotations
@@ -42,27 +43,36 @@ class Named(Timed):
 
     def __init__(self) -> None:
         super().__init__()
-        self._names: dict[str, Found] = {}
+        self._names: dict[str, Found | None] = {}
+        self._asked: set[str] = set()
+        self._knows_fastest = False
 
     def look(self, search: Search) -> Look:
         look = super().look(search)
-        if len(self._names) < 2 and search.fitting and look.bracket is not None:
+        if len(self._asked) < 2 and search.fitting and look.bracket is not None:
             return look._replace(reasons={})  # two are still to be named
         return look
 
     def next(self, search: Search, look: Look) -> Found | None:
         """What may be faster; once nothing is, the plans with other names, and then nothing."""
-        if not self._names:
+        if not self._knows_fastest:
             found = self._faster(search, look)
             if found is not None or not search.fitting:
                 return found
-            _open_smallest(search)
-        while len(self._names) < 2:
-            name = KNEE if LOWEST in self._names else LOWEST
-            self._names[name] = named = self._named(search, name)
-            if not search.is_asked(named):
-                return named
+            self._knows_fastest = True
+        for name in (LOWEST, KNEE):
+            if name not in self._asked:
+                self._asked.add(name)
+                named = self._named(search, name)
+                if named is not None and not search.is_asked(named):
+                    return named
         return None
+
+    def beside(self, search: Search) -> Found | None:
+        """The plan of lowest memory beside one that may be fastest, and the knee beside that."""
+        if LOWEST in self._asked:
+            return None if KNEE in self._asked else self._named(search, KNEE)
+        return self._named(search, LOWEST)
 
     def _faster(self, search: Search, look: Look) -> Found | None:
         """The plan that is estimated to be fastest, where that is worth a compile; where the best
@@ -74,13 +84,22 @@ class Named(Timed):
             return None
         return found if seconds_of(found) < best else self._candidate
 
-    def _named(self, search: Search, name: str) -> Found:
-        """The plan of a name, as it is estimated."""
+    def _named(self, search: Search, name: str) -> Found | None:
+        """The plan of a name, as it is estimated when that is first asked."""
+        if name not in self._names:
+            _open_smallest(search)
+            self._names[name] = self._estimated(search, name)
+        return self._names[name]
+
+    def _estimated(self, search: Search, name: str) -> Found | None:
+        """The plan that estimates give a name; None if they have none that fits."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
-        fastest = min(search.fitting, key=seconds_of)
         lowest = min(part.once(_least_expected) for part in search.plain_parts)
-        most = max(fastest.answer.peak_bytes, lowest)
-        limits = (lowest,) if name == LOWEST else _limits(lowest, most)
+        fastest = min(search.fitting, key=seconds_of, default=None)
+        limits: tuple[int, ...] = (lowest,)
+        if name == KNEE:
+            assert fastest is not None, "it is the other end of the front"
+            limits = _limits(lowest, max(fastest.answer.peak_bytes, lowest))
         points = [
             min(found, key=seconds_of)
             for limit in limits
@@ -92,8 +111,8 @@ class Named(Timed):
                 ]
             )
         ]
-        if name == LOWEST:
-            return points[0]
+        if fastest is None or name == LOWEST:
+            return points[0] if points else fastest
         return _knee([*points, fastest]) if points else fastest
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
@@ -109,8 +128,10 @@ class Named(Timed):
         ]
         names = {
             other.decisions: name
-            for name, named in reversed(self._names.items())  # the first stays where two are one
-            if (other := named.answer.plan) is not None
+            for name in (KNEE, LOWEST)  # the last stays where two are one
+            if name in self._asked
+            and (named := self._names[name]) is not None
+            and (other := named.answer.plan) is not None
         }
         points = [
             replace(each, name=names.get((each.stages, each.num_microbatches, each.schedule), ""))
@@ -132,8 +153,8 @@ def _open_smallest(search: Search) -> None:
         search.open(sizes[size])
 
 
-def _limits(least: int, most: int) -> Sequence[int]:
-    return [int(limit) for limit in np.geomspace(least, most, _NUM_LIMITS)[1:-1]]
+def _limits(least: int, most: int) -> tuple[int, ...]:
+    return tuple(int(limit) for limit in np.geomspace(least, most, _NUM_LIMITS)[1:-1])
 
 
 def _least_expected(part: OpenPart) -> int:

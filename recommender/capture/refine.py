@@ -47,6 +47,10 @@ class StageCompiler(Protocol):
         """Of some: how many of them were not known."""
         ...
 
+    def begin(self, configs: Sequence[StageConfig]) -> None:
+        """Compile some beside what is asked for next, which does not wait for them."""
+        ...
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -117,6 +121,10 @@ class Policy(ABC):
 
     @abstractmethod
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer: ...
+
+    def beside(self, search: Search) -> Found | None:
+        """The plan to compile beside the next one, which does not wait for it; None if nothing."""
+        return None
 
     def by_layers(self, search: Search) -> ByLayers | None:
         """What layers that are compiled one by one say of the answer, once nothing is left to
@@ -256,12 +264,19 @@ class Search:
     def _compile(self, found: Found) -> None:
         part, plan = found.part, found.answer.plan
         assert plan is not None, "a plan was found"
+        if self.effort.compiles is None and self.effort.at_once > 1:
+            self._begin(self._policy.beside(self))
         said, known = self._compiler.attempt(plan, part.known)
         self._learn(part.size, known)
         self._asked.add(same_model(plan, part.known))
         if said is not None:
             self.num_compiled += said.num_stages_compiled
             self.compiled.append(Found(part, of_compiler(found.answer, said, part.known)))
+
+    def _begin(self, found: Found | None) -> None:
+        if found is not None and found.answer.plan is not None and not self.is_asked(found):
+            stages, size = found.answer.plan.stages, found.part.size
+            self._compiler.begin([StageConfig.of(stage, size) for stage in stages])
 
     def layers(
         self, part: OpenPart, configs: Sequence[StageConfig]

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -24,6 +25,7 @@ from capture.tracing.dataflow import DataFlow
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.listing import GUESSED_SECONDS, listing
+from profiling_runs.measurements import Measurements
 from profiling_runs.pools.local import how_it_ended
 from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Pool, PoolWorker, Ready
 from profiling_runs.pools.where import Where
@@ -340,6 +342,40 @@ def test_whatever_is_killed_the_result_is_the_same(seed, num_jobs, num_workers):
             script = pool.script
     assert store.get(names) == {name: {"of": name} for name in names}
     assert max(Counter(event["key"] for event in events if event["state"] == "done").values()) == 1
+
+
+def test_jobs_are_added_to_a_batch_that_runs():
+    store, pool = Store(), ScriptedPool(num_workers=1)
+    batch = Batch([job("a")], store, {"backend": "compile:cpu"}, SPEC)
+    outcomes = batch.run(lambda: pool)
+    batch.add([job("a"), job("c", needs="b"), job("b")])
+    assert next(outcomes).job.key == "a"
+    batch.add([job("d", needs="c")])
+    assert [outcome.job.key for outcome in outcomes] == ["b", "c", "d"]
+    assert [sent.key for sent in pool.sent] == ["a", "b", "c", "d"]
+    assert pool.sent[-1].known == {"c": {"of": "c"}}
+
+
+def test_jobs_beside_others_are_not_waited_for_until_they_are_asked_for(monkeypatch):
+    pool, store = ScriptedPool({"refused": ["refused"]}, num_workers=1), Store()
+    backend = SimpleNamespace(store=store, provenance={"backend": "compile:cpu"})
+    silent, setting = (lambda *said: None), property(lambda self: "known")
+    monkeypatch.setattr(Measurements, "setting", setting)
+    monkeypatch.setattr(Measurements, "_open", lambda self, num_jobs: pool)
+    measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
+
+    def ran(names, beside=()):
+        done = measurements._run(list(map(job, names)), list(map(job, beside)))
+        return [outcome.job.key for outcome in done]
+
+    with measurements.keeping_workers():
+        assert ran(["a"], ["slow", "refused"]) == ["a"]
+        assert [sent.key for sent in pool.sent] == ["a"]
+        assert ran(["b"]) == ["b"]
+        assert [sent.key for sent in pool.sent] == ["a", "slow", "refused", "b"]
+        assert ran(["c"], ["never"]) == ["c"] and ran(["refused"]) == ["refused"]
+        assert [sent.key for sent in pool.sent].count("refused") == 1, "it is set aside"
+    assert store.get(["slow"]) and not pool._workers, "nothing is left running"
 
 
 def test_a_listing_counts_and_estimates():

@@ -87,6 +87,9 @@ class Timed:
         new = len(set(configs) - known.verified.keys())
         return replace(said, num_stages_compiled=new), replace(known, verified=verified)
 
+    def begin(self, configs):
+        self.begun = [*getattr(self, "begun", []), *configs]
+
     def search(self, effort=WHOLE, **changes):
         asked = replace(QUESTION, **changes)
         part = Part(asked, lambda: Bounds(self.least, self.bounds("most")))

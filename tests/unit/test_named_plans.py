@@ -9,6 +9,7 @@ from test_fastest_bounds import QUESTION
 from test_front_bounds import Planted
 
 from capture.measured.bounds import Bounds
+from capture.measured.profile import StageConfig
 from recommender.capture import lowest_peak, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import Part
@@ -61,3 +62,17 @@ def test_a_part_is_added_up_once_until_something_of_it_is_compiled(monkeypatch):
     planted.search()
     compiles = len(planted.compiler.compiled)
     assert compiles and len(added) <= 2 * (compiles + 1), "lower bounds, and what is needed at most"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_compiled_beside_a_plan_is_asked_for_later(seed):
+    planted = NamedPlans(seed, 0.1)
+    planted.search(Effort(at_once=1))
+    assert not hasattr(planted, "begun"), "one worker has nothing beside it"
+    planted.search(Effort(within_fraction=0.05))
+    asked = {
+        StageConfig.of(stage, plan.microbatch_size)
+        for plan in planted.compiler.compiled
+        for stage in plan.stages
+    }
+    assert planted.begun and {*planted.begun} <= asked
