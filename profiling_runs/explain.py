@@ -3,7 +3,6 @@ compiled, so nothing is guessed."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from capture.measured.profile import StageConfig
 from capture.plan.choices import Remat
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
+from capture.processor_time import processor_seconds
 from capture.step.attribution import Attribution, attribute, group
 from profiling_runs.measurements import Measurements
 from profiling_runs.verify import verify
@@ -110,15 +110,15 @@ def explain(
     Args:
         plan: What is explained.
         measurements: Of its workload, open for its target.
-        seconds: No further change is compiled after so long; those of the store are always said.
-            None for no limit.
+        seconds: No further change is compiled once this process and its workers have computed for
+            so long; those of the store are always said. None for no limit.
         told: Is given the explanation without changes, as soon as it is known.
         trying: Is told every change before it is compiled, with the number of stages that are new.
 
     Raises:
         PlanError, ProfileError: as ``verify``.
     """
-    start, verified = time.monotonic(), verify(plan, measurements)
+    start, verified = processor_seconds(), verify(plan, measurements)
     peaks = verified.peak_bytes_per_device
     buffers = measurements.buffers(
         [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages],
@@ -134,7 +134,8 @@ def explain(
         (_num_missing(changed, measurements), name, changed) for name, changed in _changes(plan)
     ]
     for num_missing, name, changed in sorted(wanted, key=lambda item: item[0]):
-        if num_missing and seconds is not None and time.monotonic() - start >= seconds:
+        is_late = seconds is not None and processor_seconds() - start >= seconds
+        if num_missing and is_late:
             untried.append(name)
             continue
         if num_missing:

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=shared.at_least(0),
         default=60,
         metavar="S",
-        help="compile no further change after so long (default: %(default)s); plans of stages",
+        help="compile no further change after so many seconds of the processor (default: "
+        "%(default)s); plans of stages",
     )
     shared.add(
         parser,
@@ -61,7 +62,10 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
     def told(explanation: Explanation) -> None:
         if not options.json:
             print(stages_text(explanation.to_json()), flush=True)
-        say(options, f"trying single changes of the plan for {options.seconds} s (--seconds)")
+        say(
+            options,
+            f"trying single changes of the plan for {options.seconds} s of the processor (--seconds)",
+        )
 
     def trying(change: str, num_missing: int) -> None:
         say(options, f"{change}: compiling {counted(num_missing, 'stage')}")
