@@ -64,7 +64,8 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
             print(stages_text(explanation.to_json()), flush=True)
         say(
             options,
-            f"trying single changes of the plan for {options.seconds} s of the processor (--seconds)",
+            f"trying single changes of the plan for {options.seconds} s of the processor "
+            "(--seconds)",
         )
 
     def trying(change: str, num_missing: int) -> None:

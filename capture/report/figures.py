@@ -371,17 +371,17 @@ def front(facts: ReportFacts) -> Figure:
     """The plans between which one has to choose, with their names, this one, and what no plan is
     faster than."""
     assert facts.front is not None, "drawn where there is one"
-    points, step, least = facts.front.points, facts.schedule.step_seconds, _least_step(facts)
+    points, step, bounds = facts.front.points, facts.schedule.step_seconds, _bounds(facts)
     unit = bytes_unit(max(point.peak_bytes for point in points))
     clock = seconds_unit(max(point.step_seconds for point in points))
     limit = None if facts.headroom is None else facts.headroom.limit_bytes
     peaks = [point.peak_bytes / unit.scale for point in points]
     seconds = [point.step_seconds / clock.scale for point in points]
-    bound = [] if least is None else [least / clock.scale]
     line = _limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points))
     ends = [peaks[0], limit / unit.scale if line and limit else peaks[-1]]
     x_of, x_axis = _scaled(f"peak per device, {unit.name}", [*peaks, *ends])
-    y_of, y_axis = _scaled(f"step, {clock.name}", [*seconds, *bound])
+    low = [value / clock.scale for _, _, values in bounds for value in values]
+    y_of, y_axis = _scaled(f"step, {clock.name}", [*seconds, *low])
     for each in (*line.get("shapes", ()), *line.get("annotations", ())):
         each.update({key: x_of(value) for key, value in each.items() if key in ("x", "x0", "x1")})
     traces: list[dict[str, Any]] = [
@@ -418,18 +418,21 @@ def front(facts: ReportFacts) -> Figure:
                 "hovertemplate": "this plan: %{customdata}<extra></extra>",
             }
         )
-    traces += [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "no plan is faster (lower bound)",
-            "x": list(map(x_of, ends)),
-            "y": [y_of(value)] * 2,
-            "line": {"color": INK, "width": 1.5, "dash": "dash"},
-            "hoverinfo": "skip",
-        }
-        for value in bound
-    ]
+    for name, color, values in bounds:
+        # Within the peak of a point no plan is faster than the bound of that point.
+        corners = [ends[0], *(x for peak in peaks for x in (peak, peak)), ends[1]]
+        heights = [value for value in values for _ in range(2)]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": name,
+                "x": list(map(x_of, corners if len(values) > 1 else ends)),
+                "y": [y_of(value / clock.scale) for value in heights],
+                "line": {"color": color, "width": 1.5, "dash": "dash"},
+                "hoverinfo": "skip",
+            }
+        )
     layout = {"height": 400, "showlegend": True, "xaxis": x_axis, "yaxis": y_axis, **line}
     return Figure("front", "Peak memory against step time", _front_words(facts), traces, layout)
 
@@ -439,6 +442,19 @@ def _least_step(facts: ReportFacts) -> float | None:
     why = facts.plan.why
     trail = () if why is None or why.proven is None else why.proven.trail
     return trail[-1].least_step_seconds if trail else None
+
+
+def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
+    """What no plan is faster than, where that is known: the name of a line, its color, and its
+    seconds up to the peak of every point and beyond the last, or everywhere."""
+    least, why, front = _least_step(facts), facts.plan.why, facts.front
+    if least is None or why is None or why.proven is None or front is None:
+        return []
+    within = [point.step_seconds / (1 + point.bound_fraction) for point in front.points]
+    found = [("no plan is faster (lower bound)", INK, [*within, least])]
+    if (nearer := why.proven.by_layers) is not None:
+        found.append(("nor than this, by estimates", "#009E73", [nearer.least_step_seconds]))
+    return found
 
 
 def _front_words(facts: ReportFacts) -> str:
@@ -460,8 +476,12 @@ def _front_words(facts: ReportFacts) -> str:
         for p in facts.front.points
         if p.name
     ]
-    if (least := _least_step(facts)) is not None:
-        named.append(f"No plan is faster than {format_seconds(least)}, transfers left out.")
+    said_of = (
+        "No plan is faster than {}, transfers left out.",
+        "By estimates that compiled layers correct none is faster than {}.",
+    )
+    for text, (*_, values) in zip(said_of, _bounds(facts), strict=False):
+        named.append(text.format(format_seconds(values[-1])))
     return " ".join([f"{counted(len(facts.front.points), 'plan')}: {said}.", *named, times])
 
 

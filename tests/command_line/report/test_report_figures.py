@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from report_plans import GB, drawn, planted_profile, predicted_plan, written_plan
 
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.plan.choices import StageChoice
-from capture.plan.why import Front, Why
+from capture.plan.why import Bracket, ByLayers, Front, Proven, Why
 from capture.report.data import report_facts
 from capture.report.palette import CATEGORIES
 from capture.report.schedule_figure import MAX_BARS, NUM_SLOTS, slots
@@ -197,6 +199,25 @@ def test_the_front_has_its_points_and_this_plan(facts):
     assert here["y"] == pytest.approx([facts.schedule.step_seconds]), (
         "seconds: the unit of the slowest"
     )
+
+
+def test_what_no_plan_is_faster_than_is_drawn_below_the_front(facts):
+    """Within the peak of a point by its bound, beyond the last by that of all; and by estimates."""
+    points = [
+        replace(point, bound_fraction=fraction)
+        for point, fraction in zip(facts.front.points, (1.0, 1.0, 0.5, 0.1), strict=True)
+    ]
+    trail = (Bracket(1.0, 1, 0, 20 * GB, True, 0.9, 1.1),)
+    proven = Proven(0.2, trail, by_layers=ByLayers(1.05, 3, 0.0))
+    why = Why(front=Front(tuple(points), False), proven=proven)
+    figure = drawn(report_facts(facts.plan.with_(why=why)))["front"]
+    traced, by_layers = figure.traces[-2:]
+    end = figure.layout["shapes"][0]["x0"] if figure.layout.get("shapes") else 26
+    assert traced["x"] == pytest.approx([20, 20, 20, 22, 22, 24, 24, 26, 26, end])
+    assert traced["y"] == pytest.approx([0.7, 0.7, 0.65, 0.65, 0.8, 0.8, 1, 1, 0.9, 0.9])
+    assert by_layers["y"] == pytest.approx([1.05, 1.05])
+    assert "than 900 ms, transfers left out. By estimates" in figure.caption
+    assert "faster than 1.05 s." in figure.caption
 
 
 def test_the_front_of_a_recommendation_is_drawn(profile):
