@@ -48,8 +48,6 @@ Progress = Callable[[str, int, int], None]
 #: Called with what happened to a job, as plain data for a line of JSON.
 Watch = Callable[[Mapping[str, Any]], None]
 
-_POLL_SECONDS = 1.0
-
 
 class Batch:
     """Jobs of one model, and where what comes of them is kept.
@@ -61,7 +59,12 @@ class Batch:
         workload: By name, for the store's rows.
         progress: Told of every kind of job as it grows.
         watch: Told of every start and end of a job.
+
+    Attributes:
+        poll_seconds: So long news of workers are waited for before anything else is looked at.
     """
+
+    poll_seconds = 1.0
 
     def __init__(
         self,
@@ -86,15 +89,16 @@ class Batch:
         self._queue, self._keys = Queue([]), set[str]()
         self.add(jobs)
 
-    def add(self, jobs: Sequence[Job]) -> None:
-        """Have more jobs done, behind those that wait; what waits or runs is not done twice."""
+    def add(self, jobs: Sequence[Job], first: bool = False) -> None:
+        """Have more jobs done, behind those that wait or before them; what waits or runs is not
+        done twice."""
         jobs = [job for job in jobs if job.key not in self._keys]
         self._totals.update(job.kind for job in jobs)
         self._keys |= {job.key for job in jobs}
         set_aside = self._store.enqueue(
             {job.key: job.to_json(self._workload, self._backend) for job in jobs}
         )
-        self._queue.extend(job for job in jobs if job.key not in set_aside)
+        self._queue.extend((job for job in jobs if job.key not in set_aside), first)
         self._set_aside += [
             Outcome(job, None, error=_known(set_aside[job.key]))
             for job in jobs
@@ -105,7 +109,12 @@ class Batch:
 
     def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
         """Have the jobs done, and yield the last outcome of each: a value that is in the store, or
-        why it was set aside.
+        why it was set aside. Takes arguments and raises as ``polled``."""
+        return (outcome for outcome in self.polled(open_runner) if outcome is not None)
+
+    def polled(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome | None]:
+        """Have the jobs done as ``run``, and yield None as well whenever workers were given jobs
+        and asked for news, for ``poll_seconds`` at most.
 
         Args:
             open_runner: Called if there is anything to do; the runner is closed at the end, also by
@@ -126,13 +135,14 @@ class Batch:
                     interrupts.raise_noted()
                     yield from self._known_to_fail()
                     self._hand_out(runner, running)
-                    outcomes = runner.finished(_POLL_SECONDS)
+                    outcomes = runner.finished(self.poll_seconds)
                     # All are kept before anybody hears of one.
                     last = [outcome for outcome in outcomes if self._judge(outcome)]
                     running -= {outcome.job.key for outcome in outcomes}
                     for outcome in last:
                         if outcome.failure != "bug":
                             yield self._settled(outcome)
+                    yield None
             finally:
                 with suppress(
                     ProfileError

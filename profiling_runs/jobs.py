@@ -193,23 +193,29 @@ class Queue:
         self._unsettled: set[str] = set()
         self.extend(jobs)
 
-    def extend(self, jobs: Iterable[Job]) -> None:
-        """Add jobs, those behind the ones that they need."""
-        jobs = list(jobs)
+    def extend(self, jobs: Iterable[Job], first: bool = False) -> None:
+        """Add jobs, each behind the one that it needs; those that come ``first``, before all that
+        wait."""
+        jobs = list(jobs)[:: -1 if first else 1]
         self._unsettled |= {job.key for job in jobs}
         for job in jobs:
             if job.needs in self._unsettled:
                 assert job.needs is not None
                 self._blocked.setdefault(job.needs, []).append(job)
             else:
-                self.add(job)
+                self.add(job, first)
 
     def __bool__(self) -> bool:
         return bool(self._groups or self._blocked or self._again)
 
-    def add(self, job: Job) -> None:
-        """A job that waits like any other."""
-        self._groups.setdefault(job.group, deque()).append(job)
+    def add(self, job: Job, first: bool = False) -> None:
+        """A job that waits like any other, or comes ``first``."""
+        if not first:
+            self._groups.setdefault(job.group, deque()).append(job)
+        else:
+            group = self._groups.pop(job.group, deque())
+            group.appendleft(job)
+            self._groups = {job.group: group, **self._groups}
 
     def add_last(self, job: Job) -> None:
         """A job that is tried again when nothing else is left, and alone: so that it takes no
@@ -217,10 +223,12 @@ class Queue:
         self._again.append(job)
 
     def settle(self, key: str, value: Any) -> None:
-        """A job was done, or given up (None): those that need it wait no longer."""
+        """A job was done, or given up (None): those that need it come next, so that what was begun
+        first ends first."""
         self._unsettled.discard(key)
-        for job in self._blocked.pop(key, ()):
-            self.add(job if value is None else replace(job, known={**job.known, key: value}))
+        for job in reversed(self._blocked.pop(key, ())):
+            known = job.known if value is None else {**job.known, key: value}
+            self.add(replace(job, known=known), first=True)
 
     def take(self, group: tuple[Any, ...] | None, *, alone: bool = True) -> Job | None:
         """The next job: of this group if it has one, else of one that nobody has begun, else of the

@@ -59,9 +59,8 @@ class Measurements:
     _keys: dict[StageConfig, str] = field(default_factory=dict)
     _kept: Kept | None = None
     _has_started: bool = False
-    _beside: dict[str, list[StageConfig]] = field(default_factory=dict)
     _begun: set[str] = field(default_factory=set)
-    _live: tuple[Batch, Iterator[Outcome]] | None = None
+    _live: tuple[Batch, Iterator[Outcome | None]] | None = None
 
     def key(self, config: StageConfig) -> str:
         """Content hash of the measurement of a config."""
@@ -119,7 +118,7 @@ class Measurements:
             configs_of.setdefault(self.key(config), []).append(config)
         values, missing = self._missing_jobs(wanted, splits_backward)
         errors = {}
-        for outcome in self._run(missing, self._missing_jobs(self._beside)[1]):
+        for outcome in self._run(missing):
             if outcome.value is None:
                 errors[outcome.job.key] = outcome.error
             else:
@@ -151,11 +150,19 @@ class Measurements:
         ]
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Have stages measured by workers that have nothing else to do, from the next measurements
-        that are required on, which do not wait for them. It takes kept workers."""
+        """Have kept workers begin with stages, and wait for none; what is required goes on beside
+        them."""
         unknown = [each for each in configs if each not in {*self.failures, *self.costs}]
-        self._beside = {"stages of the plan": unknown}
-        self._begun |= self.missing(unknown)
+        _, jobs = self._missing_jobs({"stages of the plan": unknown})
+        if self._kept is None or self.setting is None or not jobs:
+            return
+        self._begun |= {job.key for job in jobs}
+        # Workers that have said that they are ready are heard first, and then given jobs.
+        for _, _ in zip(range(2), self._lively(jobs), strict=False):
+            assert self._live is not None, "it goes on"
+            self._live[0].poll_seconds = 0.0
+        if self._live is not None:
+            self._live[0].poll_seconds = Batch.poll_seconds
 
     def buffers(
         self, configs: Sequence[StageConfig], splits_backward: bool = False
@@ -204,26 +211,32 @@ class Measurements:
             )
         )
 
-    def _run(self, jobs: Sequence[Job], beside: Sequence[Job] = ()) -> Iterator[Outcome]:
-        """Have jobs done; kept workers may go on with others beside them, and do so until more are
-        to be done."""
+    def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """Have jobs done; those that were begun go on beside them."""
         if self._kept is None or self.setting is None:
             yield from self._batch(jobs).run(lambda: self._kept or self._open(len(jobs)))
             return
-        if not jobs:
-            return
-        wanted, (batch, outcomes) = {job.key for job in jobs}, self._live or (None, None)
-        if batch is None or outcomes is None:
-            batch = self._batch([])
-            outcomes = batch.run(lambda: self._kept or self._open(len(jobs)))
-        batch.add([*jobs, *beside])
-        self._live = None  # whatever is raised ends it
-        while wanted and (outcome := next(outcomes, None)) is not None:
-            if outcome.job.key in wanted:
+        wanted = {job.key for job in jobs}
+        for outcome in self._lively(jobs, first=True) if jobs else ():
+            if outcome is not None and outcome.job.key in wanted:
                 wanted.discard(outcome.job.key)
                 yield outcome
-        if not wanted:
-            self._live = batch, outcomes
+            if not wanted:
+                break
+
+    def _lively(self, jobs: Sequence[Job], first: bool = False) -> Iterator[Outcome | None]:
+        """Add jobs to those that kept workers do, and yield what is known of all as it is; workers
+        go on where nobody asks for more."""
+        if self._live is None:
+            batch = self._batch(jobs)
+            self._live = batch, batch.polled(lambda: self._kept or self._open(len(jobs)))
+        else:
+            self._live[0].add(jobs, first)
+        live, self._live = self._live, None  # whatever is raised ends it
+        for outcome in live[1]:
+            self._live = live
+            yield outcome
+            self._live = None
 
     def _batch(self, jobs: Sequence[Job]) -> Batch:
         backend = self.backend
@@ -274,7 +287,7 @@ class Measurements:
             if self._live is not None:
                 self._live[1].close()  # type: ignore[attr-defined]
             self._kept.end()
-            self._kept, self._live, self._beside = None, None, {}
+            self._kept, self._live = None, None
 
 
 def open_measurements(

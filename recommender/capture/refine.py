@@ -48,7 +48,7 @@ class StageCompiler(Protocol):
         ...
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Compile some beside what is asked for next, which does not wait for them."""
+        """Begin to compile some where workers are idle, and wait for none."""
         ...
 
 
@@ -265,6 +265,7 @@ class Search:
         part, plan = found.part, found.answer.plan
         assert plan is not None, "a plan was found"
         if self.effort.compiles is None and self.effort.at_once > 1:
+            self._begin(found)  # what is beside it is looked for meanwhile
             self._begin(self._policy.beside(self))
         said, known = self._compiler.attempt(plan, part.known)
         self._learn(part.size, known)

@@ -350,32 +350,39 @@ def test_jobs_are_added_to_a_batch_that_runs():
     outcomes = batch.run(lambda: pool)
     batch.add([job("a"), job("c", needs="b"), job("b")])
     assert next(outcomes).job.key == "a"
-    batch.add([job("d", needs="c")])
-    assert [outcome.job.key for outcome in outcomes] == ["b", "c", "d"]
-    assert [sent.key for sent in pool.sent] == ["a", "b", "c", "d"]
-    assert pool.sent[-1].known == {"c": {"of": "c"}}
+    batch.add([job("d", needs="c"), job("e")])
+    batch.add([job("f")], first=True)
+    assert [outcome.job.key for outcome in outcomes] == ["f", "b", "c", "d", "e"]
+    assert [sent.key for sent in pool.sent] == ["a", "f", "b", "c", "d", "e"]
+    assert pool.sent[-2].known == {"c": {"of": "c"}}
 
 
-def test_jobs_beside_others_are_not_waited_for_until_they_are_asked_for(monkeypatch):
+def test_what_is_begun_is_not_waited_for_until_it_is_asked_for(monkeypatch):
     pool, store = ScriptedPool({"refused": ["refused"]}, num_workers=1), Store()
     backend = SimpleNamespace(store=store, provenance={"backend": "compile:cpu"})
     silent, setting = (lambda *said: None), property(lambda self: "known")
     monkeypatch.setattr(Measurements, "setting", setting)
     monkeypatch.setattr(Measurements, "_open", lambda self, num_jobs: pool)
+    monkeypatch.setattr(
+        Measurements, "_missing_jobs", lambda self, of: ({}, list(map(job, *of.values())))
+    )
     measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
 
-    def ran(names, beside=()):
-        done = measurements._run(list(map(job, names)), list(map(job, beside)))
-        return [outcome.job.key for outcome in done]
+    def ran(*names):
+        return [outcome.job.key for outcome in measurements._run(list(map(job, names)))]
+
+    def sent():
+        return "".join(each.key[0] for each in pool.sent)
 
     with measurements.keeping_workers():
-        assert ran(["a"], ["slow", "refused"]) == ["a"]
-        assert [sent.key for sent in pool.sent] == ["a"]
-        assert ran(["b"]) == ["b"]
-        assert [sent.key for sent in pool.sent] == ["a", "slow", "refused", "b"]
-        assert ran(["c"], ["never"]) == ["c"] and ran(["refused"]) == ["refused"]
-        assert [sent.key for sent in pool.sent].count("refused") == 1, "it is set aside"
+        measurements.begin(["a", "slow", "refused"])
+        assert sent() == "a", "it runs while nobody waits"
+        assert ran("b") == ["b"] and sent() == "ab", "it goes first"
+        measurements.begin(["c", "never"])
+        assert ran("c") == ["c"] and sent() == "absrc"
+        assert ran("refused") == ["refused"] and sent().count("r") == 1, "it was set aside"
     assert store.get(["slow"]) and not pool._workers, "nothing is left running"
+    assert ran("d") == ["d"], "without kept workers, too"
 
 
 def test_a_listing_counts_and_estimates():
