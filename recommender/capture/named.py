@@ -14,11 +14,13 @@ from math import inf, log
 
 import numpy as np
 
+from capture.plan.choices import StageChoice
 from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.capture.lowest_peak import between, expected
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import Found, OpenPart
+from recommender.capture.problem import SearchProblem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
     NEARLY,
@@ -36,6 +38,9 @@ from recommender.capture.throughput import throughput
 FASTEST, KNEE, LOWEST = "fastest", "knee", "lowest memory"
 #: Limits of memory between the lowest peak and the fastest plan's, both included.
 _NUM_LIMITS = 7
+#: A plan may be slower by this part than another one if all of its stages use their devices alike:
+#: of eight stages that differ, eight programs are compiled, else often three.
+ALIKE = 0.1
 
 
 class Named(Timed):
@@ -111,9 +116,11 @@ class Named(Timed):
                 ]
             )
         ]
-        if fastest is None or name == LOWEST:
-            return points[0] if points else fastest
-        return _knee([*points, fastest]) if points else fastest
+        if not points:
+            return fastest
+        is_lowest = name == LOWEST
+        plan = points[0] if is_lowest or fastest is None else _knee([*points, fastest])
+        return plan if plan is fastest else _alike(plan, ratios(plan.part, known))
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         found = super().answer(search, look, ended)
@@ -167,6 +174,37 @@ def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
     """The plan that is estimated to be fastest within a limit of memory; nothing where none is."""
     result = throughput(replace(part.once(estimates, known), memory_limit_bytes=limit))
     return [Found(part, expected(part, result))] if result.status == "ok" else []
+
+
+def _alike(found: Found, known: Ratios) -> Found:
+    """A plan that is as small and whose stages all use their devices alike, where one is hardly
+    slower; else the one that is given."""
+    part, stages = found.part, found.answer.proof.stages
+    choices = dict.fromkeys(stage.choice for stage in stages)
+    if len(choices) == 1:
+        return found
+    problem, peak = part.once(estimates, known), max(stage.peak_bytes for stage in stages)
+    results = (throughput(_only(problem, choice, peak)) for choice in choices)
+    plans = [Found(part, expected(part, each)) for each in results if each.status == "ok"]
+    best = min(plans, key=seconds_of, default=found)
+    return best if seconds_of(best) <= (1 + ALIKE) * seconds_of(found) else found
+
+
+def _only(problem: SearchProblem, choice: StageChoice, limit: int) -> SearchProblem:
+    """The problem within a limit, whose stages all have one choice."""
+    d, seconds, once = choice.num_devices, problem.seconds, problem.update_seconds
+    assert seconds is not None and once is not None, "it has times"
+    of = [problem.choices[d].index(choice)]
+    cost = problem.cost[d]
+    assert isinstance(cost, np.ndarray), "as it is posed"
+    return replace(
+        problem,
+        choices={d: (choice,)},
+        cost={d: cost[of]},
+        seconds={d: seconds[d][of]},
+        update_seconds={d: once[d][of]},
+        memory_limit_bytes=limit,
+    )
 
 
 def _knee(points: Sequence[Found]) -> Found:

@@ -10,7 +10,7 @@ from test_front_bounds import Planted
 
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
-from recommender.capture import lowest_peak, speed
+from recommender.capture import lowest_peak, named, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import Part
 from recommender.capture.posed import search_problem
@@ -76,3 +76,25 @@ def test_what_is_compiled_beside_a_plan_is_asked_for_later(seed):
         for stage in plan.stages
     }
     assert planted.begun and {*planted.begun} <= asked
+
+
+@pytest.mark.parametrize("most", [-1.0, float("inf")])
+def test_stages_that_are_alike_are_preferred_where_they_are_hardly_slower(monkeypatch, most):
+    """They are as small as the plan in whose place they come."""
+    monkeypatch.setattr(named, "ALIKE", most)
+    nums, replaced = [], named._alike
+
+    def alike(found, known):
+        other = replaced(found, known)
+        peaks = [max(s.peak_bytes for s in each.answer.proof.stages) for each in (other, found)]
+        assert peaks[0] <= peaks[1]
+        nums.append(
+            [len({stage.choice for stage in each.answer.proof.stages}) for each in (other, found)]
+        )
+        return other
+
+    monkeypatch.setattr(named, "_alike", alike)
+    for seed in range(4):
+        NamedPlans(seed, 0.1).search(Effort(within_fraction=0.05))
+    differed = [of for of in nums if of[1] > 1]
+    assert differed and all(other == (1 if most > 0 else own) for other, own in differed)
