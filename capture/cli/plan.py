@@ -225,8 +225,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     _refuse_options(options)
-    fixed = take_plan(options)
-    options.target = options.target or shared.TARGET.default
     if options.system in (layers.SYSTEM, array.SYSTEM):
         close(options)
     if options.system == layers.SYSTEM:
@@ -237,9 +235,11 @@ def main(options: argparse.Namespace) -> int:
         return osdp.plan(options)
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
+    fixed = take_plan(options)
     asked.say_one_device(options)
     given = copy(options)
     close(options)
+    given.target = options.target
     # Any number of micro-batches may do where none is said.
     num = 1 if given.microbatches is None else given.microbatches
     of_profile = asked.profile_question({**vars(options), "microbatches": num})

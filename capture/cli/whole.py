@@ -17,7 +17,7 @@ from recommender.whole import WholeQuestion
 
 def close(options: argparse.Namespace) -> None:
     """Give what is left open its default."""
-    for option in shared.LEFT_OPEN:
+    for option in (*shared.LEFT_OPEN, shared.TARGET):
         if getattr(options, option.name) is None:
             setattr(options, option.name, option.default)
 

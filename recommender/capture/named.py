@@ -91,8 +91,9 @@ class Named(Timed):
 
     def _named(self, search: Search, name: str) -> Found | None:
         """The plan of a name, as it is estimated when that is first asked."""
-        if name not in self._names:
+        if not self._names:
             _open_smallest(search)
+        if name not in self._names:
             self._names[name] = self._estimated(search, name)
         return self._names[name]
 
