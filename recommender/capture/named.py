@@ -8,7 +8,7 @@ worker waits, the plan that is named next is compiled beside the one that is ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, log
 
@@ -19,7 +19,7 @@ from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.capture.lowest_peak import between, expected
 from recommender.capture.minmax import least_peak
-from recommender.capture.parts import Found, OpenPart
+from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.problem import SearchProblem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
@@ -29,6 +29,7 @@ from recommender.capture.speed import (
     estimates,
     posed,
     posed_at_most,
+    proposed,
     ratios,
     seconds_of,
     slowness,
@@ -57,6 +58,10 @@ class Named(Timed):
         if len(self._asked) < 2 and search.fitting and look.bracket is not None:
             return look._replace(reasons={})  # two are still to be named
         return look
+
+    def is_promising(self, search: Search, part: Part) -> bool:
+        """As of the fastest, until it is known: what is compiled for other names opens nothing."""
+        return not self._knows_fastest and super().is_promising(search, part)
 
     def next(self, search: Search, look: Look) -> Found | None:
         """What may be faster; once nothing is, the plans with other names, and then nothing."""
@@ -106,17 +111,9 @@ class Named(Timed):
         if name == KNEE:
             assert fastest is not None, "it is the other end of the front"
             limits = _limits(lowest, max(fastest.answer.peak_bytes, lowest))
-        points = [
-            min(found, key=seconds_of)
-            for limit in limits
-            if (
-                found := [
-                    each
-                    for part in search.plain_parts
-                    for each in part.once(_within, limit, ratios(part, known))
-                ]
-            )
-        ]
+        estimated = {part: ratios(part, known) for part in search.plain_parts}
+        found = [_fastest_within(limit, estimated) for limit in limits]
+        points = [each for each in found if each is not None]
         if not points:
             return fastest
         is_lowest = name == LOWEST
@@ -173,8 +170,25 @@ def _least_expected(part: OpenPart) -> int:
 
 def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
     """The plan that is estimated to be fastest within a limit of memory; nothing where none is."""
-    result = throughput(replace(part.once(estimates, known), memory_limit_bytes=limit))
+    problem = replace(part.once(estimates, known), memory_limit_bytes=limit)
+    result = throughput(_fitting(problem, limit))
     return [Found(part, expected(part, result))] if result.status == "ok" else []
+
+
+def _fastest_within(limit: int, estimated: Mapping[OpenPart, Ratios]) -> Found | None:
+    """The plan that is estimated to be fastest within a limit of memory, of parts of which one may
+    fit; none is faster than the fastest of its part."""
+    least = {
+        part: min(map(seconds_of, part.once(proposed, known, False)))
+        for part, known in estimated.items()
+        if part.once(_least_expected) <= limit
+    }
+    best: Found | None = None
+    for part in sorted(least, key=lambda each: least[each]):
+        if best is None or least[part] < seconds_of(best):
+            found = part.once(_within, limit, estimated[part])
+            best = min([*found, *([best] if best else [])], key=seconds_of, default=None)
+    return best
 
 
 def _alike(found: Found, known: Ratios) -> Found:
@@ -191,20 +205,32 @@ def _alike(found: Found, known: Ratios) -> Found:
     return best if seconds_of(best) <= (1 + ALIKE) * seconds_of(found) else found
 
 
+def _fitting(problem: SearchProblem, limit: int) -> SearchProblem:
+    """The problem without choices with which no stage fits; these are most where little does."""
+    fit = {
+        d: [c for c in range(len(choices)) if (problem.bytes_of_choice(d, c) <= limit).any()]
+        for d, choices in problem.choices.items()
+    }
+    return _chosen(problem, {d: of for d, of in fit.items() if of})
+
+
 def _only(problem: SearchProblem, choice: StageChoice, limit: int) -> SearchProblem:
     """The problem within a limit, whose stages all have one choice."""
-    d, seconds, once = choice.num_devices, problem.seconds, problem.update_seconds
+    d = choice.num_devices
+    one = _chosen(problem, {d: [problem.choices[d].index(choice)]})
+    return replace(one, memory_limit_bytes=limit)
+
+
+def _chosen(problem: SearchProblem, of: Mapping[int, Sequence[int]]) -> SearchProblem:
+    """The problem with some choices alone, by their number per degree."""
+    seconds, once, cost = problem.seconds, problem.update_seconds, problem.cost
     assert seconds is not None and once is not None, "it has times"
-    of = [problem.choices[d].index(choice)]
-    cost = problem.cost[d]
-    assert isinstance(cost, np.ndarray), "as it is posed"
     return replace(
         problem,
-        choices={d: (choice,)},
-        cost={d: cost[of]},
-        seconds={d: seconds[d][of]},
-        update_seconds={d: once[d][of]},
-        memory_limit_bytes=limit,
+        choices={d: tuple(problem.choices[d][c] for c in each) for d, each in of.items()},
+        cost={d: cost[d][each] for d, each in of.items()},  # type: ignore[index]
+        seconds={d: seconds[d][each] for d, each in of.items()},
+        update_seconds={d: once[d][each] for d, each in of.items()},
     )
 
 

@@ -117,11 +117,12 @@ class Timed(Policy):
             return Look(smallest, None, {"memory": search.to_open() is None})
         if not search.effort.within_fraction:
             self._candidate = _next_possible(search)
-        points, corners, plans = self._points(search), self._bounds(search), search.fitting
-        fastest, within = min(plans, key=seconds_of, default=None), self.within(search)
-        told = [points[-1] if fastest is None else fastest]
-        if self._has_front:
-            told = plans or points[:1]
+        corners, plans, within = self._bounds(search), search.fitting, self.within(search)
+        fastest, told = min(plans, key=seconds_of, default=None), plans
+        # Estimates are not asked for what is compiled already.
+        best = self._points(search)[-1] if fastest is None else fastest
+        if not (self._has_front and plans):
+            told = self._points(search)[:1] if self._has_front else [best]
         least, peak = int(min(corners)[0]), min(found.answer.peak_bytes for found in told)
         bracket = Bracket(
             search.seconds,
@@ -135,7 +136,7 @@ class Timed(Policy):
             within if self._has_front else None,
         )
         near = within is not None and within <= search.effort.within_fraction
-        return Look(points[-1], bracket, {"proven": within == 0, "within": near})
+        return Look(best, bracket, {"proven": within == 0, "within": near})
 
     def within(self, search: Search) -> float | None:
         """How near compiled plans are to all (``Proven.within_fraction``)."""
@@ -155,14 +156,14 @@ class Timed(Policy):
     def _points(self, search: Search) -> list[Found]:
         """The front as it is estimated, or the fastest plan alone, by ascending peak."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
-        proposed, points = _front if self._has_front else _fastest, list[Found]()
+        of_part, points = _front if self._has_front else proposed, list[Found]()
         for part in sorted(search.parts.values(), key=_least_seconds):
             least = _least_seconds(part)
             if least == inf or (
                 not self._has_front and points and least >= min(map(seconds_of, points))
             ):
                 break
-            points += part.once(proposed, ratios(part, known), search.effort.compiles == 0)
+            points += part.once(of_part, ratios(part, known), search.effort.compiles == 0)
         if search.effort.compiles == 0:
             points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)
@@ -452,7 +453,7 @@ def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchPr
     )
 
 
-def _fastest(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
+def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
     """The plan that is estimated to be fastest; where none is expected to fit, that of the least
     bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at most, if
     any does."""
@@ -467,6 +468,6 @@ def _fastest(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
 
 
 def _front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
-    """The front as it is estimated; where none is expected to fit, the plan of ``_fastest``."""
+    """The front as it is estimated; where none is expected to fit, the plan of ``proposed``."""
     points = pareto(part.once(estimates, ratios, is_last)).points
-    return [Found(part, expected(part, point)) for point in points] or _fastest(part, ratios)
+    return [Found(part, expected(part, point)) for point in points] or proposed(part, ratios)
