@@ -86,7 +86,7 @@ class Batch:
         self._bugs: list[Outcome] = []
         self._workload, self._backend = workload, str(provenance.get("backend", ""))
         self._set_aside: list[Outcome] = []
-        self._queue, self._keys = Queue([]), set[str]()
+        self._queue, self._keys, self._running = Queue([]), set[str](), set[str]()
         self.add(jobs)
 
     def add(self, jobs: Sequence[Job], first: bool = False) -> None:
@@ -106,6 +106,11 @@ class Batch:
         ]
         for kind in dict.fromkeys(job.kind for job in jobs):
             self._progress(kind, self._done[kind], self._totals[kind])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no job waits or runs."""
+        return not (self._queue or self._running or self._set_aside)
 
     def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
         """Have the jobs done, and yield the last outcome of each: a value that is in the store, or
@@ -128,7 +133,7 @@ class Batch:
         yield from self._known_to_fail()
         if not self._queue:
             return
-        running: set[str] = set()
+        running = self._running
         with closing(open_runner()) as runner:
             try:
                 while self._queue or running:

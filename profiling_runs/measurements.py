@@ -27,8 +27,6 @@ from profiling_runs.pools.pool import Kept, Runner
 from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS, Where, setting_of
 from profiling_runs.question import ProfileQuestion
 
-#: That news of workers is waited for.
-_POLL_SECONDS = 1.0
 #: A kind of jobs.
 UPDATES, SPLITS = "optimizer updates", "split backward passes"
 
@@ -223,6 +221,8 @@ class Measurements:
                 yield outcome
             if not wanted:
                 break
+        if self._live is not None and self._live[0].is_done:
+            self._end_live()
 
     def _lively(self, jobs: Sequence[Job], first: bool = False) -> Iterator[Outcome | None]:
         """Add jobs to those that kept workers do, and yield what is known of all as it is; workers
@@ -237,6 +237,12 @@ class Measurements:
             self._live = live
             yield outcome
             self._live = None
+
+    def _end_live(self) -> None:
+        """End what kept workers do for nobody."""
+        if self._live is not None:
+            self._live[1].close()  # type: ignore[attr-defined]
+        self._live = None
 
     def _batch(self, jobs: Sequence[Job]) -> Batch:
         backend = self.backend
@@ -256,8 +262,8 @@ class Measurements:
     ) -> Iterator[tuple[BoundedPasses, Sequence[Any] | None]]:
         """Have passes bounded by this process, the first ones first, and by the kept workers that
         have nothing to do, the last ones first (``capture.profiler.bounded_passes.Share``)."""
-        if not self._has_started or self._kept is None:
-            yield from alone(batches, here)
+        if not self._has_started or self._kept is None or self._live is not None:
+            yield from alone(batches, here)  # or workers compile
             return
         waiting, running = deque(batches), dict[str, BoundedPasses]()
         with closing(self._kept) as workers:
@@ -270,7 +276,7 @@ class Measurements:
                 if waiting:
                     here(waiting[0])
                     yield waiting.popleft(), None
-                for outcome in workers.finished(0 if waiting else _POLL_SECONDS):
+                for outcome in workers.finished(0 if waiting else Batch.poll_seconds):
                     batch = running.pop(outcome.job.key)
                     if outcome.value is None:  # its worker is gone, or says no as this process will
                         here(batch)
@@ -284,10 +290,9 @@ class Measurements:
         try:
             yield
         finally:
-            if self._live is not None:
-                self._live[1].close()  # type: ignore[attr-defined]
+            self._end_live()
             self._kept.end()
-            self._kept, self._live = None, None
+            self._kept = None
 
 
 def open_measurements(

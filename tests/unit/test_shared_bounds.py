@@ -51,10 +51,17 @@ def test_every_batch_is_bounded_once(lost):
 
 
 def test_without_workers_this_process_bounds_all():
-    for kept, has_started in ((None, True), (Workers(), False)):
-        here = []
-        found = [*measurements(kept, has_started).shared(BATCHES, here.append)]
+    """So it does while they compile: what comes of that is of others."""
+    for kept, has_started, live in (
+        (None, True, None),
+        (Workers(), False, None),
+        (Workers(), 1, 1),
+    ):
+        here, made = [], measurements(kept, has_started)
+        made._live = live
+        found = [*made.shared(BATCHES, here.append)]
         assert here == BATCHES and found == [(batch, None) for batch in BATCHES]
+        assert kept is None or not kept.rounds
 
 
 def test_workers_that_are_left_with_work_are_ended():
