@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.compiler.work import LocalFlops
 from capture.tracing.dataflow import bind
 from capture.tracing.flops import equation_flops
-from capture.tracing.jaxprs import evaluate, is_body, opened, sub_jaxprs
+from capture.tracing.jaxprs import REMATS, evaluate, is_body, opened, sub_jaxprs
 from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
 
@@ -96,10 +96,10 @@ def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
 
 def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
     def run(equation: Any, operands: list[Any], values: dict[Any, Any]) -> None:
-        params = {}
+        params, is_open = {}, equation.primitive.name in REMATS
         for key, value in equation.params.items():
             # Of an open body (jax.checkpoint), the constants are operands.
-            params[key], hoisted = _localized(value, mesh)
+            params[key], hoisted = _localized(value, mesh, is_open)
             operands = [*hoisted, *operands]
         call = _local_call(equation, mesh) if equation.primitive.name == PRIMITIVE else None
         bind(equation.replace(params=params), operands, values, call=call)
@@ -107,12 +107,12 @@ def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
     return evaluate(body, args, run)
 
 
-def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
+def _localized(value: Any, mesh: Mesh, is_open: bool) -> tuple[Any, Sequence[Any]]:
     """A parameter of an equation with the operations in its bodies replaced, and the operands that
     an open body takes before its own."""
     if isinstance(value, (tuple, list)):
         return (
-            type(value)(_localized(item, mesh)[0] for item in value)
+            type(value)(_localized(item, mesh, is_open)[0] for item in value)
             if any(map(_holds_call, value))
             else value
         ), ()
@@ -120,7 +120,7 @@ def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
         return value, ()
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(value).invars]
     closed = jax.make_jaxpr(lambda *args: _evaluate(value, args, mesh))(*avals)
-    if isinstance(value, jex_core.ClosedJaxpr):
+    if not is_open and isinstance(value, jex_core.ClosedJaxpr):
         return closed, ()
     if not closed.consts:
         return closed.jaxpr, ()
