@@ -224,11 +224,9 @@ class ValueSplit:
     def least_bytes(self, value: Any) -> int:
         """Per device, if the compiler splits it along every axis that reaches it."""
         if value not in self._least:
-            parts = math.prod(
-                degree
-                for (_, degree, _), reached in zip(self._split, self._reached, strict=True)
-                if value in reached
-            )
+            parts = 1
+            for (_, degree, _), reached in zip(self._split, self._reached, strict=True):
+                parts *= degree if value in reached else 1
             self._least[value] = -(-self._flow.nbytes(value) // parts)
         return self._least[value]
 

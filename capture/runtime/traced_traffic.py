@@ -301,4 +301,4 @@ class _Stored:
     def reads_like(self, read: Mapping[Any, int]) -> bool:
         """Whether most of what is read is what this kernel reads or makes."""
         common = sum(nbytes for v, nbytes in read.items() if v in self.read or v in self.made)
-        return 2 * common >= max(sum(read.values()), sum(self.read.values())) > 0
+        return common > 0 and 2 * common >= max(sum(read.values()), sum(self.read.values()))
