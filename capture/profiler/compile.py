@@ -137,6 +137,7 @@ class CompileBackend:
                 self._num_layers,
                 unmarked_layers=self._unmarked_layers,
                 num_devices=self._num_devices,
+                others=[each.growth for each in self._traced.values()],
             )
             if traced.auto_layers:
                 self._num_layers = traced.graph.num_layers  # at every other size, too

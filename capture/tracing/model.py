@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -27,6 +27,7 @@ from capture.tracing.cut import (
     product_cuts,
 )
 from capture.tracing.flatten import EquationPath, flatten
+from capture.tracing.growth import Growth, grown_dim, operations_of
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import Cast, casts, split_dims
@@ -48,6 +49,7 @@ class TracedModel:
             (``leaf_uses``).
         casts: By parameter, how its layers read it if all do so through a cast (``leaf_uses``).
         auto_layers: Whether the layers were cut automatically, not at marks or products.
+        growth: How what passes between layers grows.
     """
 
     graph: LayerGraph
@@ -60,6 +62,7 @@ class TracedModel:
     _batch_tree: Any
     _takes_key: bool
     _calls: tuple[LayerCall, ...]
+    growth: Growth
     _slices: dict[tuple[int, int], StageSlice] = field(default_factory=dict)
 
     @cached_property
@@ -154,6 +157,7 @@ def trace(
     unmarked_layers: int | None = None,
     num_devices: int = 1,
     at_products: bool = False,
+    others: Iterable[Growth] = (),
 ) -> TracedModel:
     """Trace the loss for one micro-batch and cut it into layers.
 
@@ -172,6 +176,7 @@ def trace(
         num_devices: That such a number is to be enough for.
         at_products: Cut before every product with a parameter instead, so that each layer is one
             operator; all scans over stacked parameters are unrolled.
+        others: Of traces of the same loss, cut alike, at other sizes, if there are any.
 
     Raises:
         TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``,
@@ -203,7 +208,6 @@ def trace(
         {v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v)
     )
 
-    grown = _grown_avals(workload, params_struct, microbatch_size, key, program, unroll, stacked)
     split_struct = _structure(params_struct).unflatten(
         [
             _unstacked_structs(leaf, stacked[i]) if i in stacked else leaf
@@ -214,9 +218,18 @@ def trace(
     if takes_key(workload):
         batch_names.append("key")
         batch_dims.append(None)
-    value_dims = {
-        v: _grown_dim(program.avals[v].shape, grown[v].shape) if grown else None for v in values
-    }
+    operations, sizes = operations_of(program), [program.avals[v].shape for v in values]
+    known = (each.at(microbatch_size, operations, values, sizes) for each in others)
+    dims = next((found for found in known if found is not None), None)
+    if dims is None:
+        grown = _grown_avals(
+            workload, params_struct, microbatch_size, key, program, unroll, stacked
+        )
+        dims = [
+            grown_dim(shape, grown[v].shape) if grown else None
+            for v, shape in zip(values, sizes, strict=True)
+        ]
+    value_dims = dict(zip(values, dims, strict=True))
 
     def tensor(v: int, name: str, batch_dim: int | None = None) -> Tensor:
         aval = program.avals[v]
@@ -280,6 +293,7 @@ def trace(
         _structure(batch_struct),
         takes_key(workload),
         calls,
+        Growth(microbatch_size, operations, values, sizes, dims),
     )
 
 
@@ -293,7 +307,7 @@ def _batch(
     )
     leaves, doubled = jax.tree.leaves(struct), jax.tree.leaves(double)
     if len(leaves) == len(doubled):
-        dims = [_grown_dim(a.shape, b.shape) for a, b in zip(leaves, doubled, strict=True)]
+        dims = [grown_dim(a.shape, b.shape) for a, b in zip(leaves, doubled, strict=True)]
     else:
         dims = [0 if a.shape[:1] == (microbatch_size,) else None for a in leaves]
     if all(dim is None for dim in dims):
@@ -376,19 +390,7 @@ def _grown_avals(
     except Exception:
         # A model may fix its batch size in any way; then no dimension is known to grow.
         return None
-    same = [(op.primitive, op.outputs) for op in program.ops] == [
-        (op.primitive, op.outputs) for op in other.ops
-    ]
-    return other.avals if same else None
-
-
-def _grown_dim(shape: Sequence[int], doubled: Sequence[int]) -> int | None:
-    """The dimension that doubled with the micro-batch."""
-    if len(shape) != len(doubled):
-        return None
-    return next(
-        (d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if b == 2 * a > 0), None
-    )
+    return other.avals if operations_of(program) == operations_of(other) else None
 
 
 def _layer_calls(

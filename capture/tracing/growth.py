@@ -1,0 +1,61 @@
+"""Which dimensions of values grow with the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.tracing.program import Program
+
+Shapes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the values that pass between the layers of a loss grow.
+
+    Attributes:
+        microbatch_size: At which it was traced.
+        operations: What makes which value, in the order of the program.
+        values: By number.
+        shapes: Of each.
+        dims: Of each, the dimension that doubles with the micro-batch; None for none.
+    """
+
+    microbatch_size: int
+    operations: Sequence[Any]
+    values: Sequence[int]
+    shapes: Shapes
+    dims: Sequence[int | None]
+
+    def at(
+        self, microbatch_size: int, operations: Sequence[Any], values: Sequence[int], shapes: Shapes
+    ) -> Sequence[int | None] | None:
+        """Return the dimensions of a trace at another size, which need not be traced at twice that:
+        the same, if it is the same program, all grow, and in proportion; else None."""
+        if (operations, values) != (self.operations, self.values):
+            return None
+        if any(dim is None for shape, dim in zip(self.shapes, self.dims, strict=True) if shape):
+            return None  # it may grow elsewhere, as what is padded does
+        one, other = self.microbatch_size, microbatch_size
+        expected = [
+            [size * (other if d == dim else one) for d, size in enumerate(shape)]
+            for shape, dim in zip(self.shapes, self.dims, strict=True)
+        ]
+        same = expected == [[size * one for size in shape] for shape in shapes]
+        return self.dims if same else None
+
+
+def operations_of(program: Program) -> Sequence[Any]:
+    """Return what makes which value."""
+    return [(op.primitive, op.outputs) for op in program.ops]
+
+
+def grown_dim(shape: Sequence[int], doubled: Sequence[int]) -> int | None:
+    """Return the dimension that doubled with the micro-batch."""
+    if len(shape) != len(doubled):
+        return None
+    return next(
+        (d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if b == 2 * a > 0), None
+    )
