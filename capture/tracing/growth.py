@@ -34,11 +34,13 @@ class Growth:
     ) -> Sequence[int | None] | None:
         """Return the dimensions of a trace at another size, which need not be traced at twice that:
         the same, if it is the same program, all grow, and in proportion; else None."""
+        one, other = self.microbatch_size, microbatch_size
+        if other == 2 * one:
+            return None  # the proportion is of this size and its double, and wants a third
         if (operations, values) != (self.operations, self.values):
             return None
         if any(dim is None for shape, dim in zip(self.shapes, self.dims, strict=True) if shape):
             return None  # it may grow elsewhere, as what is padded does
-        one, other = self.microbatch_size, microbatch_size
         expected = [
             [size * (other if d == dim else one) for d, size in enumerate(shape)]
             for shape, dim in zip(self.shapes, self.dims, strict=True)
