@@ -17,8 +17,9 @@ from facts import interfaces, of_parameters_bytes
 from harness import compile_method, mesh, replay
 from steps import of_workload
 
-from capture.alpa import to_alpa, worker
+from capture.alpa import to_alpa
 from capture.alpa.memory import alpa_replay
+from capture.papers.alpa import worker
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_of
 
