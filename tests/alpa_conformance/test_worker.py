@@ -13,9 +13,10 @@ import pytest
 from harness import compile_method, mesh, replay
 from steps import of_workload
 
-from capture.alpa import to_alpa, worker
+from capture.alpa import to_alpa
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.papers.alpa import worker
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
