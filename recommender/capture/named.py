@@ -39,6 +39,9 @@ from recommender.capture.throughput import throughput
 FASTEST, KNEE, LOWEST = "fastest", "knee", "lowest memory"
 #: Limits of memory between the lowest peak and the fastest plan's, both included.
 _NUM_LIMITS = 7
+#: A stage of so few layers compiles in seconds, so that estimates need not be trusted as far: plans
+#: that may be slower by this part, as they are often wrong by more, are compiled as well, so many.
+FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.03, 3
 #: A plan may be slower by this part than another one if all of its stages use their devices alike:
 #: of eight stages that differ, eight programs are compiled, else often three.
 ALIKE = 0.1
@@ -51,7 +54,7 @@ class Named(Timed):
         super().__init__()
         self._names: dict[str, Found | None] = {}
         self._asked: set[str] = set()
-        self._knows_fastest = False
+        self._knows_fastest, self._num_doubted = False, 0
 
     def look(self, search: Search) -> Look:
         look = super().look(search)
@@ -90,9 +93,30 @@ class Named(Timed):
         within, found = self.within(search), super().next(search, look)
         asked = search.effort.within_fraction
         best = (1 - min(NEARLY, asked)) * min(map(seconds_of, search.fitting), default=inf)
-        if found is None or (within is not None and within <= asked):
+        if within is not None and within <= asked:
             return None
-        return found if seconds_of(found) < best else self._candidate
+        if found is not None and seconds_of(found) < best:
+            return found
+        return self._doubted(search) or self._candidate
+
+    def nearly(self, search: Search) -> float:
+        is_small = next(iter(search.parts.values())).known.graph.num_layers <= FEW_LAYERS
+        return -DOUBT if is_small and search.fitting else super().nearly(search)
+
+    def _doubted(self, search: Search) -> Found | None:
+        """The plan of a small model that is estimated to be hardly slower than the best one."""
+        if not search.fitting or self._num_doubted == MOST_DOUBTED:
+            return None
+        known = {part.size: part.once(slowness) for part in search.parts.values()}
+        enough = (1 - self.nearly(search)) * min(map(seconds_of, search.fitting))
+        plans = [
+            found
+            for part in search.plain_parts
+            for found in part.once(proposed, ratios(part, known), False)
+            if seconds_of(found) <= enough and not search.is_asked(found)
+        ]
+        self._num_doubted += bool(plans)
+        return min(plans, key=seconds_of, default=None)
 
     def _named(self, search: Search, name: str) -> Found | None:
         """The plan of a name, as it is estimated when that is first asked."""

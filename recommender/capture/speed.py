@@ -96,6 +96,10 @@ class Timed(Policy):
             return part.least_seconds
         return max(part.least_seconds, grouped.least_seconds(known, part.question))
 
+    def nearly(self, search: Search) -> float:
+        """By which part a plan is expected to be faster that is worth a look."""
+        return NEARLY
+
     def is_promising(self, search: Search, part: Part) -> bool:
         if not part.is_plain and not search.fitting:
             return False
@@ -106,7 +110,7 @@ class Timed(Policy):
 
         def is_faster(than: Iterable[Found]) -> bool:
             known = min(map(seconds_of, than), default=inf)
-            return by * part.expected_seconds < (1 - NEARLY) * known
+            return by * part.expected_seconds < (1 - self.nearly(search)) * known
 
         return is_faster(search.fitting) and is_faster(self._points(search))
 

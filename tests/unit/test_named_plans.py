@@ -18,12 +18,15 @@ from recommender.capture.refine import Effort, refine
 
 
 class NamedPlans(Planted):
-    def search(self, effort: Effort = Effort(), **changes):
-        part = Part(
-            replace(QUESTION, objective="throughput"),
-            lambda: Bounds(self.least, self.bounds("most")),
-        )
-        return refine(Named(), [part], self, effort)
+    def search(self, effort: Effort = Effort(), schedules=("1f1b",)):
+        parts = [
+            Part(
+                replace(QUESTION, objective="throughput", schedule=schedule),
+                lambda: Bounds(self.least, self.bounds("most")),
+            )
+            for schedule in schedules
+        ]
+        return refine(Named(), parts, self, effort)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,3 +101,29 @@ def test_stages_that_are_alike_are_preferred_where_they_are_hardly_slower(monkey
         NamedPlans(seed, 0.1).search(Effort(within_fraction=0.05))
     differed = [of for of in nums if of[1] > 1]
     assert differed and all(other == (1 if most > 0 else own) for other, own in differed)
+
+
+def test_estimates_of_small_models_are_doubted(monkeypatch):
+    """Plans that are estimated to be hardly slower, here those of a schedule that is as fast, are
+    compiled as well, but no more than a few, and not of a model of many layers."""
+    counts = []
+    monkeypatch.setattr(Named, "_named", lambda self, _, name: self._names.setdefault(name, None))
+    for most, layers in ((0, 99), (2, 99), (2, 1)):
+        monkeypatch.setattr(named, "MOST_DOUBTED", most)
+        monkeypatch.setattr(named, "FEW_LAYERS", layers)
+        planted = NamedPlans(1, 0.1)
+        found = planted.search(Effort(within_fraction=0.01), ("1f1b", "gpipe"))
+        assert found.why.front.points[-1].step_seconds == found.proof.step_seconds
+        counts.append(len(planted.compiler.compiled))
+    assert counts[0] == counts[2] < counts[1] <= counts[0] + 2
+
+
+def test_an_interrupt_before_the_first_compile_leaves_a_plan_by_estimates(monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    planted = NamedPlans(1, 0.1)
+    monkeypatch.setattr(planted, "attempt", interrupted)
+    found = planted.search()
+    assert (found.status, found.compiled, found.why.proven.ended) == ("ok", False, "interrupted")
+    assert "nothing that fits was compiled: this plan is estimated to take" in found.why.uncompiled
