@@ -30,7 +30,7 @@ from capture.step.pipeline import build_step, stage_seconds
 from capture.step.program import replay
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
 from recommender.capture import counted, table_space
-from recommender.capture.counted import CountedSearch
+from recommender.capture.counted import CountedSearch, sends_seconds
 from recommender.capture.pareto import pareto
 from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import baseline_plan, plan_of, recommend
@@ -408,7 +408,7 @@ def test_a_stage_sends_what_crosses_where_it_stops(short, nodes, choice, between
             nbytes = graph.values[v].shard_bytes(choice.data_parallel)
             expected[stop] += between_nodes * rates.inter_node.seconds(nbytes)
             expected[stop] += (1 - between_nodes) * rates.intra_node.seconds(nbytes)
-    found = counted_search(short, nodes)[0].sends_seconds(choice)
+    found = sends_seconds(graph, Cluster(nodes, "a100-40g"), choice)
     assert list(found) == pytest.approx(expected) and max(expected) > 0
 
 
