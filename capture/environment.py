@@ -47,6 +47,11 @@ _COMPILERS = {
 }
 
 
+def jax_release() -> tuple[int, ...]:
+    """The numbers of the installed jax's version, such as (0, 10, 2); (0,) without any."""
+    return tuple(int(part) for part in (_version("jax") or "0").split(".")[:3] if part.isdecimal())
+
+
 def required_xla_flags(jax_version: str) -> tuple[str, ...]:
     """Flags without which a JAX version would be measured wrongly.
 

@@ -19,6 +19,7 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import Rates, Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from capture.step.times import TimeModel
 from profiling_runs.batch import Progress
@@ -26,7 +27,7 @@ from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 
 if TYPE_CHECKING:
-    from capture.profiler.facts import LayerFacts
+    from capture.profiler.facts import LayerFacts, Window
 
 BOUNDS = "bounds from tracing"
 
@@ -79,7 +80,7 @@ class ModelBounds:
     def _learn_floors(self) -> None:
         """All that ``seconds`` needs."""
         asked = [(c, n) for n, choices in self._floors.items() for c in measured_choices(choices)]
-        self._learn(asked, longest=1)
+        self._learn(asked, longest=2 if self.facts.needs_pairs else 1)
 
     def at(self, choices: Sequence[StageChoice], microbatch_size: int) -> Bounds:
         """The two bounds, for stages with any of some choices.
@@ -199,12 +200,20 @@ class ModelBounds:
         )
         costs = np.zeros((3, len(num_alike), len(choices)))
         for (i, window), (j, choice) in product(enumerate(num_alike), enumerate(choices)):
-            between, d = facts.bounds(window, choice, microbatch_size), choice.num_devices
-            times = (without.stage_times(between.least), model.stage_times(between.most))
-            seconds = [0.0 if each is None else each.microbatch_seconds for each in times]
+
+            def least(window: Window, choice: StageChoice = choice) -> float:
+                return _seconds(without, facts.bounds(window, choice, microbatch_size).least)
+
+            expected = _seconds(model, facts.bounds(window, choice, microbatch_size).most)
             held = facts.least_held(window, choice, microbatch_size)
-            costs[:, i, j] = d * seconds[0], d * seconds[1], d * held
+            each = facts.least_added(window, least), expected, held
+            costs[:, i, j] = choice.num_devices * np.array(each)
         return np.array(list(num_alike.values())), costs
+
+
+def _seconds(model: TimeModel, cost: StageCost) -> float:
+    times = model.stage_times(cost)
+    return 0.0 if times is None else times.microbatch_seconds
 
 
 def _prices(seconds: np.ndarray, nbytes: np.ndarray, limit: int) -> list[float]:

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
-from capture.environment import without_collecting
+from capture.environment import jax_release, without_collecting
 from capture.measured.profile import StageConfig, rescaled
 from capture.measured.stage_cost import StageBounds, StageCost, UpdateCost
 from capture.measured.work import ProgramWork
@@ -239,14 +239,52 @@ class LayerFacts:
         graph, (layer, _) = self.graph_at(microbatch_size), window
         owned = [p for p in graph.layers[layer].params if graph.param_owner(p) == layer]
         sizes = self.param_bytes(choice.param_split)
+        kept = self.least_added(window, lambda w: self._least_kept(w, choice, microbatch_size))
+        optimizer = self._end(window, choice).least.optimizer_bytes
+        return sum(sizes[p] for p in owned) + optimizer + int(kept) // choice.tensor_parallel
+
+    def least_added(self, window: Window, of: Callable[[Window], float]) -> float:
+        """What a window of one layer adds, at least, to a stage with it: what it has alone, and not
+        more than it adds to the layer behind it.
+
+        Since jax 0.11 derivatives of some operations (tanh, for one) keep a number of their own
+        beside their output. Of the layer alone that is counted, and in a stage whose next layer
+        keeps the output it need not be.
+
+        Args:
+            window: Of one layer.
+            of: A number of a window of one or two layers.
+        """
+        added = [of(pair) - of(behind) for pair, behind in self._behind(window)]
+        return max(0, min([of(window), *added]))
+
+    def _behind(self, window: Window) -> list[tuple[Window, Window]]:
+        """The different pairs that layers like this one begin, each with its second layer; none
+        where sums over layers hold."""
+        if not self.needs_pairs:
+            return []
+        pairs: dict[tuple[Window, Window], tuple[Window, Window]] = {}
+        for first in range(self.graph.num_layers - 1):
+            pair, behind = (first, first + 2), (first + 1, first + 2)
+            if self.windows[first, first + 1] == self.windows[window]:
+                pairs.setdefault((self.windows[pair], self.windows[behind]), (pair, behind))
+        return list(pairs.values())
+
+    @cached_property
+    def needs_pairs(self) -> bool:
+        """Whether what layers have alone may be more than what they add to a stage."""
+        return jax_release() >= (0, 11)
+
+    def _least_kept(self, window: Window, choice: StageChoice, microbatch_size: int) -> int:
+        """What a stage that has a window keeps of it and of what it reads, at least, on as many
+        devices as share a replica."""
+        graph = self.graph_at(microbatch_size)
         # Values of a window may be split where their maker is in the stage.
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
         cost = self.bounds(window, whole, microbatch_size).least
         used, _ = stage_values(graph, *window)
-        read = [used[i] for i in cost.kept_inputs if graph.producer(used[i]) == layer - 1]
-        kept = cost.residual_bytes + sum(graph.value_bytes(v, whole.value_split) for v in read)
-        optimizer = self._end(window, choice).least.optimizer_bytes
-        return sum(sizes[p] for p in owned) + optimizer + kept // choice.tensor_parallel
+        read = [used[i] for i in cost.kept_inputs if graph.producer(used[i]) == window[0] - 1]
+        return cost.residual_bytes + sum(graph.value_bytes(v, whole.value_split) for v in read)
 
     def _combined(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
         plain, *whole = map(self._passes_of, self._needed(window, choice, size))
