@@ -151,8 +151,10 @@ ifeq ($(strip $(PYTHON_NEWEST)),)
 smoke-newest test-newest:
 	@echo "Skipped: neither python3.13 nor python3.12 was found; name one: make $@ PYTHON_NEWEST=/path/to/python3.12"
 else
-smoke-newest: $(VENV_NEWEST)/.stamp-dev ## A minute of tests with the newest Python and JAX that are supported, if there is one
-	$(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "" $(SMOKE)
+smoke-newest: ## A minute of tests with the newest Python and JAX that are supported, if there is one
+	@if $(MAKE) --no-print-directory $(VENV_NEWEST)/.stamp-dev; then \
+		$(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "" $(SMOKE); \
+	else echo "SKIPPED: $(VENV_NEWEST) could not be made, so the newest JAX was not tried"; fi
 
 test-newest: $(VENV_NEWEST)/.stamp-dev ## All tests with the newest Python and JAX that are supported, if there is one
 	$(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS)
