@@ -20,6 +20,14 @@ def quiet(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda ignored: None)
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Ctrl-C as at a terminal: a shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def lose_an_interrupt() -> None:
     """Press Ctrl-C inside a callback of the garbage collector, as JAX has one."""
 
