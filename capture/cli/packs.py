@@ -282,13 +282,16 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     fits = room.verdict == "fits"
     step = plan.prediction.step if plan.prediction else None
     guesses = step.device_peak_bytes if step else None
+    # A device without a pack needs nothing, which no prediction is off by a part of.
+    errors = guesses and [
+        guess / peak - 1 if peak else None for guess, peak in zip(guesses, found, strict=True)
+    ]
     document = {
         "status": "ok" if fits else "infeasible",
         "kind": "packs",
         "peak_bytes_per_device": found,
         "predicted_peak_bytes_per_device": guesses and list(guesses),
-        "prediction_error_fraction_per_device": guesses
-        and [guess / peak - 1 for guess, peak in zip(guesses, found, strict=True)],
+        "prediction_error_fraction_per_device": errors,
         "devices": [
             {
                 "device_id": device,
@@ -307,7 +310,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
             device,
             format_bytes(guesses[device]) if guesses else "-",
             format_bytes(peak.peak_bytes),
-            f"{guesses[device] / peak.peak_bytes - 1:+.2%}" if guesses else "-",
+            "-" if not errors or errors[device] is None else f"{errors[device]:+.2%}",
             peak.instant,
         ]
         for device, peak in enumerate(peaks)

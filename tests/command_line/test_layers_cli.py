@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,16 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     assert (code, document["why"]["uncompiled"]) == (0, "--no-verify")
     assert not load_plan("plan.json").compiled
     assert document["headroom"]["verdict"] == "fits by extrapolation"
+
+    # All layers in one pack: the second device has nothing to do.
+    one = replace(plan.configuration.backward, packs=((0, plan.num_layers),))
+    forward = replace(plan.configuration.forward, packs=())
+    alone = replace(plan, configuration=replace(plan.configuration, forward=forward, backward=one))
+    roomy = replace(plan.machine, usable_bytes=replace(plan.machine.usable_bytes, value=10**6))
+    replace(alone, machine=roomy).save("one.json")
+    code, compiled = answer(capsys, "verify", "one.json", "--memory", "1MB", *HERE)
+    assert code == 0 and compiled["peak_bytes_per_device"][1] == 0
+    assert compiled["prediction_error_fraction_per_device"][1] is None
 
 
 @pytest.mark.exhaustive
