@@ -144,7 +144,8 @@ SMOKE := $(addprefix tests/command_line/, \
 	test_plan_kinds.py::test_a_sharding_plan_is_compiled_and_run \
 	test_layers_cli.py::test_a_workload_is_profiled_planned_run_and_compiled \
 	test_array.py::test_adapters_share_their_base) \
-	tests/multi_device/test_pipeline.py::test_sharded_parameters
+	tests/multi_device/test_pipeline.py::test_sharded_parameters \
+	tests/differential/test_whole_question.py::test_no_floor_is_above_the_bound_of_its_part
 
 .PHONY: smoke-newest test-newest
 ifeq ($(strip $(PYTHON_NEWEST)),)

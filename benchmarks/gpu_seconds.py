@@ -129,7 +129,8 @@ def main() -> int:
 
 
 def _write(options: argparse.Namespace, numbers: list[int], found: list[dict[str, Any]]) -> int:
-    rows = [{"case": asdict(CASES[n]), options.verb: each} for n, each in zip(numbers, found)]  # noqa: B905
+    done = zip(numbers[: len(found)], found, strict=True)
+    rows = [{"case": asdict(CASES[number]), options.verb: each} for number, each in done]
     return finish(f"gpu_seconds_{options.verb}", rows, options)
 
 
