@@ -15,7 +15,7 @@ from capture.step.interface import StageInterface
 from capture.step.pipeline import build_step
 from capture.step.program import Run, replay
 from tests.property import test_step, test_step_tables
-from tests.property.test_step import check_lifetimes
+from tests.step_judge import check_lifetimes
 
 steps = st.one_of(test_step.steps(), test_step_tables.steps())
 

@@ -17,7 +17,7 @@ from capture.step.offers import Crossing, OfferedStep, with_offers
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Feed, Free, Place, Program, Run, Step, Wait, replay
 from tests.property import test_step, test_step_tables
-from tests.property.test_step import check_lifetimes
+from tests.step_judge import check_lifetimes
 
 steps = st.one_of(test_step.steps(), test_step_tables.steps())
 build = st.sampled_from([build_step, build_evaluation])

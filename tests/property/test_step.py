@@ -18,8 +18,9 @@ from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
 from capture.step.interface import StageInterface, stage_interface
 from capture.step.pipeline import build_step
-from capture.step.program import Copy, Feed, Free, Run, Step, Wait, replay
+from capture.step.program import Copy, Feed, Run, Step, replay
 from tests.recorded.access import step_lines
+from tests.step_judge import check_lifetimes
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
 
 schedules = st.sampled_from(["gpipe", "1f1b"])
@@ -152,50 +153,6 @@ def test_the_closed_form_over_occupancies_equals_the_replay_byte_for_byte(step):
 
 
 # ---- the rules of the list -----------------------------------------------------------------------
-
-
-def check_lifetimes(program: Step) -> None:
-    """Every slot is written before it is read, freed once, and only the persistent ones are
-    left."""
-    alive = set(program.persistent.values())
-    created = Counter(alive)
-
-    def create(slot: int) -> None:
-        assert slot not in alive, f"{program.slots[slot]} is overwritten"
-        alive.add(slot)
-        created[slot] += 1
-
-    def end(slots: tuple[int, ...]) -> None:
-        assert len(set(slots)) == len(slots) and alive.issuperset(slots), (
-            f"{[program.slots[x] for x in slots]} freed twice"
-        )
-        alive.difference_update(slots)
-
-    for instruction in program.instructions:
-        match instruction:
-            case Feed():
-                create(instruction.slot)
-            case Copy():
-                assert instruction.source in alive
-                create(instruction.target)
-            case Run():
-                read = [slot for group in instruction.inputs for slot in group]
-                assert alive.issuperset(read) and len(set(read)) == len(read)
-                assert set(instruction.donated) <= set(read)
-                place = program.programs[instruction.program].place
-                assert {program.slots[slot].place for slot in instruction.outputs} <= {place}
-                assert {program.slots[slot].place.devices for slot in read} <= {place.devices}
-                end(instruction.donated)
-                for slot in instruction.outputs:
-                    create(slot)
-                    created[slot] -= slot in instruction.donated  # changed, not made
-            case Wait():
-                assert instruction.slot in alive
-            case Free():
-                end(instruction.slots)
-    assert alive == set(program.persistent.values())
-    assert set(created) == set(range(len(program.slots))), "a slot that nothing uses"
-    assert all(count == 1 for slot, count in created.items() if slot not in alive)
 
 
 @given(steps(), st.sampled_from([build_step, build_alpa_step]))

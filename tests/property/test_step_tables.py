@@ -14,7 +14,7 @@ from capture.predictor.formula import of_interfaces, peak_of, peak_parts
 from capture.step.interface import StageInterface
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Free, Run, replay
-from tests.property.test_step import check_lifetimes
+from tests.step_judge import check_lifetimes
 from tests.synthetic_graphs import layer_graphs, stage_interfaces
 
 TABLES = [name for name in SCHEDULES if name not in PLAIN_SCHEDULES]
