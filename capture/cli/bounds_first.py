@@ -463,18 +463,18 @@ def _lines(
             f"plan -> {options.output} ({'' if result.compiled else 'predicted, not compiled; '}"
             f"search: {result.proof.algorithm}, {result.proof.seconds:.1f} s)"
         )
-        lines += _other_plans(options, result)
+        lines += other_plans(options, result)
     return lines
 
 
-def _other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:
+def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:
     """Return a line with the names by which verbs take the other plans of a front."""
     front, plan = result.why.front, result.plan
     if front is None or plan is None:
         return []
     others = (name for name in front.names if plan.of_front(name).decisions != plan.decisions)
     named = ", ".join(f"{options.output}:{name}" for name in others)
-    return [f"in the same file, for run, verify, report, ...: {named}"] if others else []
+    return [f"in the same file, for run, verify, report, ...: {named}"] if named else []
 
 
 def _time(plan: Plan, measurements: Measurements) -> StepTime | None:

@@ -28,7 +28,7 @@ from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
-from recommender.capture.tables import TableSearch, group_sizes
+from recommender.capture.tables import TablePlan, TableSearch, group_sizes
 from recommender.question import PlanQuestion
 
 #: Micro-batches per group after which each takes as long as the one before.
@@ -160,18 +160,34 @@ def _step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int)
     return seconds / (3 * SCHEDULES[schedule].stages_per_group)
 
 
-def fastest(part: OpenPart, ratios: Mapping[StageChoice, float]) -> Sequence[Found]:
-    """Return the plan of an open part that is estimated to be fastest; of mixtures none.
+def fastest(part: OpenPart, ratios: tuple[float, ...], limit: int | None) -> Sequence[Found]:
+    """Return the plan of an open part that is estimated to be fastest within a limit, or the
+    smallest where none is within it; of mixtures none.
 
     Args:
         part: Its bounds have split backward passes where the schedule does.
-        ratios: What stages take over what they are expected to.
+        ratios: Per choice of the part, what stages take over what they are expected to.
+        limit: Bytes of a device.
     """
+    return _found(part, part.once(_tables, ratios).fastest(limit))
+
+
+def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
+    """Return the plan of an open part that is expected to need least at most; arguments as of
+    ``fastest``."""
+    return _found(part, part.once(_tables, ratios).least_peak())
+
+
+def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
     cluster, most = part.question.cluster, part.most
     usable = set(sizes(part.question, most.graph.num_layers))
     choices = [choice for choice in most.choices if choice.num_devices in usable]
-    steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), ratios))
-    found = TableSearch(most, part.question, steps, choices).fastest(part.question.limit_bytes)
+    known = dict(zip(part.known.choices, ratios, strict=True))
+    steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), known))
+    return TableSearch(most, part.question, steps, choices)
+
+
+def _found(part: OpenPart, found: TablePlan | None) -> Sequence[Found]:
     return [] if found is None else [Found(part, expected(part, found.result, found.plan))]
 
 

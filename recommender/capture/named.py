@@ -17,6 +17,7 @@ import numpy as np
 from capture.plan.choices import StageChoice
 from capture.plan.why import Front
 from recommender.answer import StageAnswer
+from recommender.capture import grouped
 from recommender.capture.lowest_peak import between, expected
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import Found, OpenPart, Part
@@ -123,19 +124,22 @@ class Named(Timed):
         if not self._names:
             _open_smallest(search)
         if name not in self._names:
-            self._names[name] = self._estimated(search, name)
+            found = self._estimated(search, name)
+            if name == LOWEST and found is not None and _open_others(search, found):
+                found = self._estimated(search, name)
+            self._names[name] = found
         return self._names[name]
 
     def _estimated(self, search: Search, name: str) -> Found | None:
         """The plan that estimates give a name; None if they have none that fits."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
-        lowest = min(part.once(_least_expected) for part in search.plain_parts)
+        lowest = min(part.once(_least_expected) for part in search.parts.values())
         fastest = min(search.fitting, key=seconds_of, default=None)
         limits: tuple[int, ...] = (lowest,)
         if name == KNEE:
             assert fastest is not None, "it is the other end of the front"
             limits = _limits(lowest, max(fastest.answer.peak_bytes, lowest))
-        estimated = {part: ratios(part, known) for part in search.plain_parts}
+        estimated = {part: ratios(part, known) for part in search.parts.values()}
         found = [_fastest_within(limit, estimated) for limit in limits]
         points = [each for each in found if each is not None]
         if not points:
@@ -182,18 +186,36 @@ def _open_smallest(search: Search) -> None:
         search.open(sizes[size])
 
 
+def _open_others(search: Search, found: Found) -> bool:
+    """Open the parts of other schedules with the micro-batches of a plan of several stages, whose
+    devices may hold less by them; whether there are any."""
+    size, is_alone = found.part.size, len(found.answer.proof.stages) == 1
+    others = {n: part for n, part in search.unopened.items() if not part.is_plain}
+    numbers = [n for n, part in others.items() if part.question.microbatch_size == size]
+    for number in [] if is_alone else numbers:
+        search.open(number)
+    return bool(numbers) and not is_alone
+
+
 def _limits(least: int, most: int) -> tuple[int, ...]:
     return tuple(int(limit) for limit in np.geomspace(least, most, _NUM_LIMITS)[1:-1])
 
 
 def _least_expected(part: OpenPart) -> int:
-    """The lowest peak that a plan is expected to have."""
+    """The lowest peak that a plan is expected to have; of a schedule that is not plain, at most."""
+    if not part.is_plain:
+        found = grouped.smallest(part, (1.0,) * len(part.known.choices))
+        return min((each.answer.proof.peak_bytes for each in found), default=1 << 62)
     stages, _, _ = least_peak(between(part.once(posed), part.once(posed_at_most)))
     return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
 
 
 def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
     """The plan that is estimated to be fastest within a limit of memory; nothing where none is."""
+    if not part.is_plain:
+        plans = [*grouped.fastest(part, known[0], limit), *grouped.smallest(part, known[0])]
+        fit = [each for each in plans if each.answer.proof.peak_bytes <= limit]
+        return sorted(fit, key=seconds_of)[:1]
     problem = replace(part.once(estimates, known), memory_limit_bytes=limit)
     result = throughput(_fitting(problem, limit))
     return [Found(part, expected(part, result))] if result.status == "ok" else []
@@ -203,7 +225,7 @@ def _fastest_within(limit: int, estimated: Mapping[OpenPart, Ratios]) -> Found |
     """The plan that is estimated to be fastest within a limit of memory, of parts of which one may
     fit; none is faster than the fastest of its part."""
     least = {
-        part: min(map(seconds_of, part.once(proposed, known, False)))
+        part: min(map(seconds_of, part.once(proposed, known, False)), default=inf)
         for part, known in estimated.items()
         if part.once(_least_expected) <= limit
     }
@@ -220,7 +242,7 @@ def _alike(found: Found, known: Ratios) -> Found:
     slower; else the one that is given."""
     part, stages = found.part, found.answer.proof.stages
     choices = dict.fromkeys(stage.choice for stage in stages)
-    if len(choices) == 1:
+    if len(choices) == 1 or not part.is_plain:
         return found
     problem, peak = part.once(estimates, known), max(stage.peak_bytes for stage in stages)
     results = (throughput(_only(problem, choice, peak)) for choice in choices)

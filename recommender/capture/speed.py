@@ -462,7 +462,7 @@ def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
     bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at most, if
     any does."""
     if not part.is_plain:
-        return grouped.fastest(part, dict(zip(part.known.choices, *ratios, strict=True)))
+        return grouped.fastest(part, ratios[0], part.question.limit_bytes)
     problem = part.once(estimates, ratios)
     others = [problem.cost, part.once(posed).cost]
     found = throughput(part.once(estimates, ratios, True) if is_last else problem)

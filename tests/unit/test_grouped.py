@@ -29,9 +29,10 @@ from capture.predictor.formula import kept_bytes
 from capture.predictor.step_time import predicted_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion
-from recommender.capture import grouped
+from recommender.capture import grouped, named
+from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import OpenPart, Part
-from recommender.capture.refine import refine
+from recommender.capture.refine import Effort, refine
 from recommender.capture.speed import Timed as Policy
 
 ONE, NUM_LAYERS, TARGET = StageChoice(1, 1), 6, "a100-40g"
@@ -285,3 +286,23 @@ def test_estimates_take_layers_like_compiled_ones_as_compiled():
     assert table.backward_weights[0, 2] == table.backward[0, 2] > table.backward_inputs[0, 2] == 0
     parts = table.backward_inputs[3, 6] + table.backward_weights[3, 6]
     assert parts == pytest.approx(table.backward[3, 6]) and table.backward_inputs[3, 6] > 0
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_the_plans_with_names_are_of_all_schedules(seed, monkeypatch):
+    """That of lowest memory needs least of all plans of all schedules, and less than any of 1F1B;
+    the knee is of another schedule as well."""
+    planted = Everything(seed)
+    found = refine(Named(), planted.parts(), planted, Effort(within_fraction=0.05))
+    points = {point.name: point for point in found.why.front.points}
+    least = {
+        name: min(b for plan, (_, b) in planted.every_plan.items() if plan.schedule == name)
+        for name in ("1f1b", *TABLES)
+    }
+    assert points[LOWEST].peak_bytes == min(least.values()) < least["1f1b"]
+    assert points[LOWEST].peak_bytes < points[KNEE].peak_bytes < points[FASTEST].peak_bytes
+    assert all(points[name].schedule in TABLES for name in (LOWEST, KNEE))
+    monkeypatch.setattr(named, "_open_others", lambda search, found: False)
+    monkeypatch.setattr(Named, "is_promising", lambda self, search, part: part.is_plain)
+    found = refine(Named(), planted.parts(), planted, Effort(within_fraction=0.05))
+    assert found.why.front.points[0].peak_bytes >= least["1f1b"], "the test sees what is missing"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_fastest_bounds import QUESTION
 from test_front_bounds import Planted
 
+from capture.cli.bounds_first import other_plans
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from recommender.capture import lowest_peak, named, speed
@@ -40,6 +42,8 @@ def test_the_fastest_is_saved_and_named_beside_a_smaller_one(seed):
     names = [point.name for point in points if point.name]
     assert len(names) == len(set(names))
     assert all(point.schedule and point.num_microbatches for point in points)
+    said = other_plans(SimpleNamespace(output="plan.json"), found)
+    assert all(f"plan.json:{name.replace(' ', '-')}" in "".join(said) for name in names[:-1])
     if LOWEST in names:
         least = next(point for point in points if point.name == LOWEST)
         assert least.peak_bytes == min(peak for peak, _ in compiled)
@@ -50,6 +54,7 @@ def test_no_plan_has_a_name_before_it_is_looked_for():
     found = NamedPlans(1, 0.2).search(Effort(compiles=1))
     assert [point.name for point in found.why.front.points][-1] == FASTEST
     assert LOWEST not in [point.name for point in found.why.front.points]
+    assert other_plans(SimpleNamespace(output="plan.json"), found) == []
 
 
 def test_a_part_is_added_up_once_until_something_of_it_is_compiled(monkeypatch):
