@@ -191,6 +191,8 @@ class Batch:
                 worker=outcome.worker,
                 stored_key=outcome.stored_key,
             )
+            for key, value in outcome.others.items():
+                self._store.put(key, value, provenance=self._provenance, seconds=0)
             self._say(job, "done", **facts)
             self._queue.settle(job.key, outcome.value)
             return True

@@ -169,6 +169,7 @@ class Outcome:
         error: Why it failed, in a line.
         traceback: Where the exception was raised.
         stored_key: The measurement's, where it is another than the job's.
+        others: Measurements that were made for it, by key.
     """
 
     job: Job
@@ -179,6 +180,7 @@ class Outcome:
     error: str = ""
     traceback: str = ""
     stored_key: str = ""
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Queue:

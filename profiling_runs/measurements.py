@@ -3,7 +3,7 @@ jobs."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -138,13 +138,18 @@ class Measurements:
         """What the store has of the jobs of stage configs, by key, and the jobs that are left."""
         jobs = self.jobs(wanted, splits_backward)
         values = self.backend.store.get(job.key for job in jobs)
-        needed = {job.needs for job in jobs if job.key not in values}
+        left = [job for job in jobs if job.key not in values]
+        num_needing = Counter(job.needs for job in left)
+        # What one job alone needs is a part of it: nobody has to hear of it in between.
+        apart = {key for key, num in num_needing.items() if key in values or num > 1}
         return values, [
-            replace(job, known={job.needs: values[job.needs]})
-            if job.needs and job.needs in values
+            replace(job, needs=None)
+            if job.needs not in apart
+            else replace(job, known={job.needs: values[job.needs]})
+            if job.needs is not None and job.needs in values
             else job
-            for job in jobs
-            if job.key not in values and (job.part != "update" or job.key in needed)
+            for job in left
+            if job.part != "update" or job.key in apart
         ]
 
     def begin(self, configs: Sequence[StageConfig]) -> None:

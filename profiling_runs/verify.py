@@ -211,14 +211,15 @@ class PlanCompiler:
     (``recommender.capture.knowledge.Compile``); the workload is loaded with the first.
 
     Args:
-        profile: That answers are asked of; the workload must be its own.
+        profile: That answers are asked of; the workload must be its own. None of what is made of
+            the measurements themselves.
         open_measurements: Opens those of the workload.
         say: Is told, in words, why the first is compiled.
     """
 
     def __init__(
         self,
-        profile: Profile,
+        profile: Profile | None,
         open_measurements: Callable[[], Measurements],
         say: Callable[[str], None] = lambda text: None,
     ):
@@ -234,7 +235,8 @@ class PlanCompiler:
         """
         if self._measurements is None:
             self._measurements = self._open()
-            check_profile(self._profile, self._measurements)
+            if self._profile is not None:
+                check_profile(self._profile, self._measurements)
         return self._measurements
 
     def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
@@ -263,11 +265,12 @@ class PlanCompiler:
         self.open().begin(configs)
 
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
-        sizes = self._profile.microbatch_sizes
-        if plan.microbatch_size not in sizes and self._measurements is None:
+        size = plan.microbatch_size
+        sizes = (size,) if self._profile is None else self._profile.microbatch_sizes
+        if size not in sizes and self._measurements is None:
             profiled = " and ".join(map(str, sizes))
             self._say(
-                f"micro-batch size {plan.microbatch_size} was not profiled ({profiled} were): "
+                f"micro-batch size {size} was not profiled ({profiled} were): "
                 "compiling the stages of the best plans (--no-compile extrapolates)"
             )
         measurements = self.open()

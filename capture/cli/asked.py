@@ -305,11 +305,12 @@ def say_layers(
         say(options, f"cutting the model into {count} of nearly equal work")
 
 
-def layers_note(question: ProfileQuestion, profile: Profile) -> list[str]:
-    """A line about layers that nobody chose."""
-    if question.num_layers is not None or not profile.auto_layers:
+def layers_note(question: ProfileQuestion, cut_into: int | None) -> list[str]:
+    """A line about layers that nobody chose: as many as the model was cut into, None at its
+    marks."""
+    if question.num_layers is not None or cut_into is None:
         return []
     return [
-        f"cut into {counted(profile.graph.num_layers, 'layer')} of nearly equal work; --num-layers "
+        f"cut into {counted(cut_into, 'layer')} of nearly equal work; --num-layers "
         "or marks in the model choose others"
     ]

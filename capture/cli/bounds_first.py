@@ -222,7 +222,7 @@ class _Asking:
     def _compiles_nothing(self) -> bool:
         return self._options.quick or self._options.compiles == 0
 
-    def compiler(self, least: Profile) -> PlanCompiler:
+    def compiler(self, least: Profile | None = None) -> PlanCompiler:
         return PlanCompiler(least, lambda: self._measurements)
 
     def answer(self, *questions: PlanQuestion) -> StageAnswer:
@@ -239,8 +239,7 @@ class _Asking:
             at_once=options.workers or DEFAULT_LOCAL_WORKERS,
         )
         with self._telling() as told:
-            compiler = self.compiler(self.bounds(questions[0].microbatch_size).least)
-            return refine(policy, parts, compiler, effort, told.known)
+            return refine(policy, parts, self.compiler(), effort, told.known)
 
     def _part(self, question: PlanQuestion, has_floor: bool) -> Part:
         """Plans of one number of micro-batches and one schedule, with what none of them can be
@@ -389,7 +388,6 @@ def _told(
     measurements: Measurements,
     asking: _Asking,
 ) -> int:
-    least = asking.bounds(of_profile.microbatch_size).least
     with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
         split = measurements.backend.workload, of_profile.microbatch_size
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)
@@ -407,7 +405,7 @@ def _told(
         document["attempts"] = [attempt.to_json() for attempt in attempts]
     lines = [
         *([attempts_table(attempts)] if attempts else []),
-        *asked.layers_note(of_profile, least),
+        *asked.layers_note(of_profile, measurements.backend.num_layers),
         *asking.left_out(),
         *_lines(options, result, time, document),
         *(f"warning: {warning}" for warning in warnings),

@@ -293,7 +293,7 @@ def main(options: argparse.Namespace) -> int:
         "failures": list(profile.failures),
     }
     summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why.summary}"
-    lines = [*asked.layers_note(of_profile, profile), summary]
+    lines = [*asked.layers_note(of_profile, profile.cut_into), summary]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
         lines = [attempts_table(attempts), *lines]

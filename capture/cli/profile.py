@@ -214,7 +214,7 @@ def _of_windows(question: ProfileQuestion, result: Profile) -> dict[str, Any]:
     return {
         "num_layers": graph.num_layers,
         "auto_layers": result.auto_layers,
-        "notes": asked.layers_note(question, result),
+        "notes": asked.layers_note(question, result.cut_into),
         "num_parameters": graph.num_parameters,
         "num_measurements": len(result.measurements),
         "num_runs": None if result.paper is None else result.paper["num_runs"],

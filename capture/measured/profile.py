@@ -215,6 +215,11 @@ class Profile:
         return str(self.provenance.get("target", "cpu"))
 
     @property
+    def cut_into(self) -> int | None:
+        """So many layers the model was cut into automatically; None at its marks."""
+        return self.graph.num_layers if self.auto_layers else None
+
+    @property
     def is_lower_bound(self) -> bool:
         """Whether its measurements are the least that a compiler can say: of a stage, the most of
         any part of it is known, not a sum."""

@@ -94,9 +94,7 @@ class TimePredictor:
         """
         key = (choice, microbatch_size)
         if key not in self._tables:
-            if key not in self._sums:
-                self._sums[key] = self._of_windows(choice, microbatch_size)
-            table = self._sums[key].copy()
+            table = self._summed(choice, microbatch_size).copy()
             for config, cost in self.profile.verified.items():
                 if (config.choice, config.microbatch_size) != key:
                     continue
@@ -107,6 +105,13 @@ class TimePredictor:
                     table[:, config.first, config.stop] = row
             self._tables[key] = StageTable(*_possible(table))
         return self._tables[key]
+
+    def _summed(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        """As ``_of_windows``, added up once: mixtures are of the same two."""
+        key = (choice, microbatch_size)
+        if key not in self._sums:
+            self._sums[key] = self._of_windows(choice, microbatch_size)
+        return self._sums[key]
 
     def _of_windows(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """``table`` as one array, without the stages that were compiled: a sum of what layers take
@@ -119,7 +124,7 @@ class TimePredictor:
             return fit_line(sizes, lines, microbatch_size)
         if len(choice.measured) > 1:
             full, cheap = (
-                _possible(self._of_windows(part, microbatch_size)) for part in choice.measured
+                _possible(self._summed(part, microbatch_size)) for part in choice.measured
             )
             return mixture.seconds(full, cheap, num_full_layers(choice.remat))
         raise ProfileError.of(

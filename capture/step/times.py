@@ -109,20 +109,25 @@ class TimeModel:
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """One kernel, alone on its device."""
-        if kernel not in self._known:
-            moved = kernel.nbytes / self.rates.reached_bytes_per_second
-            seconds = max(self.rates.kernel_seconds.value, moved, self._product_seconds(kernel))
-            self._known[kernel] = seconds
-        return self._known[kernel]
+        least, bytes_per_second = self._least_kernel
+        moved = kernel.nbytes / bytes_per_second
+        if kernel.flops:
+            if kernel not in self._products:
+                self._products[kernel] = self._product_seconds(kernel)
+            moved = max(moved, self._products[kernel])
+        return max(least, moved)
 
     @cached_property
-    def _known(self) -> dict[Kernel, float]:
-        """Seconds of a kernel: stages that differ in what they split have most in common."""
+    def _least_kernel(self) -> tuple[float, float]:
+        """Seconds of the smallest kernel, and bytes per second of the others."""
+        return self.rates.kernel_seconds.value, self.rates.reached_bytes_per_second
+
+    @cached_property
+    def _products(self) -> dict[Kernel, float]:
+        """Seconds of products: stages that differ in what they split have most in common."""
         return {}
 
     def _product_seconds(self, kernel: Kernel) -> float:
-        if not kernel.flops:
-            return 0.0
         rates, cores = self.rates, int(self.rates.cores.value)
         reached = rates.reached_flops_per_second(kernel.dtype, kernel.precision)
         if not (kernel.shape and cores):

@@ -116,7 +116,10 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
         "segment": "measure",
         "copy": "measure",
     }
-    return Outcome(job, write(getattr(backend, measure[job.part])(job.what)))
+    value = write(getattr(backend, measure[job.part])(job.what))
+    is_update_own = job.part == "stage" and not job.known
+    others = backend.store.get([backend.update_key(job.what)]) if is_update_own else {}
+    return Outcome(job, value, others=others)
 
 
 def _of_run(backend: Any, job: Job) -> Outcome:

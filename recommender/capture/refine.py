@@ -112,6 +112,10 @@ class Policy(ABC):
     def corners(self, part: OpenPart) -> Sequence[Corner]:
         """Every plan of the part that matters is at least as large and as slow as one of them."""
 
+    def beforehand(self, search: Search) -> Bracket | None:
+        """What is known before any part is open; None if nothing."""
+        return None
+
     @abstractmethod
     def look(self, search: Search) -> Look: ...
 
@@ -204,6 +208,8 @@ class Search:
 
     def run(self) -> StageAnswer:
         """The rounds, and the answer."""
+        if (known := self._policy.beforehand(self)) is not None:
+            self._told(known)
         self.open(self.to_open() or 0)
         self._look, ended = self._policy.look(self), ""
         while not ended:

@@ -114,6 +114,12 @@ class Timed(Policy):
 
         return is_faster(search.fitting) and is_faster(self._points(search))
 
+    def beforehand(self, search: Search) -> Bracket | None:
+        least = min((seconds for _, seconds in search.floors.values()), default=inf)
+        if self._has_front or not 0 < least < inf:
+            return None
+        return Bracket(search.seconds, 0, 0, 0, compiled=False, least_step_seconds=least)
+
     def look(self, search: Search) -> Look:
         if not search.open_corners:
             none = [Found(part, part.once(_nothing_fits)) for part in search.parts.values()]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from capture.errors import ProfileError, TargetError, is_bug
 from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
@@ -27,7 +28,7 @@ from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.listing import GUESSED_SECONDS, listing
 from profiling_runs.measurements import Measurements
 from profiling_runs.pools.local import how_it_ended
-from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Pool, PoolWorker, Ready
+from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Here, Pool, PoolWorker, Ready
 from profiling_runs.pools.where import Where
 from profiling_runs.pools.worker import check_versions, measure_job
 
@@ -445,3 +446,35 @@ def test_no_test_waits_for_a_time_of_its_own():
         if literal.search(path.read_text())
     ]
     assert found == []
+
+
+def test_what_one_stage_alone_needs_is_a_part_of_its_job():
+    stages = [StageConfig(first, first + 1, ONE, 4) for first in range(3)]
+    worker, kept = Store(), Store()
+
+    def measure(config):
+        worker.put(f"update {config.first // 2}", {"of": "update"}, provenance={}, seconds=1)
+        return StageCost(1, 2, 3, 4, 5, (), (), ())
+
+    backend = SimpleNamespace(
+        store=worker,
+        provenance={"backend": "compile:cpu"},
+        key=str,
+        update_key=lambda config: f"update {config.first // 2}",
+        measure=measure,
+    )
+    silent = lambda *said: None  # noqa: E731
+    measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
+    _, jobs = measurements._missing_jobs({"stages of the plan": stages})
+    assert [(job.part, job.needs) for job in jobs] == [
+        ("update", None),
+        ("stage", "update 0"),
+        ("stage", "update 0"),
+        ("stage", None),
+    ]
+    outcomes = Batch(jobs[-1:], kept, backend.provenance, SPEC).run(lambda: Here(backend))
+    assert [outcome.failure for outcome in outcomes] == [None]
+    assert set(kept.get([str(stages[2]), "update 1"])) == {str(stages[2]), "update 1"}
+    worker.put("update 0", {"of": "update"}, provenance={}, seconds=1)
+    _, jobs = measurements._missing_jobs({"stages of the plan": stages[:1]})
+    assert [(job.part, job.known) for job in jobs] == [("stage", {"update 0": {"of": "update"}})]

@@ -99,6 +99,28 @@ def test_a_floor_counts_while_its_part_is_not_open():
     assert all(bracket.least_bytes for bracket in brackets), "no floor is nothing to tell"
 
 
+def test_the_least_floor_of_seconds_is_told_before_anything_is_open():
+    planted, said = Fast(0), list[object]()
+
+    def noted(part):
+        return lambda: [said.append("opened"), part.open()][1]
+
+    parts = planted.parts()
+    floors = [
+        replace(part, least_seconds=(2 + i) * 1e-9, open=noted(part))
+        for i, part in enumerate(parts)
+    ]
+    refine(ForSpeed(), floors, planted, told=said.append)
+    first, then = said[:2]
+    assert (first.least_step_seconds, first.compiled, then) == (2e-9, False, "opened")
+    assert first.words == "no plan is faster than 0.002 µs"
+    said.clear()
+    refine(
+        ForSpeed(), [replace(part, open=noted(part)) for part in parts], Fast(0), told=said.append
+    )
+    assert said[0] == "opened", "no floor is nothing to tell"
+
+
 def test_a_floor_counts_once_its_part_is_open():
     """Bounds of stages may be looser."""
     planted, brackets = Small(0), []
