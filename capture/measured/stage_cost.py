@@ -100,10 +100,13 @@ class StageBounds:
     Attributes:
         least: No compiled cost is below it, in any field.
         most: With as much as was ever seen beside what stands in memory.
+        sizes: Per program, the bytes per device of donated arguments, and of results: only those of
+            one size may share memory.
     """
 
     least: StageCost
     most: StageCost
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 #: Of a stage whose programs need nothing, or are not known.

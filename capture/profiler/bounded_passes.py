@@ -11,15 +11,18 @@ from capture.measured.profile import StageConfig
 
 @dataclass(frozen=True)
 class BoundedPasses:
-    """Passes of the same layers, micro-batch size and remat, without the end of a step.
+    """Passes of the same layers and remat, without the end of a step.
 
     Attributes:
-        configs: Degrees differ.
+        configs: Degrees and micro-batch sizes differ.
         num_devices: Most of a stage.
+        by_example: Whether what a device needs depends on its own examples alone, so that some of
+            the bounds may follow from others (``capture.profiler.lines``).
     """
 
     configs: tuple[StageConfig, ...]
     num_devices: int
+    by_example: bool = False
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -32,7 +35,8 @@ class BoundedPasses:
 
 
 #: ``share(batches, here)`` has passes bounded, by ``here`` or elsewhere, and yields each batch once
-#: that is done: with the documents of its bounds, if it was elsewhere.
+#: that is done: with the documents of its bounds, None of those that follow from others, if it was
+#: elsewhere.
 Share = Callable[
     [Sequence[BoundedPasses], Callable[[BoundedPasses], None]],
     Iterator[tuple[BoundedPasses, Sequence[Any] | None]],

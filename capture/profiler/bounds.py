@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -14,11 +15,12 @@ from capture.measured.stage_cost import StageBounds, UpdateCost
 from capture.model.graph import content_hash
 from capture.profiler.bounded_passes import BoundedPasses
 from capture.profiler.compile import CompileBackend
+from capture.profiler.lines import lines_of
 from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 14
+BOUNDS_VERSION = 15
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -121,21 +123,20 @@ class BoundsBackend:
         self, config: StageConfig, ends: EndBounds, traces: StageTraces | None
     ) -> StageBounds:
         programs = self._programs(config, traces)
+        forward, backward = _traced(programs.forward), _traced(programs.backward)
         most, num_stored = programs.cost_given_update(ends.most), len(programs.residuals.stored)
         least = replace(
             most,
-            residual_bytes=sum(_traced(programs.forward).least_outputs[-num_stored:])
-            if num_stored
-            else 0,
-            forward_bytes=_traced(programs.forward).least_bytes,
-            backward_bytes=_traced(programs.backward).least_bytes,
+            residual_bytes=sum(forward.least_outputs[-num_stored:]) if num_stored else 0,
+            forward_bytes=forward.least_bytes,
+            backward_bytes=backward.least_bytes,
             update_bytes=ends.least.update_bytes,
             summarize_bytes=ends.least.summarize_bytes,
-            forward_work=_traced(programs.forward).least_work,
-            backward_work=_traced(programs.backward).least_work,
+            forward_work=forward.least_work,
+            backward_work=backward.least_work,
             update_work=ends.least.update_work,
         )
-        return StageBounds(least, most)
+        return StageBounds(least, most, (forward.sizes, backward.sizes))
 
     def _programs(self, config: StageConfig, traces: StageTraces | None) -> TracedStage:
         programs = self._backend.programs(
@@ -162,10 +163,22 @@ class BoundsBackend:
 
 
 @without_collecting()
-def bounded(backend: CompileBackend, asked: BoundedPasses) -> list[StageBounds]:
-    """The bounds of passes."""
-    bounds, traces = BoundsBackend(backend, asked.num_devices), StageTraces()
-    return [bounds.of_passes(config, NO_END, traces) for config in asked.configs]
+def bounded(backend: CompileBackend, asked: BoundedPasses) -> list[StageBounds | None]:
+    """The bounds of passes; None of those that follow from the others (``lines_of``)."""
+    bounds = BoundsBackend(backend, asked.num_devices)
+    traces = defaultdict[int, StageTraces](StageTraces)
+    found: dict[StageConfig, StageBounds] = {}
+
+    def trace(config: StageConfig) -> StageBounds:
+        if config not in found:
+            found[config] = bounds.of_passes(config, NO_END, traces[config.microbatch_size])
+        return found[config]
+
+    if asked.by_example:
+        all(lines_of(asked.configs, trace))
+    else:
+        all(map(trace, asked.configs))
+    return [*map(found.get, asked.configs)]
 
 
 def _traced(program: object) -> BoundedProgram:

@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from math import ceil
 from typing import Any
 
 from capture.environment import jax_release, without_collecting
 from capture.measured.profile import StageConfig, rescaled
-from capture.measured.stage_cost import StageBounds, StageCost, UpdateCost
-from capture.measured.work import ProgramWork
+from capture.measured.stage_cost import StageBounds, StageCost
 from capture.model.graph import LayerGraph
 from capture.partition.sharding import ModelSharding
 from capture.plan.choices import ParamSplit, StageChoice, is_cut
@@ -37,6 +37,16 @@ from capture.predictor.formula import kept_bytes
 from capture.profiler.bounded_passes import BoundedPasses, Share, alone
 from capture.profiler.bounds import NO_END, BoundsBackend, EndBounds
 from capture.profiler.compile import CompileBackend
+from capture.profiler.lines import Line, lines_of
+from capture.profiler.other_splits import (
+    gathering_again,
+    in_even_parts,
+    keeping,
+    of_examples,
+    put_together,
+    sending,
+    splitting,
+)
 from capture.runtime.traced_stage import StageTraces
 from capture.step.interface import stage_values
 
@@ -92,7 +102,8 @@ class LayerFacts:
         self._bounds = BoundsBackend(backend, for_devices=num_devices)
         self._sizes = _sizes(examples)
         self.graph: LayerGraph = backend.traced(max(self._sizes.values())).graph
-        self._passes: dict[_Traced, StageBounds] = {}
+        self._passes: dict[StageConfig, StageBounds] = {}
+        self._lines: dict[StageConfig, tuple[Line, int]] = {}
         self._traces: dict[Any, StageTraces] = {}
         self._ends: dict[tuple[Window, StageChoice], EndBounds] = {}
         self._found: dict[tuple[Window, StageChoice, int], StageBounds] = {}
@@ -166,6 +177,10 @@ class LayerFacts:
             longest: Most layers of a window.
         """
         windows = {w for w in self.windows.values() if w[1] - w[0] <= longest}
+        if self.is_by_example:  # of all numbers of examples most follow from a few
+            asked = [*asked]
+            examples = {*self._sizes, *(size // choice.data_parallel for choice, size in asked)}
+            asked = list(product({_on_one_replica(choice) for choice, _ in asked}, examples))
         wanted = {
             each
             for choice, size in asked
@@ -173,24 +188,34 @@ class LayerFacts:
             for passes in self._needed(window, choice, size)
             for each in (passes, *self._alone(passes))
         }
-        together: dict[Hashable, list[_Traced]] = {}
-        for passes in sorted(wanted - self._passes.keys()):
-            together.setdefault((passes.window, passes.size, passes.remat), []).append(passes)
-        batches = {
-            BoundedPasses(tuple(each.config for each in group), self._num_devices): group
-            for group in together.values()
-        }
-
-        def here(batch: BoundedPasses) -> None:
-            for passes in batches[batch]:
-                self._trace(passes)
-
+        together: dict[Hashable, list[StageConfig]] = {}
+        for passes in sorted(wanted):
+            if passes.config not in self._lines and passes.config not in self._passes:
+                size = None if self.is_by_example else passes.size
+                key = passes.window, size, passes.remat
+                together.setdefault(key, []).append(passes.config)
+        batches = [
+            BoundedPasses(tuple(configs), self._num_devices, self.is_by_example)
+            for configs in together.values()
+        ]
         done, total = 0, sum(map(len, together.values()))
-        for batch, found in self._share([*batches], here):
-            for passes, document in zip(batches[batch], found or (), strict=False):
-                self._passes[passes] = self._bounds.keep_passes(passes.config, document)
+        for batch, found in self._share(batches, self._take):
+            for config, document in zip(batch.configs, found or (), strict=False):
+                if document is not None:
+                    self._passes[config] = self._bounds.keep_passes(config, document)
+            self._take(batch)
             done += len(batch.configs)
             progress(done, total)
+
+    def _take(self, batch: BoundedPasses) -> None:
+        """Know passes; what is not known and does not follow from others is traced."""
+        if batch.by_example:
+            unknown = [config for config in batch.configs if config not in self._lines]
+            for line, configs in lines_of(unknown, self._traced):
+                self._lines |= {config: (line, n) for n, config in configs.items()}
+        else:
+            for config in batch.configs:
+                self._traced(config)
 
     def _needed(self, window: Window, choice: StageChoice, microbatch_size: int) -> list[_Traced]:
         """What is traced to know a window: its passes, and where it splits along the sequence those
@@ -213,11 +238,19 @@ class LayerFacts:
         return size
 
     def _trace(self, passes: _Traced) -> StageBounds:
-        if passes not in self._passes:
-            shared = (passes.window, passes.size, passes.remat)
+        """The bounds of passes, which may follow from those of others."""
+        config = passes.config
+        if config not in self._passes and config in self._lines:
+            line, examples = self._lines[config]
+            self._passes[config] = line.at(examples)
+        return self._traced(config)
+
+    def _traced(self, config: StageConfig) -> StageBounds:
+        if config not in self._passes:
+            shared = (config.first, config.stop, config.microbatch_size, config.choice.remat)
             traces = self._traces.setdefault(shared, StageTraces())
-            self._passes[passes] = self._bounds.of_passes(passes.config, NO_END, traces)
-        return self._passes[passes]
+            self._passes[config] = self._bounds.of_passes(config, NO_END, traces)
+        return self._passes[config]
 
     def bounds(self, window: Window, choice: StageChoice, microbatch_size: int) -> StageBounds:
         """Of a window of one or two layers; of those that are alike the same object.
@@ -292,14 +325,14 @@ class LayerFacts:
             plain = self._along_sequence(window, choice, size, plain, whole[0])
         if choice.data_parallel == 1 and self.is_by_example:
             # What products add to gradients need not be read and written once more.
-            work = _of_examples(plain.least.backward_work)
+            work = of_examples(plain.least.backward_work)
             plain = replace(plain, least=replace(plain.least, backward_work=work))
         ends = self._end(window, choice)
         if choice.shard_params:
             plain = self._of_split_params(window, choice, plain)
         return StageBounds(
-            _put_together(plain.least, ends.least, choice),
-            _put_together(plain.most, ends.most, choice),
+            put_together(plain.least, ends.least, choice),
+            put_together(plain.most, ends.most, choice),
         )
 
     def _of_split_params(
@@ -313,10 +346,10 @@ class LayerFacts:
             return {name: of(getattr(cost, name), getattr(own, name)) for name in names}
 
         degree = choice.tensor_parallel
-        most = works(plain.most, sent.most, partial(_sending, degree=degree))
+        most = works(plain.most, sent.most, partial(sending, degree=degree))
         return StageBounds(
             replace(
-                plain.least, **works(plain.least, sent.least, partial(_splitting, degree=degree))
+                plain.least, **works(plain.least, sent.least, partial(splitting, degree=degree))
             ),
             replace(
                 plain.most,
@@ -402,14 +435,14 @@ class LayerFacts:
         graph, degree = self.graph_at(size), choice.tensor_parallel
         kept = ceil(kept_bytes(graph, *window, one, whole.least) / degree)
         least = replace(
-            _keeping(plain.least, kept),
+            keeping(plain.least, kept),
             forward_bytes=min(plain.least.forward_bytes, whole.least.forward_bytes // degree),
             backward_bytes=min(plain.least.backward_bytes, whole.least.backward_bytes // degree),
-            forward_work=_in_even_parts(plain.least.forward_work, degree),
-            backward_work=_in_even_parts(plain.least.backward_work, degree),
+            forward_work=in_even_parts(plain.least.forward_work, degree),
+            backward_work=in_even_parts(plain.least.backward_work, degree),
         )
         most = replace(
-            _keeping(plain.most, kept), backward_work=_gathering_again(plain.most.backward_work)
+            keeping(plain.most, kept), backward_work=gathering_again(plain.most.backward_work)
         )
         return StageBounds(least, most)
 
@@ -429,83 +462,5 @@ def _sizes(examples: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def _keeping(cost: StageCost, nbytes: int) -> StageCost:
-    """A cost that keeps so much for the backward pass, all named residuals."""
-    return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
-
-
-def _sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """A program whose replicas send what those of another do, which has no tensor parallelism."""
-    if work is None or own is None:
-        return None
-    sent = [one for one in work.collectives if one.stride != degree]
-    sent += [replace(one, nbytes=one.nbytes // degree, stride=degree) for one in own.collectives]
-    return replace(work, collectives=tuple(sent))
-
-
-def _splitting(
-    work: ProgramWork | None, own: ProgramWork | None, degree: int
-) -> ProgramWork | None:
-    """The least work as ``_of_examples``, of a program whose replicas send as ``_sending``."""
-    return _sending(_of_examples(work), own, degree)
-
-
-def _of_examples(work: ProgramWork | None) -> ProgramWork | None:
-    """The least work of a program, of which the traffic of what is the same on all replicas, its
-    last kernel, is no part any more."""
-    if work is None or work.kernels is None:
-        return None
-    traffic = [kernel for kernel in work.kernels if not kernel.dtype]
-    kernels = [kernel for kernel in work.kernels if kernel.dtype]
-    return replace(work, kernels=(*kernels, *traffic[:1]))
-
-
-def _in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """The least work of a program whose traffic beside products is split over devices."""
-    if work is None or work.kernels is None:
-        return None
-    kernels = [
-        kernel if kernel.dtype else replace(kernel, nbytes=kernel.nbytes // degree)
-        for kernel in work.kernels
-    ]
-    return replace(work, kernels=tuple(kernels))
-
-
-def _gathering_again(work: ProgramWork | None) -> ProgramWork | None:
-    """A backward pass that gathers along the sequence, once more, what its products read of the
-    forward pass."""
-    if work is None:
-        return None
-    again = [
-        replace(one, kind="all-gather") for one in work.collectives if one.kind == "all-reduce"
-    ]
-    sums = [one for one in again if one.stride == 1]
-    return replace(work, collectives=(*work.collectives, *sums))
-
-
-def _put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:
-    """The cost of a stage from that of its passes and of the end of its step."""
-    return replace(
-        passes,
-        optimizer_bytes=end.optimizer_bytes,
-        update_bytes=end.update_bytes,
-        summarize_bytes=end.summarize_bytes,
-        summary_bytes=end.summary_bytes,
-        update_work=end.update_work,
-        forward_work=_among_replicas(passes.forward_work, choice),
-        backward_work=_among_replicas(passes.backward_work, choice),
-    )
-
-
-def _among_replicas(work: ProgramWork | None, choice: StageChoice) -> ProgramWork | None:
-    """The work of a program with other replicas than it was traced for."""
-    if work is None:
-        return None
-    found = []
-    for one in work.collectives:
-        is_of_replicas = one.stride == choice.tensor_parallel and one.group_size > 1
-        if not is_of_replicas:
-            found.append(one)
-        elif choice.data_parallel > 1:
-            found.append(replace(one, group_size=choice.data_parallel))
-    return replace(work, collectives=tuple(found))
+def _on_one_replica(choice: StageChoice) -> StageChoice:
+    return replace(choice, data_parallel=1, shard_optimizer=False, shard_params=False)

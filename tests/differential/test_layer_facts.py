@@ -12,13 +12,15 @@ import pytest
 from capture.documents import write
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import StageBounds
 from capture.measured.store import Store
 from capture.model.workload import Workload
-from capture.plan.choices import StageChoice
+from capture.plan.choices import REMAT_POLICIES, StageChoice
 from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend, bounded
 from capture.profiler.compile import CompileBackend
 from capture.profiler.facts import LayerFacts
+from capture.profiler.other_splits import among_replicas
 from tests import pipeline_models, zoo_models
 from tests.pipeline_models import mark
 
@@ -138,6 +140,50 @@ def test_passes_that_are_bounded_elsewhere_or_side_by_side_are_the_same(name):
     assert max(sizes) > 2
     for (choice, size), window in itertools.product(asked, windows_of(ours)[:2]):
         assert others.bounds(window, choice, size) == ours.bounds(window, choice, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("gpt", "cheap"),
+        *(
+            pytest.param(name, remat, marks=pytest.mark.slow)
+            for name in ("gpt", "wide_resnet")
+            for remat in REMAT_POLICIES
+        ),
+    ],
+)
+def test_what_follows_from_other_numbers_of_examples_is_what_their_traces_say(name, remat):
+    """Of few examples most products are small."""
+    target, examples = Target.load("h100"), [1, 2, 4, 16, 32, 48, 64, 96, 192, 256, 512]
+    backend = CompileBackend(MODELS[name](), store=Store(), target=target, num_devices=NUM_DEVICES)
+    facts, alone = (LayerFacts(backend, examples, NUM_DEVICES) for _ in range(2))
+    asked = [(StageChoice(2, degree, remat), 2 * n) for degree in (1, 2) for n in examples]
+    facts.learn(asked, longest=1)
+    follow = [config for config in facts._lines if config not in facts._passes]
+    assert follow, "some are on lines"
+    for config, window in itertools.product(follow, [(0, 1), (1, 2)]):
+        if (config.first, config.stop) == window:
+            line, n = facts._lines[config]
+            found, traced = line.at(n), alone._traced(config)
+            found, traced = (among_two(each, config.choice) for each in (found, traced))
+            assert found.least == traced.least, config
+            peaks = {f"{p}_bytes": getattr(traced.most, f"{p}_bytes") for p in PASSES}
+            for name, nbytes in peaks.items():
+                assert nbytes - 1 <= getattr(found.most, name) <= 1.2 * nbytes + 1, config
+            assert replace(found.most, **peaks) == traced.most, config
+
+
+PASSES = ("forward", "backward")
+
+
+def among_two(bounds, choice):
+    """As of two replicas."""
+    works = [f"{each}_work" for each in PASSES]
+    costs = (bounds.least, bounds.most)
+    return StageBounds(
+        *(replace(c, **{w: among_replicas(getattr(c, w), choice) for w in works}) for c in costs)
+    )
 
 
 def test_equal_layers_are_traced_once():

@@ -1,0 +1,89 @@
+"""Costs and work of stages with other replicas, or another split, than what was traced of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from capture.measured.stage_cost import StageCost, UpdateCost
+from capture.measured.work import ProgramWork
+from capture.plan.choices import StageChoice
+
+
+def keeping(cost: StageCost, nbytes: int) -> StageCost:
+    """A cost that keeps so much for the backward pass, all named residuals."""
+    return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
+
+
+def sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
+    """A program whose replicas send what those of another do, which has no tensor parallelism."""
+    if work is None or own is None:
+        return None
+    sent = [one for one in work.collectives if one.stride != degree]
+    sent += [replace(one, nbytes=one.nbytes // degree, stride=degree) for one in own.collectives]
+    return replace(work, collectives=tuple(sent))
+
+
+def splitting(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
+    """The least work as ``of_examples``, of a program whose replicas send as ``sending``."""
+    return sending(of_examples(work), own, degree)
+
+
+def of_examples(work: ProgramWork | None) -> ProgramWork | None:
+    """The least work of a program, of which the traffic of what is the same on all replicas, its
+    last kernel, is no part any more."""
+    if work is None or work.kernels is None:
+        return None
+    traffic = [kernel for kernel in work.kernels if not kernel.dtype]
+    kernels = [kernel for kernel in work.kernels if kernel.dtype]
+    return replace(work, kernels=(*kernels, *traffic[:1]))
+
+
+def in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:
+    """The least work of a program whose traffic beside products is split over devices."""
+    if work is None or work.kernels is None:
+        return None
+    kernels = [
+        kernel if kernel.dtype else replace(kernel, nbytes=kernel.nbytes // degree)
+        for kernel in work.kernels
+    ]
+    return replace(work, kernels=tuple(kernels))
+
+
+def gathering_again(work: ProgramWork | None) -> ProgramWork | None:
+    """A backward pass that gathers along the sequence, once more, what its products read of the
+    forward pass."""
+    if work is None:
+        return None
+    again = [
+        replace(one, kind="all-gather") for one in work.collectives if one.kind == "all-reduce"
+    ]
+    sums = [one for one in again if one.stride == 1]
+    return replace(work, collectives=(*work.collectives, *sums))
+
+
+def put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:
+    """The cost of a stage from that of its passes and of the end of its step."""
+    return replace(
+        passes,
+        optimizer_bytes=end.optimizer_bytes,
+        update_bytes=end.update_bytes,
+        summarize_bytes=end.summarize_bytes,
+        summary_bytes=end.summary_bytes,
+        update_work=end.update_work,
+        forward_work=among_replicas(passes.forward_work, choice),
+        backward_work=among_replicas(passes.backward_work, choice),
+    )
+
+
+def among_replicas(work: ProgramWork | None, choice: StageChoice) -> ProgramWork | None:
+    """The work of a program with other replicas than it was traced for."""
+    if work is None:
+        return None
+    found = []
+    for one in work.collectives:
+        is_of_replicas = one.stride == choice.tensor_parallel and one.group_size > 1
+        if not is_of_replicas:
+            found.append(one)
+        elif choice.data_parallel > 1:
+            found.append(replace(one, group_size=choice.data_parallel))
+    return replace(work, collectives=tuple(found))
