@@ -108,9 +108,8 @@ def rows_of(name: str, num_steps: int) -> Iterator[dict[str, Any]]:
         clock.begin()
         state, _ = train.advance(state, batch, observer=clock)
         jax.block_until_ready(state.slots)
-    built = train.step_of(state)
-    step = built.step
-    arrays = [len(train.arrays[a].values[n]) for _, (a, n) in sorted(built.keys.items())]
+    step = train.step_of(state)
+    arrays = [len(train.arrays[a].values[n]) for a, n in (slot.holds for slot in step.slots)]
     groups: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for number, each in enumerate(step.instructions[:-1]):
         what, used = type(each).__name__.lower(), tuple[int, ...]()

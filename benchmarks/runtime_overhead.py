@@ -254,11 +254,9 @@ class BareCalls:
         if program == "backward":
             self._held[s].pop(0)
         if isinstance(instruction, Copy):
-            s, key = (
-                _stage(self._step, instruction.source),
-                self._step.program.slots[instruction.target].key,
-            )
+            s = _stage(self._step, instruction.source)
             if _sends(self._step, instruction, s):
+                (key,) = self._step.program.slots[instruction.target].holds.ids
                 (array,) = slots[instruction.source]
                 if key not in self._moves:
                     target = self._step.stages[s + 1].value_sharding(key)

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from capture.model.graph import LayerGraph
 from capture.plan.task_graph import Span, TaskGraph
+from capture.step.holds import Leaves, State
 from capture.step.pack_sizes import GraphPacks, PackPass, PartOf
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Wait
 from capture.step.streamed import StreamedBuilder
-from capture.step.streamed_units import parts_of_name
 from tests.synthetic_graphs import LOSS_BYTES, MICROBATCH_SIZE
 
 Array = tuple
@@ -139,8 +139,7 @@ class Followed:
 
     def __init__(self, graph: TaskGraph, sizes: GraphSizes, builder: StreamedBuilder):
         self.graph, self.sizes, self.step = graph, sizes, builder.step
-        self.rows, self.values, self.spans = builder.rows, builder.values, builder.spans
-        self.shares, self.alone = builder.shares, builder.alone
+        self.holds = [slot.holds for slot in self.step.slots]
         #: Parts of the batch, as they are numbered: (lane, first, stop).
         self.parts = [
             (lane, *part) for lane, cuts in builder.parts.items() for part in pairwise((0, *cuts))
@@ -152,23 +151,26 @@ class Followed:
         self.there: dict[int, list[Array]] = {}
         self.passed: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         for name, slot in self.step.persistent.items():
-            (first, stop), what = self.spans[slot], self.step.slots[slot].what
+            what, which = self.step.slots[slot].what, getattr(self.holds[slot], "share", None)
             of, count = "state of layers" if what == "state" else f"{what} of", sizes.num_shares
-            share = f", share {self.shares[slot] + 1} of {count}" if slot in self.shares else ""
-            assert name == f"{of} {first} to {stop - 1}{share}"
+            share = "" if which is None else f", share {which + 1} of {count}"
+            first, last = map(int, re.findall(rf"^{of} (\d+) to (\d+){share}$", name)[0])
+            owned = sizes.owned((first, last + 1))
+            held = getattr(self.holds[slot], "params" if what == "state" else "ids")
+            assert held == (sizes.cast((first, last + 1)) if what == "casts" else owned)
             self.write(slot, self.persistent(slot, 0))
         for instruction in self.step.instructions:
             self.follow(instruction)
 
     def persistent(self, slot: int, version: int) -> list[Array]:
-        span = self.spans[slot]
-        if self.step.slots[slot].what == "state":
+        holds = self.holds[slot]
+        if isinstance(holds, State):
+            (span,) = (pack for pack in self.packs if self.sizes.owned(pack) == holds.params)
             return [("state", span, version)]
-        arrays: list[Array] = [("param", p, version) for p in self.sizes.owned(span)]
-        if self.step.slots[slot].what == "casts":
-            arrays = [("cast", p, version) for p in self.sizes.cast(span)]
-        if slot in self.shares:
-            arrays = [("share", self.shares[slot], array) for array in arrays]
+        kind = "cast" if self.step.slots[slot].what == "casts" else "param"
+        arrays: list[Array] = [(kind, p, version) for p in holds.ids]
+        if holds.share is not None:
+            arrays = [("share", holds.share, array) for array in arrays]
         return arrays
 
     def whole(self, slots: Sequence[int]) -> list[Array]:
@@ -194,9 +196,8 @@ class Followed:
         step = self.step
         match instruction:
             case Feed(slot, part, leaves):
-                assert leaves == self.sizes.batch(self.spans[slot])
                 self.write(slot, [("batch", leaf, *self.parts[part]) for leaf in leaves])
-                assert self.rows[slot] == (self.spans[slot][0], self.parts[part][1:])
+                assert self.holds[slot] == Leaves(leaves, self.parts[part][1:])
             case Copy(source, target, nbytes, _, index):
                 arrays = self.there[source]
                 if index is not None:
@@ -207,7 +208,7 @@ class Followed:
                 assert nbytes == step.slots[target].nbytes
                 assert step.slots[target].what == step.slots[source].what or index is not None
                 if step.slots[target].what == "shared":
-                    what, param = self.shares.get(target), step.slots[target].key
+                    what, (param,) = self.holds[target].share, self.holds[target].ids
                     wanted = ("cast" if param in self.sizes.casts else "param", param, 0)
                     assert arrays == [wanted if what is None else ("share", what, wanted)]
             case Wait(slot):
@@ -219,7 +220,7 @@ class Followed:
                 self.run(instruction)
 
     def run(self, run: Run) -> None:
-        kind, first, stop, size, _ = parts_of_name(run.program)
+        kind, (first, stop), size, *_ = self.step.programs[run.program].call
         program, slots = self.step.programs[run.program], self.step.slots
         for slot in (*(s for group in run.inputs for s in group), *run.outputs):
             on = slots[slot].place
@@ -248,7 +249,7 @@ class Followed:
                     if program.place.host  # its temporaries are not booked
                     else self.sizes.transient_bytes(kind, (first, stop), 0, summed)
                 )
-                assert parts_of_name(run.program)[3:] == (0, program.place.devices[0])
+                assert program.call[2:4] == (0, program.place.devices[0])
                 does = "summarize gradients" if kind == "summarize" else r"update( 0)?"
                 if kind != "reduce":
                     assert re.fullmatch(f"{does} of layers {first} to {stop - 1}", run.label)
@@ -318,14 +319,19 @@ class Followed:
         new = frozenset((span, lane, e) for e in range(*rows))
         shared = self.sizes.shared(span)
         params = [self.sizes.owned(span), *((p,) for p in shared)]
-        assert self.spans[gradients[0]] == span
-        assert [self.step.slots[slot].key for slot in gradients[1:]] == list(shared)
+        assert [self.holds[slot].ids for slot in gradients] == params
         before = {p: of for _, p, of in summed}
         for slot, own in zip(gradients, params, strict=True):
             sums = [before.pop(p, frozenset()) for p in own]
             assert all(of.isdisjoint(new) for of in sums), "an example counts twice"
             made[slot] = [
-                ("cast grad" if slot in self.alone and self.sizes.once(p) else "grad", p, of | new)
+                (
+                    "cast grad"
+                    if self.holds[slot].form == "alone" and self.sizes.once(p)
+                    else "grad",
+                    p,
+                    of | new,
+                )
                 for p, of in zip(own, sums, strict=True)
             ]
         assert not before
@@ -410,7 +416,7 @@ class Followed:
         """What its task reads, where the pass is a part of one; nothing if it reads none."""
         leaves = self.sizes.batch(span)
         assert bool(slots) == bool(leaves)
-        given = self.sizes.batch(self.spans[slots[0]]) if slots else ()
+        given = self.holds[slots[0]].ids if slots else ()
         self.joined(slots, "batch", given, rows)
         assert {*leaves} <= {*given}
 
@@ -439,15 +445,17 @@ class Followed:
     def pieces(
         self, slots: Sequence[int], what: str, keys: Sequence[int], rows: tuple[int, int, int]
     ) -> dict[int, list[Array]]:
-        assert [self.rows[slot][1] for slot in slots] == list(
-            pairwise([rows[1], *(self.rows[slot][1][1] for slot in slots)])
-        )
-        assert self.rows[slots[-1]][1][1] == rows[2]
-        return {slot: [(what, key, rows[0], *self.rows[slot][1]) for key in keys] for slot in slots}
+        held = [self.holds[slot].rows for slot in slots]
+        assert held == list(pairwise([rows[1], *(stop for _, stop in held)]))
+        assert held[-1][1] == rows[2]
+        return {
+            slot: [(what, key, rows[0], *self.holds[slot].rows) for key in keys] for slot in slots
+        }
 
     def named(self, run: Run, slots: Sequence[int]) -> None:
         """Where rows come in pieces, the name has the size of each: the program is another."""
-        pieces = sorted({self.rows[slot][1] for slot in slots if slot in self.rows})
+        held = (getattr(self.holds[slot], "rows", None) for slot in slots)
+        pieces = sorted({rows for rows in held if rows})
         sizes = "+".join(str(stop - first) for first, stop in pieces)
         assert run.program.split()[5:] == ([sizes] if len(pieces) > 1 else [])
 

@@ -16,7 +16,7 @@ from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import INK, KINDS, LIMIT, OTHER
 from capture.report.units import bytes_unit, seconds_unit
-from capture.step.multiplexed import ArraySteps, build_array, lifetimes
+from capture.step.multiplexed import ArraySteps, build_array, lifetimes, program_seconds
 from capture.step.program import Run
 from capture.step.simulator import Work
 from capture.step.sub_array import Lifetimes, Programs, SubArray, movable
@@ -69,8 +69,8 @@ def array_facts(
         inwards = source is None or source.host is not None
         return (host.to_device if inwards else host.to_host).seconds(nbytes)
 
-    seconds = Seconds(steps.body.seconds, transfer, host.duplex)
-    timeline = simulate_step(steps.body.step, seconds, feeds_ahead=0)
+    seconds = Seconds(program_seconds(steps.body), transfer, host.duplex)
+    timeline = simulate_step(steps.body, seconds, feeds_ahead=0)
     return ArrayFacts(plan, arrays, steps, timeline, host)
 
 
@@ -108,7 +108,7 @@ _At = dict[tuple[int, int], float]
 def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
     """By sub-array and segment: when it ends, when it begins, and the seconds of what is made again
     before it."""
-    runs = [each for each in facts.steps.body.step.instructions if isinstance(each, Run)]
+    runs = [each for each in facts.steps.body.instructions if isinstance(each, Run)]
     simulation = facts.timeline.simulation
     items = [
         (item, float(start))
@@ -118,8 +118,8 @@ def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
     ends, begins, again = _At(), _At(), _At()
     waiting: dict[int, float] = {}
     for run, (item, start) in zip(runs, items, strict=True):
-        a = facts.steps.body.keys[run.outputs[0]][0]
-        call = facts.steps.body.calls[run.program][1]
+        a = facts.steps.body.slots[run.outputs[0]].holds.array
+        call = facts.steps.body.programs[run.program].call.call
         if call.kind == "recompute":
             waiting[a] = waiting.get(a, 0.0) + float(item.seconds)
             continue

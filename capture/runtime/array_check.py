@@ -23,7 +23,7 @@ from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
 from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
-from capture.step.program import Copy
+from capture.step.program import Copy, Step
 
 #: By so many the gradients of a model alone are off, to see what that makes of its parameters.
 ROUNDINGS = 1
@@ -66,14 +66,15 @@ class ArrayMeter:
 
     def _measured(
         self,
-        built: Any,
+        built: Step | None,
         state: ArrayState,
         run: Callable[[LiveArrayMeter], tuple[ArrayState, Losses | None]],
     ) -> tuple[ArrayState, list[float] | None]:
         training = self.training
         jax.block_until_ready(state.slots)
+        assert built is not None, "a state that is ahead has a step that ends its update"
         live = LiveArrayMeter(
-            built.step, [training.device], training.transient_bytes, strict=self.strict
+            built, [training.device], training.transient_bytes, strict=self.strict
         )
         state, losses = run(live)
         found = None if losses is None else list(losses)
@@ -139,7 +140,7 @@ def run_array(
             warnings.step(len(losses), found)
         num_after_first = len(training.programs.executables) - compiled
     saved = None if save is None else str(checkpoint.save(training, state, save))
-    body = training.steps.body.step
+    body = training.steps.body
     moved = {"to_host": 0, "to_device": 0}
     for each in body.instructions:
         if isinstance(each, Copy):

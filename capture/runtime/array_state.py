@@ -16,8 +16,7 @@ from capture.errors import ExecutionError, Violation
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import LayerwiseOptimizer
-from capture.step.multiplexed import ArrayStep
-from capture.step.program import Place
+from capture.step.program import Place, Step
 
 #: Of one model, by index: parameters in the layer graph, and leaves of the optimizer's state.
 Leaves = tuple[Mapping[int, Any], Mapping[int, Any]]
@@ -83,7 +82,7 @@ class StateRows:
     partition: Sequence[Sequence[int]]
     arrays: Sequence[FusedArray]
     optimizers: Sequence[LayerwiseOptimizer]
-    body: ArrayStep
+    body: Step
     sharding: Callable[[Place], NamedSharding]
 
     def placed(self, leaves: Sequence[Leaves]) -> dict[str, list[jax.Array]]:
@@ -93,7 +92,7 @@ class StateRows:
             ExecutionError: ``array-shared-values`` where what all share differs.
         """
         self._check_shared([params for params, _ in leaves])
-        step, slots = self.body.step, dict[str, list[jax.Array]]()
+        step, slots = self.body, dict[str, list[jax.Array]]()
         for name, a, bundle in self._slots:
             sharding, own = self.sharding(step.slots[step.persistent[name]].place), []
             for part, index in self._origins[a, bundle]:
@@ -126,7 +125,8 @@ class StateRows:
     @cached_property
     def _slots(self) -> list[tuple[str, int, int]]:
         """Of state: name, sub-array and bundle."""
-        named = [(name, *self.body.keys[n]) for name, n in self.body.step.persistent.items()]
+        held = self.body.slots
+        named = [(name, *held[n].holds) for name, n in self.body.persistent.items()]
         return [(name, a, n) for name, a, n in named if self.arrays[a].bundles[n].is_state]
 
     @cached_property

@@ -44,17 +44,18 @@ from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.fused import Fuser
 from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
+from capture.runtime.pack_updates import cut
 from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
     HOST,
-    ArrayStep,
     ArraySteps,
     build_array,
     lifetimes,
     peak_of,
 )
-from capture.step.program import Run, Slot
+from capture.step.program import Run, Slot, Step
+from capture.step.sub_array import SegmentCall
 
 
 def train_array(
@@ -382,7 +383,7 @@ class ArrayTraining:
         if state.ahead is not None:
             yield self.finish(state)
 
-    def step_of(self, state: ArrayState) -> ArrayStep:
+    def step_of(self, state: ArrayState) -> Step:
         """The instructions that ``advance`` executes."""
         steps = self.of_state(state).steps
         return steps.body if state.ahead is not None or not steps.prologue else steps.prologue
@@ -426,7 +427,7 @@ class ArrayTraining:
 
     def _execute(
         self,
-        built: ArrayStep,
+        built: Step,
         state: ArrayState,
         batches: Sequence[Sequence[Any]],
         observer: Observer | None,
@@ -438,7 +439,8 @@ class ArrayTraining:
             bound_run_ahead=self.device.platform == "cpu",
             observer=observer,
         )
-        losses = dict(zip(built.reported, reported, strict=True))
+        of = [built.slots[slot].holds.array for slot in built.reported]
+        losses = dict(zip(of, reported, strict=True))
         begins = self.steps.prologue is not None and built is not self.steps.epilogue
         ahead = (batches[-1], losses[0]) if begins else None
         if built is self.steps.prologue:
@@ -448,8 +450,8 @@ class ArrayTraining:
         done = Losses(self.plan.partition, [losses[a] for a in range(len(self.arrays))])
         return ArrayState(slots, self.plan, state.num_steps + 1, ahead), done
 
-    def _check_state(self, built: ArrayStep, state: ArrayState) -> None:
-        named = set(built.step.persistent)
+    def _check_state(self, built: Step, state: ArrayState) -> None:
+        named = set(built.persistent)
         deleted = [name for name, own in state.slots.items() for x in own if x.is_deleted()]
         if set(state.slots) != named or deleted:
             said = "was already taken over by an update" if deleted else "is of another plan"
@@ -461,41 +463,24 @@ class ArrayTraining:
 
     # ---- binding ---------------------------------------------------------------------------------
 
-    def _bind(self, built: ArrayStep) -> BoundStep:
+    def _bind(self, built: Step) -> BoundStep:
         if id(built) not in self._bound:
             self._check_memory()
-            calls = {name: self._call(built, name) for name in built.step.programs}
-            slots = {slot.name: number for number, slot in enumerate(built.step.slots)}
-
-            def layout(slot: Slot) -> list[jax.ShapeDtypeStruct]:
-                a, bundle = built.keys[slots[slot.name]]
-                sharding = self.programs.sharding(slot.place)
-                return self.programs.structs(self.arrays[a], bundle, sharding)
-
+            calls = {name: self._call(name, one.call) for name, one in built.programs.items()}
             executables = self.programs.executables
             self._bound[id(built)] = BoundStep(
-                built.step, calls, layout, None, lambda name: executables[name].scratch.nbytes
+                built, calls, self._layout, None, lambda name: executables[name].scratch.nbytes
             )
         return self._bound[id(built)]
 
-    def _call(self, built: ArrayStep, name: str) -> Call:
-        call = flat_call(self.programs.executables[name].call)
-        run = next(
-            each
-            for each in built.step.instructions
-            if isinstance(each, Run) and each.program == name
-        )
-        keys = [built.keys[slot] for slot in run.outputs]
-        sizes = [len(self.arrays[a].values[bundle]) for a, bundle in keys]
+    def _layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
+        sharding = self.programs.sharding(slot.place)
+        return self.programs.structs(self.arrays[slot.holds.array], slot.holds.bundle, sharding)
 
-        def cut(flat: list[jax.Array]) -> list[list[jax.Array]]:
-            results, found, start = call(flat), [], 0
-            for size in sizes:
-                found.append(results[start : start + size])
-                start += size
-            return found
-
-        return cut
+    def _call(self, name: str, of: SegmentCall) -> Call:
+        call, values = flat_call(self.programs.executables[name].call), self.arrays[of.array].values
+        sizes = [len(values[bundle]) for bundle in of.call.outputs]
+        return lambda flat: cut(call(flat), sizes)
 
     def transient_bytes(self, run: Run) -> int:
         """What the program that an instruction runs needs beside its operands."""

@@ -17,7 +17,7 @@ Source: Li et al. 2022 (Harmony), 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,15 +34,15 @@ from capture.plan.task_graph import Span
 from capture.runtime.dispatch import Call
 from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions, differentiable
 from capture.runtime.pack_updates import PackUpdate, cut
 from capture.runtime.programs import shard_bytes
+from capture.step.holds import Leaves, Loss, Params, State, Summary, Values
 from capture.step.interface import owned_and_borrowed
 from capture.step.pack_sizes import GraphPacks, PackPass, PartOf
-from capture.step.program import Place, Run, Slot
-from capture.step.streamed_state import StreamedState
-from capture.step.streamed_units import parts_of_name
+from capture.step.program import Place, Run, Slot, Step
+from capture.step.streamed_units import PackCall
 from capture.tracing import TracedModel
 from capture.tracing.leaf_uses import Cast
 from capture.tracing.slices import struct_of
@@ -73,7 +73,7 @@ class TracedSizes(GraphPacks):
     compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
 
     def alone_bytes(self, span: Span) -> int:
-        return _nbytes([self.gradient(p, alone=True) for p in self.owned(span)])
+        return _nbytes(map(self.alone, self.owned(span)))
 
     def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
         if isinstance(of, int):
@@ -85,10 +85,10 @@ class TracedSizes(GraphPacks):
             whole = [self.param(p) for p in owned]
         return _nbytes([share_struct(struct, self.num_shares) for struct in whole])
 
-    def gradient(self, param: int, *, alone: bool) -> jax.ShapeDtypeStruct:
-        """That of a parameter, or of its cast where a single pass makes it and it is as good."""
+    def alone(self, param: int) -> jax.ShapeDtypeStruct:
+        """The gradient that a single pass makes: of a cast, where it is as good."""
         cast = self.casts.get(param)
-        return self.streamed(param) if alone and cast and cast.once else self.param(param)
+        return self.streamed(param) if cast and cast.once else self.param(param)
 
     def param(self, param: int) -> jax.ShapeDtypeStruct:
         return struct_of(self.graph.params[param])
@@ -146,7 +146,7 @@ class PackPrograms:
 
     Args:
         traced: The loss, by micro-batch size.
-        builder: Of the step, which it has built.
+        step: Which it is of.
         sizes: What it was given.
         update: Of the whole model.
         minibatch_size: The loss of a micro-batch counts as many of these as it has examples.
@@ -160,7 +160,7 @@ class PackPrograms:
     def __init__(
         self,
         traced: Mapping[int, TracedModel],
-        builder: StreamedState,
+        step: Step,
         sizes: TracedSizes,
         update: TracedOptimizer,
         minibatch_size: int,
@@ -169,18 +169,19 @@ class PackPrograms:
         host: Any = None,
     ):
         self._host = host
-        self._traced, self._builder, self._step = traced, builder, builder.step
+        self._traced, self._step = traced, step
+        self._layouts: dict[Slot, list[jax.ShapeDtypeStruct]] = {}
         self._graph = next(iter(traced.values())).graph
         self._sizes, self._update_of = sizes, update
         self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
         self._shardings: dict[Place, NamedSharding] = {}
         self._compiled: dict[Any, Executable] = {}
 
-    def of(self, builder: StreamedState) -> PackPrograms:
+    def of(self, step: Step) -> PackPrograms:
         """Those of another step of the same plan: what is compiled, is."""
         other = PackPrograms(
             self._traced,
-            builder,
+            step,
             self._sizes,
             self._update_of,
             self._minibatch_size,
@@ -239,71 +240,41 @@ class PackPrograms:
 
     def layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
         """The arrays of a slot."""
-        return self._layout[self._numbers[slot.name]]
+        if slot not in self._layouts:
+            self._layouts[slot] = self._structs(slot)
+        return self._layouts[slot]
 
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {slot.name: number for number, slot in enumerate(self._step.slots)}
-
-    @cached_property
-    def _layout(self) -> list[list[jax.ShapeDtypeStruct]]:
-        return [self._structs(number) for number in range(len(self._step.slots))]
-
-    def _structs(self, number: int) -> list[jax.ShapeDtypeStruct]:
-        slot, graph = self._step.slots[number], self._graph
-        match slot.what:
-            case "weights":
-                structs = [struct_of(graph.params[p]) for p in self.params_of(number)]
-            case "casts":
-                structs = [self._sizes.streamed(p) for p in self.params_of(number)]
-            case "gradients":
-                owned, alone = self.params_of(number), number in self._builder.alone
-                structs = [self._sizes.gradient(p, alone=alone) for p in owned]
-            case "shared":
-                structs = [self._sizes.streamed(p) for p in self.params_of(number)]
-            case "shared gradient":
-                structs = [struct_of(graph.params[p]) for p in self.params_of(number)]
-            case "state":
-                stage = self._stage(self._builder.spans[number])
-                structs = [stage.state_structs[k] for k in stage.state]
-            case "summary":
-                structs = list(self._stage(self._builder.spans[number]).summary)
-            case "loss":
-                structs = [struct_of(graph.values[graph.layers[-1].outputs[-1]])]
-            case _:
-                layer, (first, stop) = self._builder.rows[number]
-                structs = [
-                    self._rows_of(tensor, stop - first) for tensor in self._tensors(number, layer)
-                ]
-        if number in self._builder.shares:
+    def _structs(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
+        sharding, share = self.sharding(slot.place), getattr(slot.holds, "share", None)
+        structs = list(self._whole(slot.holds))
+        if share is not None:
             structs = [share_struct(struct, self._sizes.num_shares) for struct in structs]
-        sharding = self.sharding(slot.place)
         structs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in structs]
         nbytes = sum(map(shard_bytes, structs))
         assert nbytes == slot.nbytes, f"{slot} is booked and has {nbytes} bytes"
         return structs
 
-    def params_of(self, number: int) -> tuple[int, ...]:
-        """Whose the arrays of a slot are: of weights, casts or gradients."""
-        slot = self._step.slots[number]
-        if slot.key is not None:
-            return (slot.key,)
-        span, sizes = self._builder.spans[number], self._sizes
-        if slot.what == "casts":
-            return sizes.cast(span)
-        owned = sizes.owned(span)
-        if slot.what == "gradients" or slot.place.host is not None:
-            return owned
-        return tuple(p for p in owned if p not in sizes.casts)
-
-    def _tensors(self, number: int, layer: int) -> list[Tensor]:
-        graph, what = self._graph, self._step.slots[number].what
-        if what == "batch":
-            return [graph.batch[b] for b in graph.stage_batch(*self._builder.spans[number])]
-        gradient = what == "gradient"
-        values: Sequence[int] = differentiable(graph, layer) if gradient else graph.crossing(layer)
-        values = self._builder.values.get(number, values)
-        return [graph.values[v] for v in values]
+    def _whole(self, holds: Any) -> Iterable[jax.ShapeDtypeStruct]:
+        """The arrays of which a slot has all, or a share of each."""
+        graph, sizes = self._graph, self._sizes
+        match holds:
+            case Params(ids, form):
+                made = {"whole": sizes.param, "sent": sizes.streamed, "alone": sizes.alone}[form]
+                return map(made, ids)
+            case State(params):
+                stage = self.stage(params)
+                return (stage.state_structs[k] for k in stage.state)
+            case Summary(tuple(params)):
+                return self.stage(params).summary
+            case Loss():
+                return [struct_of(graph.values[graph.layers[-1].outputs[-1]])]
+            case Leaves(ids, (first, stop)):
+                return (self._rows_of(graph.batch[b], stop - first) for b in ids)
+            case Values(ids, (first, stop), gradients):
+                values = (graph.values[v] for v in ids)
+                flowing = (v for v in values if v.differentiable or not gradients)
+                return (self._rows_of(v, stop - first) for v in flowing)
+        raise AssertionError(f"{holds} is nothing that packs have")
 
     def _rows_of(self, tensor: Tensor, examples: int) -> jax.ShapeDtypeStruct:
         struct, dim = struct_of(tensor), tensor.batch_dim
@@ -313,34 +284,42 @@ class PackPrograms:
         shape[dim] = shape[dim] // self._graph.microbatch_size * examples
         return jax.ShapeDtypeStruct(tuple(shape), struct.dtype)
 
-    def _stage(self, pack: Span) -> Any:
-        """Its slice of the optimizer."""
-        owned = self._sizes.owned(pack)
-        return next(stage for stage in self._sizes.optimizer.stages if stage.params == owned)
+    def stage(self, params: tuple[int, ...]) -> StageUpdate:
+        """The slice of the optimizer that updates parameters."""
+        return next(stage for stage in self._sizes.optimizer.stages if stage.params == params)
+
+    def _of(self, slots: Sequence[int]) -> list[list[jax.ShapeDtypeStruct]]:
+        return [self.layout(self._step.slots[slot]) for slot in slots]
+
+    def _holds(self, slots: Sequence[int]) -> list[Any]:
+        return [self._step.slots[slot].holds for slot in slots]
 
     # ---- programs --------------------------------------------------------------------------------
 
     def call(self, run: Run) -> Call:
         """The program of an instruction, on the arrays of its slots."""
         call = flat_call(self.executables[run.program].call)
-        sizes = [len(self._layout[slot]) for slot in run.outputs]
-        if parts_of_name(run.program)[0] in EXCHANGES:
+        sizes = list(map(len, self._of(run.outputs)))
+        if self._call_of(run).kind in EXCHANGES:
             return self._exchange(run).call(call, sizes[: len(sizes) // len(run.inputs)])
         return lambda flat: cut(call(flat), sizes)
+
+    def _call_of(self, run: Run) -> PackCall:
+        return self._step.programs[run.program].call
 
     def _exchange(self, run: Run) -> Exchange:
         """Of devices with a group of slots each."""
         count = len(run.outputs) // len(run.inputs)
         given, made = (
-            [struct for slot in slots for struct in self._layout[slot]]
+            [struct for structs in self._of(slots) for struct in structs]
             for slots in (run.inputs[0], run.outputs[:count])
         )
         shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs[::count]]
-        return Exchange(parts_of_name(run.program)[0], given, made, shardings)
+        return Exchange(self._call_of(run).kind, given, made, shardings)
 
     def _program(self, run: Run) -> tuple[Any, Callable[[AnyCompiler], Executable]]:
         """What tells a program from others, and its compilation."""
-        kind = parts_of_name(run.program)[0]
+        kind = self._call_of(run).kind
         if kind in EXCHANGES:
             exchange = self._exchange(run)
             return exchange.key, exchange.compiled
@@ -351,11 +330,11 @@ class PackPrograms:
         else:
             function, key = self._pass(run)
         slots = [slot for group in run.inputs for slot in group]
-        args = [self._layout[slot] for slot in slots]
-        out = [[struct.sharding for struct in self._layout[slot]] for slot in run.outputs]
+        args, results = self._of(slots), self._of(run.outputs)
+        out = [[struct.sharding for struct in structs] for structs in results]
         donated = tuple(i for i, slot in enumerate(slots) if slot in run.donated)
         shapes = tuple(tuple((s.shape, str(s.dtype)) for s in arg) for arg in args)
-        made = tuple(tuple(str(s.dtype) for s in self._layout[slot]) for slot in run.outputs)
+        made = tuple(tuple(str(s.dtype) for s in structs) for structs in results)
         groups = tuple(map(len, run.inputs))
 
         def compiled(compiler: AnyCompiler) -> Executable:
@@ -365,18 +344,20 @@ class PackPrograms:
 
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """A forward or backward pass, and what tells it from others of the same arguments."""
-        kind, first, stop, size, _ = parts_of_name(run.program)
+        kind, span, size, _, pieces = self._call_of(run)
         # A part of a forward pack gets what the whole pack reads of the batch.
-        read = [self._builder.spans[slot] for slot in run.inputs[2][:1]]
-        leaves = self._graph.stage_batch(*read[0]) if read else ()
-        pack = PackFunctions(
-            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run), leaves
-        )
+        leaves = next((of.ids for of in self._holds(run.inputs[2])), ())
+        where = {
+            param: (i, j)
+            for i, of in enumerate(self._holds(run.inputs[0]))
+            for j, param in enumerate(of.ids)
+        }
+        pack = PackFunctions(self._traced[size], span, where, pieces or (size,), leaves)
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
             return lambda *slots: pack.forward(*cut(slots, groups)), pack.key
-        share, owned = size / self._minibatch_size, self._sizes.owned((first, stop))
-        made = [self._layout[slot] for slot in run.outputs]
+        share, owned = size / self._minibatch_size, self._sizes.owned(span)
+        made = self._of(run.outputs)
 
         def backward(*slots: Arrays) -> list[Any]:
             outputs, gradients = pack.backward(*cut(slots, groups[:4]), share=share)
@@ -393,34 +374,15 @@ class PackPrograms:
         once = tuple(p in pack.once for p in pack.where)
         return backward, (pack.key, share, tuple(pack.where[p] for p in owned), once)
 
-    def _weights_at(self, run: Run) -> dict[int, tuple[int, int]]:
-        """By parameter, which of the first arguments has it, or its cast, and where."""
-        return {
-            param: (i, j)
-            for i, slot in enumerate(run.inputs[0])
-            for j, param in enumerate(self.params_of(slot))
-        }
-
-    def _pieces(self, run: Run) -> tuple[int, ...]:
-        """Examples of each piece of a micro-batch."""
-        rows = [
-            [self._builder.rows[slot][1] for slot in group if slot in self._builder.rows]
-            for group in (*run.inputs[1:4], run.outputs)
-        ]
-        size = parts_of_name(run.program)[3]
-        known = next((group for group in rows if group), [])
-        return tuple(stop - first for first, stop in dict.fromkeys(known)) or (size,)
-
     def _update(self, run: Run, kind: str) -> tuple[Callable[..., Any], Any]:
-        span = parts_of_name(run.program)[1:3]
+        stage = self.stage(self._sizes.owned(self._call_of(run).span))
         whats = [self._step.slots[slot] for slot in run.inputs[2]]
-        arrays_of = [len(self._layout[slot]) for slot in run.inputs[0]]
         update = PackUpdate(
-            self._stage(span),
-            arrays_of,
-            [None if slot.what == "gradients" else slot.key or 0 for slot in whats],
+            stage,
+            list(map(len, self._of(run.inputs[0]))),
+            [None if slot.what == "gradients" else slot.holds.ids[0] for slot in whats],
             [len(group) for group in run.inputs],
-            [self._sizes.param(param) for param in self._stage(span).params],
+            [self._sizes.param(param) for param in stage.params],
             self._sizes.num_shares,
         )
         function = update.update if kind == "update" else update.summarize
@@ -432,9 +394,9 @@ class PackPrograms:
     def _conversion(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """Of arrays of a slot to what the result is to be, on the host; in the place of what was
         there before, if that is given."""
-        (source,), (target,) = run.inputs[0], run.outputs
-        given, dtypes = self.params_of(source), [struct.dtype for struct in self._layout[target]]
-        at = [given.index(param) for param in self.params_of(target)]
+        given, target = (of.ids for of in self._holds((run.inputs[0][0], *run.outputs)))
+        dtypes = [struct.dtype for structs in self._of(run.outputs) for struct in structs]
+        at = [given.index(param) for param in target]
 
         def convert(arrays: Arrays, *before: Arrays) -> list[list[Any]]:
             made = [arrays[i].astype(dtype) for i, dtype in zip(at, dtypes, strict=True)]
@@ -453,5 +415,5 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _nbytes(structs: Sequence[Any]) -> int:
+def _nbytes(structs: Iterable[Any]) -> int:
     return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)

@@ -11,6 +11,7 @@ from capture.runtime.dispatch import Call
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
+from capture.step.holds import Leaves, Params, Summary, Values
 from capture.step.program import Run, Slot, Step
 
 
@@ -32,19 +33,17 @@ def stage_calls(step: Step, stages: Sequence[StagePrograms | None]) -> dict[str,
 
 def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> list[Any]:
     """The structures of the arrays of a slot that is fed or copied."""
-    stage, key = stages[step.places.index(slot.place)], slot.key
-    if slot.what in ("params", "gradients"):
-        return stage.param_structs(stage.owned)
-    assert key is not None, f"{slot} is neither fed nor copied"
-    match slot.what:
-        case "param" | "gradient":
-            return stage.param_structs([key])
-        case "batch":
-            return stage.batch_structs([key])
-        case "summary":
-            return stage.summary_structs(stages[key].optimizer.summary)
-        case _:
-            return stage.value_structs([key])
+    stage = stages[step.places.index(slot.place)]
+    match slot.holds:
+        case Params(ids):
+            return stage.param_structs(ids)
+        case Leaves(ids):
+            return stage.batch_structs(ids)
+        case Values(ids):
+            return stage.value_structs(ids)
+        case Summary(int(of)):
+            return stage.summary_structs(stages[of].optimizer.summary)
+    raise AssertionError(f"{slot} is neither fed nor copied")
 
 
 def _forward(stage: StagePrograms) -> Call:

@@ -46,9 +46,8 @@ from capture.runtime.state import (
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
 from capture.step.pack_order import begins_without_copies
-from capture.step.program import Instruction, Run, Step, replay
+from capture.step.program import Instruction, Run, Slot, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
-from capture.step.streamed_units import parts_of_name
 from capture.tracing.leaf_uses import Cast
 
 
@@ -156,7 +155,7 @@ class StreamedStep:
         self._uncompiled = self._builder.build()
         self.programs = PackPrograms(
             traces,
-            self._builder,
+            self._uncompiled,
             self._sizes,
             update,
             plan.minibatch_size,
@@ -204,13 +203,12 @@ class StreamedStep:
     def given(self, transient_bytes: Mapping[str, int]) -> Step:
         """The same, where it is known what its programs, by name, need beside what they read."""
         for name, nbytes in transient_bytes.items():
-            kind, first, stop, size, _ = parts_of_name(name)
-            key, known = (kind, (first, stop), size), self._sizes.compiled
+            key, known = self._uncompiled.programs[name].call[:3], self._sizes.compiled
             known[key] = max(nbytes, known.get(key, 0))
         tasks, machine = self.plan.tasks(), self.plan.machine
         self._builder = self.builder(tasks, self._sizes, machine, self._begins)
         step = self._builder.build()
-        self.programs = self.programs.of(self._builder)
+        self.programs = self.programs.of(step)
         for name, nbytes in transient_bytes.items():
             step.programs[name] = replace(step.programs[name], transient_bytes=nbytes)
         return step
@@ -267,12 +265,11 @@ class StreamedStep:
     def params(self, state: PipelineState) -> PyTree:
         """The whole model's parameters, as the workload's ``init`` returns them."""
         found = dict(state.unused)
-        of_span: defaultdict[Span, list[list[Any]]] = defaultdict(list)
-        for slot, name in self._kept("weights"):
-            of_span[self._builder.spans[slot]].append(state.slots[name])
-        for span, slots in of_span.items():
-            for p, arrays in zip(self._sizes.owned(span), zip(*slots, strict=True), strict=True):
-                found[p] = self._whole(p, arrays)
+        parts: defaultdict[int, list[Any]] = defaultdict(list)
+        for name, slot in self._kept("weights"):
+            for p, array in zip(slot.holds.ids, state.slots[name], strict=True):
+                parts[p].append(array)
+        found |= {p: self._whole(p, arrays) for p, arrays in parts.items()}
         return joined_params(self.traced, found)
 
     def _whole(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
@@ -286,8 +283,8 @@ class StreamedStep:
         That of parameters that the loss does not read is zero.
         """
         found: dict[int, Any] = {}
-        for slot, name in self._kept("state"):
-            leaves = self._stage(slot).state
+        for name, slot in self._kept("state"):
+            leaves = self.programs.stage(slot.holds.params).state
             found |= zip(leaves, map(to_host, state.slots[name]), strict=True)
         return self.optimizer.unflatten_state(
             [
@@ -296,34 +293,27 @@ class StreamedStep:
             ]
         )
 
-    def _kept(self, what: str) -> list[tuple[int, str]]:
+    def _kept(self, what: str) -> list[tuple[str, Slot]]:
         """Slots of the host, and their names."""
-        step = self._uncompiled
-        return [
-            (slot, name) for name, slot in step.persistent.items() if step.slots[slot].what == what
-        ]
-
-    def _stage(self, slot: int) -> Any:
-        return self.optimizer.stages[self._sizes.packs.index(self._builder.spans[slot])]
+        slots = self._uncompiled.slots
+        named = ((name, slots[n]) for name, n in self._uncompiled.persistent.items())
+        return [(name, slot) for name, slot in named if slot.what == what]
 
     def _state(
         self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
         """Copies of what is given: a step takes its state over."""
         slots: dict[str, list[jax.Array]] = {}
-        places = self._uncompiled.slots
-        for slot, name in (*self._kept("weights"), *self._kept("casts")):
-            for p, struct in zip(
-                self.programs.params_of(slot), self.programs.layout(places[slot]), strict=True
-            ):
+        for name, slot in (*self._kept("weights"), *self._kept("casts")):
+            for p, struct in zip(slot.holds.ids, self.programs.layout(slot), strict=True):
                 array = leaves[p].astype(struct.dtype)
-                if slot in self._builder.shares:
-                    which = self._builder.shares[slot]
-                    array = share_of(array, which, self._sizes.num_shares)
+                if slot.holds.share is not None:
+                    array = share_of(array, slot.holds.share, self._sizes.num_shares)
                 slots.setdefault(name, []).append(to_device(array, struct.sharding))
             slots.setdefault(name, [])
-        for slot, name in self._kept("state"):
-            stage, sharding = self._stage(slot), self.programs.sharding(places[slot].place)
+        for name, slot in self._kept("state"):
+            stage = self.programs.stage(slot.holds.params)
+            sharding = self.programs.sharding(slot.place)
             given = (
                 jax.jit(stage.init)([jnp.asarray(leaves[p]) for p in stage.params])
                 if state_leaves is None
@@ -376,20 +366,20 @@ class StreamedStep:
         host."""
         found: dict[int, np.ndarray] = {}
         count = self._sizes.num_shares
-        updated: set[tuple[int, ...]] = set()
+        updated: set[Span] = set()
 
         def observer(instruction: Instruction, slots: list[Any]) -> None:
-            if not isinstance(instruction, Run) or not instruction.program.startswith("update"):
+            if not isinstance(instruction, Run):
                 return
             # Where devices update, each does so with the sum over all.
-            pack = parts_of_name(instruction.program)[1:3]
-            if pack in updated:
+            call = self.program.programs[instruction.program].call
+            if call.kind != "update" or call.span in updated:
                 return
-            updated.add(pack)
+            updated.add(call.span)
             for first in range(0, len(instruction.inputs[2]), count):
                 of = instruction.inputs[2][first : first + count]
                 arrays = zip(*(slots[slot] for slot in of), strict=True)
-                for p, given in zip(self.programs.params_of(of[0]), arrays, strict=True):
+                for p, given in zip(self.program.slots[of[0]].holds.ids, arrays, strict=True):
                     whole = self._whole(p, given)
                     found[p] = found[p] + whole if p in found else whole
 
@@ -419,7 +409,7 @@ class StreamedStep:
     def _loss_examples(self) -> tuple[int, ...]:
         reported = set(self.program.reported)
         return tuple(
-            parts_of_name(each.program)[3]
+            self.program.programs[each.program].call.size
             for each in self.program.instructions
             if isinstance(each, Run) and reported.intersection(each.outputs)
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.model.graph import LayerGraph
+from capture.step.holds import Kept, Leaves, Params, State, Values
 from capture.step.interface import StageInterface
 from capture.step.ledger import Peak
 from capture.step.program import Run, Slot, Step, replay
@@ -197,8 +198,8 @@ def attribute(
     return found
 
 
-def attribute_keys(step: Step) -> Attribution:
-    """Take the peak of all devices apart, of a step whose slots have their operator as a key."""
+def attribute_operators(step: Step) -> Attribution:
+    """Take the peak of all devices apart, of a step whose slots hold what is of an operator."""
     peak, by_slot = replay(step).peaks[0], replay(step, by_slot=True).peaks[0]
     slots = {slot.name: slot for slot in step.slots}
     running = {i.label: i for i in step.instructions if isinstance(i, Run)}
@@ -206,11 +207,11 @@ def attribute_keys(step: Step) -> Attribution:
     for name, nbytes in by_slot.parts.items():
         if name in slots:
             slot = slots[name]
-            live.append(Buffer(nbytes, slot.category, slot.key, slot.what))
+            live.append(Buffer(nbytes, slot.category, slot.holds, slot.what))
         else:
             run = running[peak.instant]
-            key = step.slots[run.inputs[0][0]].key
-            live.append(Buffer(nbytes, "temporaries", key, step.programs[run.program].kind))
+            operator = step.slots[run.inputs[0][0]].holds
+            live.append(Buffer(nbytes, "temporaries", operator, step.programs[run.program].kind))
     return Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
 
 
@@ -238,28 +239,19 @@ def _of_slot(
             graph.params[p].name,
         )
 
-    key = slot.key if slot.key is not None else -1
-    match slot.what:
-        case "params" | "gradients":
-            return [of_param(p) for p in stage.owned]
-        case "param" | "gradient":
-            return [replace(of_param(key), bytes=slot.nbytes)]
-        case "optimizer":
+    match slot.holds:
+        case Params(ids):
+            return [of_param(p) for p in ids]
+        case State():
             return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
-        case "residuals" | "held residuals" | "deferred":
-            kept = {"residuals": buffers.residuals, "deferred": buffers.deferred}
-            found = kept.get(slot.what, buffers.held)
-            return [replace(buffer, category=slot.category) for buffer in found]
-        case "batch":
-            return named(graph.batch[key].name, reader(lambda layer: layer.batch, key))
-        case "input" | "input gradient":
+        case Kept(part):
+            return [replace(buffer, category=slot.category) for buffer in getattr(buffers, part)]
+        case Leaves((leaf,)):
+            return named(graph.batch[leaf].name, reader(lambda layer: layer.batch, leaf))
+        case Values((value,)):
             # What only passes through belongs to the layer of another stage that made it.
-            layer = reader(lambda layer: layer.inputs, key)
-            return named(
-                f"{slot.what} {graph.values[key].name}",
-                graph.producer(key) if layer is None else layer,
-            )
-        case "output" | "cotangent":
-            return named(f"{slot.what} {graph.values[key].name}", graph.producer(key))
-        case _:
-            return []
+            inner = slot.what in ("input", "input gradient")
+            layer = reader(lambda layer: layer.inputs, value) if inner else None
+            owner = graph.producer(value) if layer is None else layer
+            return named(f"{slot.what} {graph.values[value].name}", owner)
+    return []

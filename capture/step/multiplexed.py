@@ -21,7 +21,7 @@ Source: Purandare et al. 2023 (mu-TWO), 3.2 (merged graphs); READINGS.md, M-w an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
@@ -45,9 +45,11 @@ from capture.step.program import (
 )
 from capture.step.sub_array import (
     Call,
+    HeldBundle,
     Lifetimes,
     ProgramFacts,
     Programs,
+    SegmentCall,
     SubArray,
     Uses,
     movable,
@@ -60,31 +62,10 @@ HOST = "host"
 Key = tuple[int, int]
 
 
-@dataclass
-class ArrayStep:
-    """Instructions, and what their slots and programs are.
-
-    Attributes:
-        step: In the language of all steps.
-        keys: By slot, its sub-array and bundle.
-        calls: By program, its sub-array and what it does.
-        seconds: By program.
-    """
-
-    step: Step
-    keys: dict[int, Key] = field(default_factory=dict)
-    calls: dict[str, tuple[int, Call]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def reported(self) -> list[int]:
-        """Sub-arrays whose losses the step reports, in their order."""
-        return [self.keys[slot][0] for slot in self.step.reported]
-
-
 @dataclass(frozen=True)
 class ArraySteps:
-    """What trains an array.
+    """What trains an array. Slots hold bundles (``HeldBundle``), programs are calls
+    (``SegmentCall``).
 
     Attributes:
         body: One update of every model.
@@ -92,17 +73,17 @@ class ArraySteps:
         epilogue: The rest of the last update.
     """
 
-    body: ArrayStep
-    prologue: ArrayStep | None = None
-    epilogue: ArrayStep | None = None
+    body: Step
+    prologue: Step | None = None
+    epilogue: Step | None = None
 
     @property
-    def all(self) -> tuple[ArrayStep, ...]:
+    def all(self) -> tuple[Step, ...]:
         return tuple(one for one in (self.prologue, self.body, self.epilogue) if one is not None)
 
     def replay(self, *, record_timeline: bool = False) -> tuple[Ledger, ...]:
         """The ledgers of all of them."""
-        return tuple(replay(one.step, record_timeline=record_timeline) for one in self.all)
+        return tuple(replay(one, record_timeline=record_timeline) for one in self.all)
 
 
 def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
@@ -202,7 +183,7 @@ def issue(order: Order, programs: Programs, listener: Listener, limit_bytes: int
 
 def _written(
     order: Order, programs: Programs, limit_bytes: int | None, host_bytes: int | None
-) -> ArrayStep:
+) -> Step:
     writer = _Writer(order, host_bytes)
     issue(order, programs, writer, limit_bytes)
     return writer.end()
@@ -222,8 +203,7 @@ class _Writer:
         self._first_leaf = list(accumulate(leaves, initial=0))
         self._device = Place("device", (0,))
         self._host = Place(HOST, (0,), Host(HOST, host_bytes))
-        self.built = ArrayStep(Step((self._device, self._host)))
-        self._step = self.built.step
+        self._step = Step((self._device, self._host))
         self._here: dict[Key, int] = {}
         self._there: dict[Key, int] = {}
         #: Of what outlives the step, the slot that it had before it.
@@ -247,7 +227,7 @@ class _Writer:
             slot = self._again[(0, number), host] = self._kept((0, number), host=host)
             (self._there if host else self._here)[0, number] = slot
 
-    def end(self) -> ArrayStep:
+    def end(self) -> Step:
         """The step, when everything is issued."""
         step = self._step
         if step.reported:
@@ -255,8 +235,8 @@ class _Writer:
         before = set(step.persistent.values())
         left = [*self._here.items(), *self._there.items()]
         step.made |= {self._name(key): slot for key, slot in left if slot not in before}
-        step.made |= {self._name(self.built.keys[slot]): slot for slot in self._fed.values()}
-        return self.built
+        step.made |= {self._name(step.slots[slot].holds): slot for slot in self._fed.values()}
+        return step
 
     def _add(self, instruction: Instruction) -> None:
         self._step.instructions.append(instruction)
@@ -280,19 +260,18 @@ class _Writer:
         bundle, place = self._bundle(key), self._host if host else self._device
         name = f"{self._name(key)} #{len(self._step.slots)}"
         category = "swapped" if host else bundle.category
-        slot = self._step.slot(name, place, category, bundle.nbytes, bundle.category, key[1])
-        self.built.keys[slot] = key
-        return slot
+        return self._step.slot(
+            name, place, category, bundle.nbytes, bundle.category, HeldBundle(*key)
+        )
 
     # ---- what is issued --------------------------------------------------------------------------
 
     def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
         sub_array, common, (_, at, batch) = self._arrays[a].sub_array, self._common[a], node
         if facts.name not in self._step.programs:
-            program = Program(call.kind, self._device, facts.transient_bytes)
+            called = SegmentCall(a, call, facts.seconds)
+            program = Program(call.kind, self._device, facts.transient_bytes, called)
             self._step.programs[facts.name] = program
-            self.built.calls[facts.name] = a, call
-            self.built.seconds[facts.name] = facts.seconds
         inputs = tuple(
             self._fed[common[number], batch] if number in common else self._here[a, number]
             for number in call.inputs
@@ -361,9 +340,14 @@ class _Writer:
         return since >= self._arrays[a].behind.get(number, inf)
 
 
+def program_seconds(step: Step) -> dict[str, float]:
+    """By program of a step of an array, as its calls are known to take."""
+    return {name: program.call.seconds for name, program in step.programs.items()}
+
+
 def swapped_bytes(steps: ArraySteps) -> int:
     """Copied to the host in one body."""
-    slots, instructions = steps.body.step.slots, steps.body.step.instructions
+    slots, instructions = steps.body.slots, steps.body.instructions
     return sum(
         each.nbytes
         for each in instructions

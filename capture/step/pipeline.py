@@ -3,10 +3,9 @@ at the end of its round.
 
 Every stage is a place; stages that share devices are several places on them, and hand over what
 they make without a copy, unless the one that made it keeps it, too. The slots of a stage are called
-``params``, ``optimizer``, ``gradients`` (all owned parameters), ``param``, ``gradient`` (one
-borrowed), ``residuals``, ``batch``, ``input``, ``output``, ``input gradient``, ``cotangent`` or
-``summary``; its programs ``forward``, ``zero_gradients``, ``backward``, ``summarize`` and
-``update``. A split backward pass is ``backward_inputs`` and ``backward_weights``: what only the
+``params``, ``optimizer``, ``gradient``, ``param`` (one borrowed), ``residuals``, ``batch``,
+``input``, ``output``, ``input gradient``, ``cotangent`` or ``summary``; its programs ``forward``,
+``zero_gradients``, ``backward``, ``summarize`` and ``update``. A split backward pass is ``backward_inputs`` and ``backward_weights``: what only the
 first reads dies with it, the rest (``held residuals`` among it) and what it makes for the second
 (``deferred``) with the second.
 
@@ -17,11 +16,13 @@ made just before a stage's first pass that adds to them, until its update, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Rates
 from capture.plan.schedule import Schedule, Task
+from capture.step.holds import Kept, Leaves, Params, State, Summary, Values
 from capture.step.interface import SplitBackward, StageInterface
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Program, Run, Step
 from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
@@ -107,10 +108,12 @@ class PipelineBuilder:
             needs = {**stage.transient_bytes, "zero_gradients": sum(stage.param_bytes.values())}
             for kind, nbytes in needs.items():
                 self.step.programs[program_name(kind, s)] = Program(kind, self.places[s], nbytes)
-            params = [self._keep("params", s, "parameters", stage.params_bytes)]
-            self._keep("optimizer", s, "optimizer", stage.optimizer_bytes)
+            owned = Params(tuple(stage.owned))
+            params = [self._keep("params", s, "parameters", stage.params_bytes, owned)]
+            self._keep("optimizer", s, "optimizer", stage.optimizer_bytes, State(owned.ids))
             for p in stage.borrowed:
-                params.append(self._keep("param", s, "parameters", stage.param_bytes[p], p))
+                nbytes = stage.param_bytes[p]
+                params.append(self._keep("param", s, "parameters", nbytes, Params((p,)), p))
             self.params.append(tuple(params))
 
     def build(self) -> Step:
@@ -164,7 +167,8 @@ class PipelineBuilder:
         """The leaves of a micro-batch that the stage reads, unless they are there already."""
         for b in self.stages[s].batch:
             if ("batch", s, m, b) not in self.values:
-                slot = self._new("batch", "batch", s, m, b, self.stages[s].batch_bytes[b])
+                nbytes = self.stages[s].batch_bytes[b]
+                slot = self._new("batch", "batch", s, m, b, nbytes, Leaves((b,)))
                 yield Feed(slot, m, (b,), label)
 
     def accumulators(self, s: int) -> Iterator[Instruction]:
@@ -172,24 +176,26 @@ class PipelineBuilder:
         if s in self.gradients:
             return
         stage, place = self.stages[s], self.places[s]
-        slots = [
-            self.step.slot(f"gradients@{s}", place, "gradients", stage.params_bytes, "gradients")
-        ]
-        for p in stage.borrowed:
-            nbytes = stage.param_bytes[p]
-            slots.append(
-                self.step.slot(f"gradient{p}@{s}", place, "gradients", nbytes, "gradient", p)
-            )
-        self.gradients[s] = tuple(slots)
+        parts = [("gradients", stage.params_bytes, tuple(stage.owned))]
+        parts += [(f"gradient{p}", stage.param_bytes[p], (p,)) for p in stage.borrowed]
+        self.gradients[s] = tuple(
+            self.step.slot(f"{name}@{s}", place, "gradients", nbytes, "gradient", Params(ids))
+            for name, nbytes, ids in parts
+        )
         label = f"zero gradients on stage {s}"
         yield Run(program_name("zero_gradients", s), (), self.gradients[s], (), label)
 
-    def _keep(self, what: str, s: int, category: str, nbytes: int, key: int | None = None) -> int:
-        name = f"{what}@{s}" if key is None else f"{what}{key}@{s}"
-        return self.step.keep(name, self.places[s], category, nbytes, what, key)
+    def _keep(
+        self, what: str, s: int, category: str, nbytes: int, holds: Any, key: int | str = ""
+    ) -> int:
+        return self.step.keep(f"{what}{key}@{s}", self.places[s], category, nbytes, what, holds)
 
-    def _new(self, what: str, category: str, s: int, m: int, key: int, nbytes: int) -> int:
-        slot = self.step.slot(f"{what}{key}.{m}@{s}", self.places[s], category, nbytes, what, key)
+    def _new(
+        self, what: str, category: str, s: int, m: int, key: int, nbytes: int, holds: Any = None
+    ) -> int:
+        """A slot of a micro-batch; of a value that passes between layers unless it is said."""
+        name, holds = f"{what}{key}.{m}@{s}", holds or Values((key,))
+        slot = self.step.slot(name, self.places[s], category, nbytes, what, holds)
         self.values[what, s, m, key] = slot
         return slot
 
@@ -298,7 +304,8 @@ class PipelineBuilder:
             self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
             for v in stage.input_gradients
         )
-        deferred = self._new("deferred", "activations", s, m, 0, split.deferred_bytes)
+        of = "deferred", "activations", s, m, 0, split.deferred_bytes
+        deferred = self._new(*of, Kept("deferred"))
         yield Run(
             program_name("backward_inputs", s),
             (self.params[s], batch, gone, held),
@@ -353,10 +360,10 @@ class PipelineBuilder:
         nbytes, held = self.stages[s].residual_bytes, 0
         if self.schedule.splits_backward:
             held = self.split(s).residual_bytes
-        first = self._new("residuals", "activations", s, m, 0, nbytes - held)
+        first = self._new("residuals", "activations", s, m, 0, nbytes - held, Kept("residuals"))
         if not self.schedule.splits_backward:
             return (first,)
-        return first, self._new("held residuals", "activations", s, m, 0, held)
+        return first, self._new("held residuals", "activations", s, m, 0, held, Kept("held"))
 
     def _send_gradients(self, s: int, m: int, transfers: list[Instruction]) -> None:
         stage = self.stages[s]
@@ -396,7 +403,9 @@ class PipelineBuilder:
             source = self.gradients[s][1 + stages[s].borrowed.index(p)]
             nbytes = stages[owner].param_bytes[p]
             name = f"gradient{p} of {s}@{owner}"
-            slot = step.slot(name, places[owner], "received gradients", nbytes, "gradient", p)
+            slot = step.slot(
+                name, places[owner], "received gradients", nbytes, "gradient", Params((p,))
+            )
             arrived[owner].append(slot)
             label = f"send gradient of parameter {p} from stage {s} to {owner}"
             yield self._copy(source, slot, label)
@@ -405,7 +414,7 @@ class PipelineBuilder:
             yield from self._summaries(arrived, summaries)
         for s in range(len(stages)):
             own, borrowed = self._own(s), self.gradients[s][1:]
-            others = (slot for slot in summaries[s] if step.slots[slot].key != s)
+            others = (slot for slot in summaries[s] if step.slots[slot].holds.of != s)
             inputs = (*((slot,) for slot in own), tuple(arrived[s]), tuple(others))
             yield Run(program_name("update", s), inputs, own[:2], own, f"update on stage {s}")
             yield Free((*borrowed, *arrived[s], *summaries[s]))
@@ -433,7 +442,7 @@ class PipelineBuilder:
 
         def new(s: int, t: int, name: str) -> int:
             nbytes = self.stages[s].summary_bytes
-            slot = self.step.slot(name, self.places[t], "optimizer", nbytes, "summary", s)
+            slot = self.step.slot(name, self.places[t], "optimizer", nbytes, "summary", Summary(s))
             summaries[t].append(slot)
             return slot
 

@@ -33,6 +33,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from capture.errors import ExecutionError, Violation
 from capture.quantities import format_bytes
@@ -81,11 +82,14 @@ class Program:
         kind: What people call it, alike at all places: ``forward``.
         place: Where its inputs and outputs are.
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
+        call: What it computes, as a record of its kind of plan; whoever compiles or times it reads
+            this and not its name.
     """
 
     kind: str
     place: Place
     transient_bytes: int
+    call: Any = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class Slot:
         category: As in the ledger.
         nbytes: Per device.
         what: They are, in the words of the builder.
-        key: Which of them, where there are several: of a parameter, batch leaf or value.
+        holds: Which arrays, as a record of its kind of plan: what lays them out, and takes them
+            apart.
     """
 
     name: str
@@ -106,7 +111,7 @@ class Slot:
     category: str
     nbytes: int
     what: str = ""
-    key: int | None = None
+    holds: Any = None
 
 
 @dataclass(frozen=True)
@@ -213,30 +218,14 @@ class Step:
             for place in self.places
         }
 
-    def slot(
-        self,
-        name: str,
-        place: Place,
-        category: str,
-        nbytes: int,
-        what: str = "",
-        key: int | None = None,
-    ) -> int:
-        """The number of a new slot."""
-        self.slots.append(Slot(name, place, category, nbytes, what, key))
+    def slot(self, name: str, *of: Any, **more: Any) -> int:
+        """The number of a new ``Slot``, whose fields are given."""
+        self.slots.append(Slot(name, *of, **more))
         return len(self.slots) - 1
 
-    def keep(
-        self,
-        name: str,
-        place: Place,
-        category: str,
-        nbytes: int,
-        what: str = "",
-        key: int | None = None,
-    ) -> int:
-        """A slot that lives from before the step to after it."""
-        self.persistent[name] = self.slot(name, place, category, nbytes, what, key)
+    def keep(self, name: str, *of: Any, **more: Any) -> int:
+        """That of one that lives from before the step to after it."""
+        self.persistent[name] = self.slot(name, *of, **more)
         return self.persistent[name]
 
 

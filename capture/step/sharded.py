@@ -157,7 +157,8 @@ def step_seconds(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> dict
 
 class _Builder:
     """Emits the instructions. Slots are called ``parameters``, ``optimizer``, ``activations``,
-    ``tail``, ``gathered``, ``prefetched`` and ``gradients``; their key is the operator."""
+    ``tail``, ``gathered``, ``prefetched`` and ``gradients``; they hold what an operator's number
+    names."""
 
     def __init__(
         self, cost: StepCost, modes: Sequence[Mode], batch_size: int, names: Sequence[str]

@@ -30,10 +30,11 @@ from itertools import accumulate, pairwise
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.step.holds import Leaves, Loss
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, book
 from capture.step.streamed_state import StreamedState
-from capture.step.streamed_units import Came, Late, Rank, Unit, parts_of_name, program_name
+from capture.step.streamed_units import Came, Late, PackCall, Rank, Unit
 from capture.step.timeline import Seconds
 
 Begins = Mapping[tuple[int, int], float]
@@ -50,7 +51,7 @@ def streamed_seconds(
     p2p = server.p2p_bytes_per_second.value
 
     def of(name: str) -> float:
-        kind, first, stop, size, _ = parts_of_name(name)
+        kind, (first, stop), size, *_ = step.programs[name].call
         if kind == "update":
             on_host = step.programs[name].place.host is not None
             return profile.update_seconds(first, stop) if on_host else 0.0
@@ -241,8 +242,8 @@ class StreamedBuilder(StreamedState):
         cuts = (0, *self._cuts[lane])
         for first, stop in self._spans(unit):
             nbytes = self._sizes.batch_bytes(span, stop - first)
-            slot = self._slot("batch", rank.place, "batch", nbytes)
-            self.rows[slot], self.spans[slot] = (span[0], (first, stop)), span
+            holds = Leaves(leaves, (first, stop))
+            slot = self._slot("batch", rank.place, "batch", nbytes, holds)
             yield Feed(slot, before + cuts.index(first), leaves, self._label)
             came.append(slot)
         return came
@@ -346,7 +347,7 @@ class StreamedBuilder(StreamedState):
             weights = rank.weights.pop(task.id)
             if not self._switches.offload:  # they will be written over where they came from
                 yield from self._waited(*weights)
-            yield Free(weights)
+            yield Free(tuple(weights))
 
     # ---- passes ----------------------------------------------------------------------------------
 
@@ -362,7 +363,7 @@ class StreamedBuilder(StreamedState):
                 yield from self._keep(unit, rank, first, [one.slot for one in came])
             ends = stop == task.stop and task.sink is None
             outputs = (
-                [self._slot("loss", rank.place, "loss", 4)]
+                [self._slot("loss", rank.place, "loss", 4, Loss())]
                 if ends
                 else [
                     self._row_slot("activation", rank.place, "activations", stop, rows)
@@ -371,13 +372,13 @@ class StreamedBuilder(StreamedState):
             )
             made = sum(self.step.slots[slot].nbytes for slot in outputs)
             transient = sizes.transient_bytes("forward", sub_pack, unit.size, made)
-            name = program_name("forward", sub_pack, unit.size, task.rank, spans)
+            call = PackCall("forward", sub_pack, unit.size, task.rank, _counts(spans))
             inputs = (
                 self._read_by(sub_pack, task, rank),
                 tuple(one.slot for one in came),
                 tuple(unit.batch or ()) if sub_pack in readers else (),
             )
-            self._program("forward", name, rank, transient)
+            name = self._program(call, rank.place, transient)
             yield Run(name, inputs, tuple(outputs), (), self._label)
             if not keeps:
                 yield from self._used(came)
@@ -395,9 +396,7 @@ class StreamedBuilder(StreamedState):
         params = self._sizes.shared(sub_pack)
         spans = {*self._of(sub_pack), *(self._segment(self._sizes.owner(p)) for p in params)}
         return tuple(
-            slot
-            for slot in rank.weights[task.id]
-            if self.step.slots[slot].key in params or self.spans.get(slot) in spans
+            slot for slot, part in rank.weights[task.id].items() if part.of in (*params, *spans)
         )
 
     def _backward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
@@ -413,19 +412,18 @@ class StreamedBuilder(StreamedState):
         ]
         losses = []
         if task.criterion:
-            losses = [self._slot("loss", rank.place, "loss", 4)]
+            losses = [self._slot("loss", rank.place, "loss", 4, Loss())]
             self.step.reported += losses
         gradients = self._gradient_slots(task, rank)
         made = sum(self.step.slots[slot].nbytes for slot in (*outputs, *losses))
         kind: PackPass = "accumulate" if rank.summed else "backward"
         name = self._program(
-            "backward",
-            program_name(kind, span, unit.size, task.rank, spans),
-            rank,
+            PackCall(kind, span, unit.size, task.rank, _counts(spans)),
+            rank.place,
             sizes.transient_bytes(kind, span, unit.size, made),
         )
         inputs = (
-            rank.weights[task.id],
+            tuple(rank.weights[task.id]),
             tuple(one.slot for one in came),
             tuple(unit.batch or ()),
             tuple(one.slot for one in cotangents),
@@ -473,6 +471,10 @@ class StreamedBuilder(StreamedState):
         ends = self._ends[lane, unit.task.station]
         first, last = ends[unit.at], ends[unit.at + 1]
         return list(pairwise([first, *(cut for cut in self._cuts[lane] if first < cut <= last)]))
+
+
+def _counts(pieces: Iterable[Span]) -> tuple[int, ...]:
+    return tuple(stop - first for first, stop in pieces)
 
 
 def _microbatch_ends(

@@ -4,12 +4,13 @@ the builder in ``capture.step.streamed``, which has the passes."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.step.holds import Params, State, Summary
 from capture.step.ledger import Ledger
 from capture.step.pack_needs import PackNeeds
 from capture.step.pack_sizes import PackSizes, PartOf
@@ -26,7 +27,7 @@ from capture.step.program import (
     begin,
 )
 from capture.step.streamed_slots import StreamedSlots
-from capture.step.streamed_units import Late, Part, Rank, Unit, program_name
+from capture.step.streamed_units import Late, PackCall, Part, Rank, Unit
 
 
 class StreamedState(StreamedSlots):
@@ -138,8 +139,9 @@ class StreamedState(StreamedSlots):
         for (first, stop), rank in sorted(self._owner.items(), key=lambda item: item[0]):
             nbytes = self._sizes.state_bytes((first, stop))
             name = f"state of layers {first} to {stop - 1}"
-            state[first, stop] = self.step.keep(name, rank.host, "optimizer", nbytes, "state")
-            self.spans[state[first, stop]] = (first, stop)
+            holds = State(self._sizes.owned((first, stop)))
+            kept = self.step.keep(name, rank.host, "optimizer", nbytes, "state", holds)
+            state[first, stop] = kept
             for span in self._of((first, stop)):
                 nbytes = self._sizes.weight_bytes(span)
                 weights[span] = self._keep_weights("weights", span, rank.host, nbytes)
@@ -148,16 +150,14 @@ class StreamedState(StreamedSlots):
         return state, weights, casts
 
     def _keep_weights(self, what: PartOf, span: Span, place: Place, nbytes: int) -> tuple[int, ...]:
-        slots, count = [], self._graph.num_shares
+        slots, count, sizes = [], self._graph.num_shares, self._sizes
+        holds = Params(sizes.cast(span), "sent") if what == "casts" else Params(sizes.owned(span))
         for which in range(count):
             name = f"{what} of {span[0]} to {span[1] - 1}"
             if count > 1:
                 name += f", share {which + 1} of {count}"
-                nbytes = self._sizes.share_bytes(what, span, which)
-            slots.append(self.step.keep(name, place, "parameters", nbytes, what))
-            self.spans[slots[-1]] = span
-            if count > 1:
-                self.shares[slots[-1]] = which
+                nbytes, holds = sizes.share_bytes(what, span, which), replace(holds, share=which)
+            slots.append(self.step.keep(name, place, "parameters", nbytes, what, holds))
         return tuple(slots)
 
     def _lane(self, task: Task) -> int:
@@ -167,43 +167,45 @@ class StreamedState(StreamedSlots):
     def _of(self, span: Span) -> list[Span]:
         return [one for one in self._segments if span[0] <= one[0] < span[1]]
 
-    def _program(self, kind: str, name: str, rank: Rank | None, transient: int) -> str:
-        place = self._everywhere if rank is None else rank.place
-        self.step.programs.setdefault(name, Program(kind, place, transient))
-        return name
+    def _program(self, call: PackCall, place: Place, transient: int = 0) -> str:
+        """Its name; of a host, what it needs beside its slots is not booked."""
+        kind = "backward" if call.kind == "accumulate" else call.kind
+        self.step.programs.setdefault(call.name, Program(kind, place, transient, call))
+        return call.name
 
     def _parts(self, pack: Span) -> Iterator[Part]:
         """What a device gets of the weights of a pack."""
         sizes = self._sizes
         for span in self._of(pack):
             nbytes = sizes.whole_bytes(span)
+            casts = sizes.cast(span)
             if nbytes or span not in self._casts:
-                yield Part("whole", span, nbytes, self._weights[span], sizes.whole(span))
+                ids = tuple(p for p in sizes.owned(span) if p not in casts)
+                whole = self._weights[span], sizes.whole(span)
+                yield Part("whole", span, Params(ids), nbytes, *whole)
             if span in self._casts:
-                yield Part("casts", span, sizes.cast_bytes(span), self._casts[span])
+                nbytes = sizes.cast_bytes(span)
+                yield Part("casts", span, Params(casts, "sent"), nbytes, self._casts[span])
         for param in sizes.shared(pack):
             span, nbytes = self._segment(sizes.owner(param)), sizes.streamed_bytes(param)
             is_cast = nbytes != sizes.param_bytes(param)
             sources = self._casts[span] if is_cast else self._weights[span]
             index = (sizes.cast(span) if is_cast else sizes.owned(span)).index(param)
-            yield Part("shared", param, nbytes, sources, index)
+            yield Part("shared", param, Params((param,), "sent"), nbytes, sources, index)
 
-    def _part_slot(self, part: Part, place: Place, nbytes: int) -> int:
+    def _part_slot(self, part: Part, place: Place) -> int:
         what = "weights" if part.what == "whole" else part.what
-        if isinstance(part.of, int):
-            return self._slot(what, place, "parameters", nbytes, part.of)
-        slot = self._slot(what, place, "parameters", nbytes)
-        self.spans[slot] = part.of
-        return slot
+        return self._slot(what, place, "parameters", part.nbytes, part.holds)
 
     def _bring_weights(
         self, pack: Span, rank: Rank
-    ) -> Generator[Instruction, None, tuple[int, ...]]:
-        slots = []
+    ) -> Generator[Instruction, None, dict[int, Part]]:
+        slots: dict[int, Part] = {}
         for part in self._parts(pack):
-            slots.append(self._part_slot(part, rank.place, part.nbytes))
-            yield Copy(part.sources[0], slots[-1], part.nbytes, self._label, part.arrays)
-        return tuple(slots)
+            slot = self._part_slot(part, rank.place)
+            slots[slot] = part
+            yield Copy(part.sources[0], slot, part.nbytes, self._label, part.arrays)
+        return slots
 
     def _gather(self, task: Task) -> Iterator[Instruction]:
         """Every device fetches its share of the weights of a pack, and gets those of the others
@@ -216,16 +218,14 @@ class StreamedState(StreamedSlots):
             shares = []
             for part in parts:
                 nbytes = self._sizes.share_bytes(part.what, part.of, which)
-                shares.append(self._part_slot(part, rank.place, nbytes))
-                self.shares[shares[-1]] = which
+                share = part._replace(nbytes=nbytes, holds=replace(part.holds, share=which))
+                shares.append(self._part_slot(share, rank.place))
                 yield Copy(part.sources[which], shares[-1], nbytes, self._label, part.arrays)
             given.append(tuple(shares))
         for rank, own in zip(self._ranks, self._same[task.kind, task.station], strict=True):
-            slots = tuple(self._part_slot(part, rank.place, part.nbytes) for part in parts)
-            rank.weights[own] = slots
-            made += slots
-        transient = self.needs.gather(pack)
-        name = self._program("gather", program_name("gather", pack, 0, 0), None, transient)
+            rank.weights[own] = {self._part_slot(part, rank.place): part for part in parts}
+            made += rank.weights[own]
+        name = self._program(PackCall("gather", pack), self._everywhere, self.needs.gather(pack))
         donated = tuple(slot for shares in given for slot in shares)
         yield Run(name, tuple(given), tuple(made), donated, self._label)
 
@@ -243,15 +243,13 @@ class StreamedState(StreamedSlots):
             slots = []
             for slot, of in zip(given[which], parts, strict=True):
                 what: PartOf = "shared gradient" if isinstance(of, int) else "weights"
-                slots.append(self._alike(slot, rank.place))
                 nbytes = sizes.share_bytes(what, of, which)
-                self.step.slots[slots[-1]] = replace(self.step.slots[slots[-1]], nbytes=nbytes)
-                self.shares[slots[-1]] = which
+                slots.append(self._share_slot(slot, rank.place, which, nbytes))
             made.append(tuple(slots))
         transient = self.needs.scatter(span)
         for rank in self._ranks:
             yield from self._make_room(rank, transient)
-        name = self._program("scatter", program_name("scatter", span, 0, 0), None, transient)
+        name = self._program(PackCall("scatter", span), self._everywhere, transient)
         donated = tuple(slot for slots in given for slot in slots)
         yield Run(
             name, tuple(given), tuple(s for slots in made for s in slots), donated, self._label
@@ -284,14 +282,12 @@ class StreamedState(StreamedSlots):
         alone = not task.start and task.last and len(task.sizes) == 1
         alone = alone and self._graph.num_shares == 1
         nbytes = sizes.alone_bytes(span) if alone else sizes.weight_bytes(span)
-        own = self._slot("gradients", rank.place, "gradients", nbytes)
-        self.spans[own] = span
-        if alone:
-            self.alone.add(own)
-        return own, *(
-            self._slot("shared gradient", rank.place, "gradients", sizes.param_bytes(param), param)
+        parts = [("gradients", nbytes, Params(sizes.owned(span), "alone" if alone else "whole"))]
+        parts += [
+            ("shared gradient", sizes.param_bytes(param), Params((param,)))
             for param in sizes.shared(span)
-        )
+        ]
+        return tuple(self._slot(of[0], rank.place, "gradients", *of[1:]) for of in parts)
 
     def _segment(self, layer: int) -> Span:
         """The run of layers that no pack divides."""
@@ -328,8 +324,8 @@ class StreamedState(StreamedSlots):
             label = f"summarize gradients of layers {span[0]} to {span[1] - 1}"
             made[span] = self._summary_slot(span, rank.host)
             gradients[span] = yield from self._widened(span, gradients[span], label)
-            name = program_name("summarize", span, 0, rank.host.devices[0])
-            self.step.programs[name] = Program("summarize", rank.host, 0)
+            call = PackCall("summarize", span, device=rank.host.devices[0])
+            name = self._program(call, rank.host)
             inputs = (self._weights_of(span), (self._state[span],), gradients[span])
             yield Run(name, inputs, (made[span],), (), label)
         for span, rank in self._owner.items():
@@ -353,9 +349,9 @@ class StreamedState(StreamedSlots):
         yield Free(tuple(made.values()))
 
     def _summary_slot(self, span: Span, place: Place) -> int:
-        slot = self._slot("summary", place, "optimizer", self._sizes.summary_bytes(span))
-        self.spans[slot] = span
-        return slot
+        holds = Summary(self._sizes.owned(span))
+        nbytes = self._sizes.summary_bytes(span)
+        return self._slot("summary", place, "optimizer", nbytes, holds)
 
     def _weights_of(self, span: Span) -> tuple[int, ...]:
         """On the host."""
@@ -374,10 +370,10 @@ class StreamedState(StreamedSlots):
         yield from self._waited(*gradients)  # those of other ranks may still be on their way
         for slot in gradients:
             found.append(slot)
-            if self.step.slots[slot].nbytes < self._sizes.weight_bytes(span) and slot in self.alone:
-                found[-1] = self._span_slot("gradients", place, span)
-                name = program_name("widen", span, 0, place.devices[0])
-                self.step.programs[name] = Program("widen", place, 0)
+            given = self.step.slots[slot]
+            if given.nbytes < self._sizes.weight_bytes(span) and given.holds.form == "alone":
+                found[-1] = self._gradients_slot(place, span)
+                name = self._program(PackCall("widen", span, device=place.devices[0]), place)
                 yield Run(name, ((slot,),), (found[-1],), (slot,), label)
         return tuple(found)
 
@@ -385,16 +381,14 @@ class StreamedState(StreamedSlots):
         self, span: Span, gradients: tuple[int, ...], summaries: Sequence[int], label: str
     ) -> Iterator[Instruction]:
         place = self._owner[span].host
-        name = program_name("update", span, 0, place.devices[0])
-        self.step.programs[name] = Program("update", place, 0)
+        name = self._program(PackCall("update", span, device=place.devices[0]), place)
         weights, state = self._weights_of(span), (self._state[span],)
         changed = (*weights, *state)
         inputs = (weights, state, gradients, tuple(summaries))
         yield Run(name, inputs, changed, (*changed, *gradients), label)
         for one in self._of(span):
             for source, cast in zip(self._weights[one], self._casts.get(one, ()), strict=False):
-                name = program_name("cast", one, 0, place.devices[0])
-                self.step.programs[name] = Program("cast", place, 0)
+                name = self._program(PackCall("cast", one, device=place.devices[0]), place)
                 yield Run(name, ((source,), (cast,)), (cast,), (cast,), label)
 
     def _summands(self, span: Span) -> tuple[int, ...]:
@@ -419,13 +413,12 @@ class StreamedState(StreamedSlots):
         others = self._from_others(span)
         if self._reduces:
             reduced = {
-                rank: self._span_slot("gradients", self._ranks[rank].place, span)
-                for rank in gradients
+                rank: self._gradients_slot(self._ranks[rank].place, span) for rank in gradients
             }
             transient = self.needs.reduction(span)
             for number in gradients:
                 yield from self._make_room(self._ranks[number], transient)
-            name = self._program("reduce", program_name("reduce", span, 0, 0), None, transient)
+            name = self._program(PackCall("reduce", span), self._everywhere, transient)
             given = tuple(gradients.values())
             groups = tuple((slot,) for slot in given)
             yield Run(name, groups, tuple(reduced.values()), given, self._label)
@@ -434,11 +427,9 @@ class StreamedState(StreamedSlots):
             rank = self._ranks[number]
             yield from self._make_room(rank, self.needs.update(span))
             held = next(id for id in rank.weights if self._spans_of[id] == span)
-            weights = rank.weights.pop(held)
-            yield from self._free_shared(span, weights)
+            own = yield from self._without_shared(rank.weights.pop(held))
             last = number == max(gradients)
             summands = [gradient, *(yield from self._fetched(others, rank, free=last))]
-            own = weights[: len(self._of(span))]
             yield from self._update_on_device(span, rank, own, (summands, ()), writes=last)
 
     def _update_on_first(
@@ -449,16 +440,18 @@ class StreamedState(StreamedSlots):
         yield from self._make_room(rank, come)
         weights = yield from self._bring_weights(span, rank)
         fetched = yield from self._fetched(gradients, rank)
-        yield from self._free_shared(span, weights)
-        weights = weights[: len(self._of(span))]
+        own = yield from self._without_shared(weights)
         groups = fetched, summaries
-        yield from self._update_on_device(span, rank, weights, groups, writes=True)
+        yield from self._update_on_device(span, rank, own, groups, writes=True)
 
-    def _free_shared(self, span: Span, weights: Sequence[int]) -> Iterator[Instruction]:
-        """Parameters of other packs, when those of this one are to be updated."""
-        if shared := tuple(weights[len(self._of(span)) :]):
+    def _without_shared(
+        self, weights: Mapping[int, Part]
+    ) -> Generator[Instruction, None, tuple[int, ...]]:
+        """Parameters of other packs are freed, when those of this one are to be updated."""
+        if shared := tuple(slot for slot, part in weights.items() if part.what == "shared"):
             yield from self._waited(*shared)
             yield Free(shared)
+        return tuple(slot for slot in weights if slot not in shared)
 
     def _fetched(
         self, sources: Sequence[int], rank: Rank, *, free: bool = True
@@ -484,10 +477,11 @@ class StreamedState(StreamedSlots):
     ) -> Iterator[Instruction]:
         """With gradients, and what the other packs summarized."""
         gradients, summaries = groups
-        state = self._span_slot("state", rank.place, span)
+        state = self._state_slot(rank.place, span)
         yield self._copy(self._state[span], state)
-        name = program_name("update", span, 0, rank.place.devices[0])
-        self._program("update", name, rank, self._sizes.transient_bytes("update", span, 0, 0))
+        call = PackCall("update", span, device=rank.place.devices[0])
+        transient = self._sizes.transient_bytes("update", span, 0, 0)
+        name = self._program(call, rank.place, transient)
         changed = (*weights, state)
         # They are written over where they came from, or given back.
         yield from self._waited(*changed)

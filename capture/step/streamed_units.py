@@ -8,19 +8,34 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from capture.plan.task_graph import Span, Task
+from capture.step.holds import Params
 from capture.step.pack_sizes import PartOf
 from capture.step.program import Instruction, Place
 
 
-def program_name(kind: str, span: Span, size: int, rank: int, pieces: Sequence[Span] = ()) -> str:
-    """Of a pass whose rows come in pieces, those too: it puts them together."""
-    rows = "+".join(str(stop - first) for first, stop in pieces) if len(pieces) > 1 else ""
-    return f"{kind} {span[0]} {span[1]} {size} {rank} {rows}".rstrip()
+class PackCall(NamedTuple):
+    """What a program of a step of packs computes.
 
+    Attributes:
+        kind: Of its pass, as sizes are asked for, or ``summarize``, ``widen``, ``cast``.
+        span: Its layers.
+        size: Examples of the micro-batch; 0 of what has none.
+        device: On which it runs; 0 of all.
+        pieces: Examples of each piece in which its rows come: it puts them together.
+    """
 
-def parts_of_name(name: str) -> tuple[str, int, int, int, int]:
-    kind, first, stop, size, rank = name.split()[:5]
-    return kind, int(first), int(stop), int(size), int(rank)
+    kind: str
+    span: Span
+    size: int = 0
+    device: int = 0
+    pieces: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        rows = "+".join(map(str, self.pieces)) if len(self.pieces) > 1 else ""
+        first, stop = self.span
+        return f"{self.kind} {first} {stop} {self.size} {self.device} {rows}".rstrip()
 
 
 @dataclass
@@ -72,6 +87,7 @@ class Part(NamedTuple):
         what: ``whole`` for parameters as they are, ``casts``, or ``shared`` for one of another
             pack.
         of: The run of layers, or the parameter.
+        holds: These.
         nbytes: Whole.
         sources: Slots of the host that have it, one of each share.
         arrays: Which of theirs; None for all.
@@ -79,6 +95,7 @@ class Part(NamedTuple):
 
     what: PartOf
     of: Span | int
+    holds: Params
     nbytes: int
     sources: tuple[int, ...]
     arrays: int | tuple[int, ...] | None = None
@@ -100,7 +117,7 @@ class Rank:
     Attributes:
         place, host: Its memory, and its place in that of the host.
         units: Passes that are to come, the next one last.
-        weights: Of a task, by id, their slots; then those of each parameter that is shared.
+        weights: Of a task, by id, their slots, and what is in each.
         summed: Gradients of the backward task that is under way; of what it owns, then of each
             parameter that is shared.
         late: Of the pass before.
@@ -109,6 +126,6 @@ class Rank:
     place: Place
     host: Place
     units: list[Unit]
-    weights: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    weights: dict[int, dict[int, Part]] = field(default_factory=dict)
     summed: tuple[int, ...] = ()
     late: list[Late] = field(default_factory=list)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 CallKind = Literal["forward", "backward", "recompute"]
 
@@ -90,6 +90,22 @@ class Call:
 
     def __hash__(self) -> int:
         return self._hash  # asked for every program of every step that is weighed
+
+
+class HeldBundle(NamedTuple):
+    """What a slot of the step of an array holds: a bundle, by its number, of a sub-array."""
+
+    array: int
+    bundle: int
+
+
+class SegmentCall(NamedTuple):
+    """What a program of the step of an array is: a call of the first sub-array that makes it, and
+    its seconds."""
+
+    array: int
+    call: Call
+    seconds: float
 
 
 class SubArray(Protocol):

@@ -25,6 +25,7 @@ from capture.step.multiplexed import (
     lifetimes,
     orders,
     peak_of,
+    program_seconds,
     recomputed_bytes,
     swapped_bytes,
 )
@@ -164,9 +165,9 @@ class Evaluation:
     def _seconds(self, kinds: Sequence[str]) -> float:
         body = self.steps.body
         return sum(
-            body.seconds[each.program]
-            for each in body.step.instructions
-            if isinstance(each, Run) and body.step.programs[each.program].kind in kinds
+            body.programs[each.program].call.seconds
+            for each in body.instructions
+            if isinstance(each, Run) and body.programs[each.program].kind in kinds
         )
 
     def prediction(self) -> ArrayPrediction:
@@ -449,6 +450,6 @@ class Space:
             lifetimes(self._array(kind), own) for kind, own in zip(self.kinds, decided, strict=True)
         )
         steps = build_array(arrays, self.way.order, problem.programs, limit)
-        seconds = Seconds(steps.body.seconds, problem.transfer, problem.host.duplex)
-        timeline = simulate_step(steps.body.step, seconds, feeds_ahead=0)
+        seconds = Seconds(program_seconds(steps.body), problem.transfer, problem.host.duplex)
+        timeline = simulate_step(steps.body, seconds, feeds_ahead=0)
         return Evaluation(arrays, decided, steps, steps.replay(), timeline, limit)

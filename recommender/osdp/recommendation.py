@@ -13,7 +13,7 @@ from capture.model.operators import Operator
 from capture.plan.sharding import OperatorCost, ShardingPlan
 from capture.plan.why import Why
 from capture.quantities import counted, format_bytes, format_rate
-from capture.step.attribution import attribute_keys
+from capture.step.attribution import attribute_operators
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import build_step
 from recommender.answer import Answer
@@ -176,7 +176,7 @@ def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:
 
 
 def _costs(model: StepCost, plan: ShardingPlan) -> Iterator[OperatorCost]:
-    at_peak = attribute_keys(build_step(model, plan.modes, plan.batch_size, plan.names)).layers
+    at_peak = attribute_operators(build_step(model, plan.modes, plan.batch_size, plan.names)).layers
     for i, (operator, mode) in enumerate(zip(_all(model), plan.modes, strict=True)):
         cost = model.cost(operator, mode, plan.batch_size)
         yield OperatorCost(

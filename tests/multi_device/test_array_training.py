@@ -104,7 +104,7 @@ def test_device_and_host_hold_what_is_booked_before_every_instruction():
     state, found = meter.finish(state)
     params = [tight.params(state, model) for model in range(len(MEMBERS))]
     assert equal([[*losses, found], params], expected)
-    counts = [len(built.step.instructions) + 1 for built in tight.steps.all]
+    counts = [len(built.instructions) + 1 for built in tight.steps.all]
     assert meter.num_checks == counts[0] + 2 * counts[1] + counts[2]
     assert meter.peak_bytes == peak_of(tight.replay(), 0)[0]
     assert meter.host_peak_bytes == peak_of(tight.replay(), "host")[0] > 0

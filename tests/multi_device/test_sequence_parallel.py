@@ -289,7 +289,7 @@ def test_a_step_is_the_single_device_step_and_its_replay(name, degrees, remat, s
         if slot.what in ("input", "cotangent"):
             choice = plan.stages[step.program.places.index(slot.place)].choice
             ways = choice.num_devices if choice.sequence_parallel else choice.data_parallel
-            assert slot.nbytes * ways == step.traced.graph.values[slot.key].nbytes
+            assert slot.nbytes * ways == step.traced.graph.values[slot.holds.ids[0]].nbytes
     params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8)
     measured = measure_step(step, step.init_from(params), batch, jax.random.key(2), strict=True)
     assert measured.peak_bytes_per_device == step.replay().peak_bytes_per_device

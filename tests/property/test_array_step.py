@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.mutwo_graphs import host_link, random_graph
 from capture.plan.array import Decision
 from capture.step.issue import Clock, Silent
-from capture.step.multiplexed import build_array, issue, lifetimes, peak_of
+from capture.step.multiplexed import build_array, issue, lifetimes, peak_of, program_seconds
 from capture.step.multiplexed import orders as order_of
 from capture.step.program import Copy, Feed, Free
 from capture.step.sub_array import movable, recomputable
@@ -59,14 +59,14 @@ def test_a_limit_is_kept_in_program_order_and_over_time(data, layers, between, s
     assert peak_of(steps.replay(), 0)[0] <= max(least, limit)
     for built, ledger in zip(steps.all, steps.replay(), strict=True):
         seconds = Seconds(
-            built.seconds,
+            program_seconds(built),
             lambda *given: slower * LINKS.seconds(*given),
             MACHINE.rates.host.duplex,
         )
         peak = ledger.peak_of(0).peak_bytes
-        timeline = simulate_step(built.step, seconds, feeds_ahead=0)
+        timeline = simulate_step(built, seconds, feeds_ahead=0)
         assert timeline.memory_of(0).peak.peak_bytes <= peak
-        assert simulate_step(built.step, seconds, capacity_bytes={0: peak}).step_seconds > 0
+        assert simulate_step(built, seconds, capacity_bytes={0: peak}).step_seconds > 0
 
 
 MANY = pytest.param(range(12, 200), marks=pytest.mark.exhaustive)
@@ -94,13 +94,13 @@ def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
             peak = ledger.peak_of(0).peak_bytes
             for slower in (0.1, 0.1 * 100 ** draw.random(), 10.0):
                 seconds = Seconds(
-                    built.seconds,
+                    program_seconds(built),
                     lambda *given, by=slower, of=free: by * of.transfer(*given),
                     duplex,
                 )
-                timeline = simulate_step(built.step, seconds, feeds_ahead=0)
+                timeline = simulate_step(built, seconds, feeds_ahead=0)
                 assert timeline.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
-                held = simulate_step(built.step, seconds, capacity_bytes={0: peak})
+                held = simulate_step(built, seconds, capacity_bytes={0: peak})
                 assert len(held.simulation.work) == len(timeline.simulation.work)
                 assert held.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
 
@@ -123,18 +123,18 @@ def test_two_bodies_in_a_row_are_one_training():
     swapped = [Decision(chain.bundles[n].name, "swap") for n in movable(chain)]
     array = lifetimes(chain, swapped)
     steps = build_array([array, array], "multiplexed", Kit(3), 1)
-    state = {name for name, n in steps.body.step.persistent.items() if _is_state(steps.body, n)}
-    carried = set(steps.body.step.persistent) - state
-    assert carried and set(steps.prologue.step.made) == carried
-    assert set(steps.epilogue.step.persistent) == carried | state
+    state = {name for name, n in steps.body.persistent.items() if _is_state(steps.body, n)}
+    carried = set(steps.body.persistent) - state
+    assert carried and set(steps.prologue.made) == carried
+    assert set(steps.epilogue.persistent) == carried | state
     end = steps.replay()[1].live_bytes
-    before = [steps.body.step.slots[n] for n in steps.body.step.persistent.values()]
+    before = [steps.body.slots[n] for n in steps.body.persistent.values()]
     assert end[0] == sum(slot.nbytes for slot in before if slot.place.host is None)
     assert end["host"] == sum(slot.nbytes for slot in before if slot.place.host)
 
 
 def _is_state(built, slot) -> bool:
-    return built.step.slots[slot].category in ("parameters", "optimizer state")
+    return built.slots[slot].category in ("parameters", "optimizer state")
 
 
 def test_what_is_fetched_ahead_is_issued_before_what_runs_in_between():
@@ -144,7 +144,7 @@ def test_what_is_fetched_ahead_is_issued_before_what_runs_in_between():
     for ahead, before in ((0, 0), (1, 1), (2, 1)):
         array = lifetimes(chain, [Decision(names[0], "swap", ahead)])
         retained = peak_of(build_array([lifetimes(chain, [])], "in turn", Kit(3)).replay(), 0)[0]
-        step = build_array([array], "in turn", Kit(3), retained - 150).body.step
+        step = build_array([array], "in turn", Kit(3), retained - 150).body
         labels = [getattr(each, "label", "") for each in step.instructions]
         fetch = next(
             i
@@ -224,8 +224,8 @@ def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
         for a, life in enumerate(arrays)
     ]
     body = build_array(known, turns, kit, limit).body
-    seconds = Seconds(body.seconds, lambda *given: slower * LINKS.seconds(*given), duplex)
-    timeline = simulate_step(body.step, seconds, feeds_ahead=0)
+    seconds = Seconds(program_seconds(body), lambda *given: slower * LINKS.seconds(*given), duplex)
+    timeline = simulate_step(body, seconds, feeds_ahead=0)
     assert clock.seconds == timeline.step_seconds
     ledger = timeline.program_order
     assert issued.peak_bytes == ledger.peak_of(0).peak_bytes
@@ -241,10 +241,10 @@ def test_a_batch_of_all_sub_arrays_is_on_the_device_once(order, held):
     steps = build_array(arrays, order, Kit(3))
     (size,) = {b.nbytes for life in arrays for b in life.sub_array.bundles if b.feed}
     for built, most in zip(steps.all, held, strict=True):
-        assert max(_batch_bytes(built.step)) == most * size
-        feeds = [each for each in built.step.instructions if isinstance(each, Feed)]
+        assert max(_batch_bytes(built)) == most * size
+        feeds = [each for each in built.instructions if isinstance(each, Feed)]
         assert len(feeds) == (built is not steps.epilogue)
-    left = {name for name in steps.body.step.persistent if "batch" in name}
+    left = {name for name in steps.body.persistent if "batch" in name}
     assert left == ({"0: batch 0"} if order == "multiplexed" else set())
 
 

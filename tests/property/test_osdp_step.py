@@ -12,7 +12,7 @@ from osdp_problems import machine
 from capture.machine.target import Sourced
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
-from capture.step.attribution import attribute_keys
+from capture.step.attribution import attribute_operators
 from capture.step.operator_cost import StepCost
 from capture.step.program import Free, Step, replay
 from capture.step.sharded import OperatorBytes, build_step, peak_bytes, step_seconds
@@ -132,7 +132,7 @@ def test_a_step_of_which_more_is_hidden_takes_less_time():
 def test_every_byte_of_the_peak_has_an_operator():
     for seed in range(40):
         plan = random_plan(seed)
-        found = attribute_keys(build_step(*plan))
+        found = attribute_operators(build_step(*plan))
         assert sum(buffer.bytes for buffer in found.buffers) == peak_bytes(*plan)
         assert found.attributed_fraction == 1
         running = [buffer.layer for buffer in found.buffers if buffer.category == "temporaries"]

@@ -174,11 +174,11 @@ def check_shared(stages: list[StageInterface], schedule: Schedule) -> None:
             source, target = slots[copy.source], slots[copy.target]
             owner, reader = places.index(source.place), places.index(target.place)
             if target.what == "param":
-                assert source.what == "params" and stages[owner].owned[copy.index] == target.key
-                values.append((target.key, owner, reader))
+                assert source.holds.ids[copy.index] == target.holds.ids[0]
+                values.append((*target.holds.ids, owner, reader))
             else:
-                assert source.what == target.what == "gradient" and source.key == target.key
-                gradients.append((target.key, reader, owner))
+                assert source.what == target.what == "gradient" and source.holds == target.holds
+                gradients.append((*target.holds.ids, reader, owner))
     expected = [
         (p, s, t)
         for s, stage in enumerate(stages)
@@ -208,7 +208,9 @@ def test_outputs_are_counted_as_what_they_are_for(step):
     for slot in program.slots:
         if slot.what == "output":
             s = program.places.index(slot.place)
-            sent = "activations" if slot.key in stages[s].kept_outputs else "sent activations"
+            sent = (
+                "activations" if slot.holds.ids[0] in stages[s].kept_outputs else "sent activations"
+            )
             assert slot.category == ("loss" if s == len(stages) - 1 else sent)
 
 
@@ -219,9 +221,10 @@ def hops_of(stages: list[StageInterface], program: Step) -> Counter:
         if isinstance(copy, Copy):
             source, target = program.slots[copy.source], program.slots[copy.target]
             s, t = (program.places.index(slot.place) for slot in (source, target))
-            assert source.key == target.key and copy.index is None
-            assert target.nbytes == stages[t].value_bytes[target.key] <= copy.nbytes
-            hops[target.key, s, t] += 1
+            assert source.holds == target.holds and copy.index is None
+            (value,) = target.holds.ids
+            assert target.nbytes == stages[t].value_bytes[value] <= copy.nbytes
+            hops[value, s, t] += 1
     return hops
 
 

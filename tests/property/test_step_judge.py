@@ -72,7 +72,7 @@ def array(turns: str) -> Step:
         Decision(of.bundles[n].name, "recompute" if n in again and n % 2 else "swap")
         for n in movable(of)
     ]
-    return build_array([lifetimes(of, decided)] * 2, turns, Kit(3), 1).body.step
+    return build_array([lifetimes(of, decided)] * 2, turns, Kit(3), 1).body
 
 
 STEPS: dict[str, Callable[[], Step]] = {

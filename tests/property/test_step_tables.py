@@ -94,6 +94,6 @@ def test_stages_on_the_same_devices_hand_over_without_a_copy_what_they_do_not_ke
                 # Of what came to the stage that kept it, whichever made it.
                 keepers = [s for s in stages if s.devices == source.place.devices]
                 assert target.what == "input" and any(
-                    target.key in (*s.kept_inputs, *s.kept_outputs) for s in keepers
+                    target.holds.ids[0] in (*s.kept_inputs, *s.kept_outputs) for s in keepers
                 )
                 assert owner[target.place.name] > 0

@@ -13,7 +13,6 @@ from capture.plan.task_graph import Configuration, Packs, Swaps, Switches, TaskG
 from capture.step.pack_order import as_the_first, begins_without_copies
 from capture.step.program import replay
 from capture.step.streamed import StreamedBuilder
-from capture.step.streamed_units import parts_of_name
 from tests.followed_arrays import Followed, GraphSizes
 from tests.property.test_streamed_step import SERVER, task_graphs
 from tests.synthetic_graphs import layer_graphs, tensor
@@ -44,14 +43,14 @@ def check_room(builder: StreamedBuilder, sizes: GraphSizes) -> None:
     """What is left free for a pass is what its programs take, if all they hand on has rows."""
     if any(value.batch_dim is None for value in sizes.graph.values[:-1]):
         return
-    programs = {parts_of_name(n)[:4]: p.transient_bytes for n, p in builder.step.programs.items()}
+    programs = {p.call[:3]: p.transient_bytes for p in builder.step.programs.values()}
     for unit in builder.units:
         task = unit.task
         if task.kind != "update":
             spans = task.sub_packs if task.kind == "forward" else [(task.first, task.stop)]
             adds = task.kind == "backward" and (unit.i or task.start)
             kind = "accumulate" if adds else task.kind
-            needs = [programs.get((kind, *span, unit.size), 0) for span in spans]
+            needs = [programs.get((kind, span, unit.size), 0) for span in spans]
             if all(needs):
                 running = builder.needs.running(task, unit.i)
                 assert running >= max(needs)

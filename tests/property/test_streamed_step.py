@@ -30,7 +30,6 @@ from capture.step.pack_order import begins_without_copies
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Copy, Feed, Run, Step, Wait, replay
 from capture.step.streamed import StreamedBuilder, streamed_seconds, volumes_bytes
-from capture.step.streamed_units import parts_of_name
 
 SERVER = Server.load("gtx1080ti-x4")
 SIZES = tuple(range(1, 17))
@@ -436,7 +435,7 @@ def test_seconds_are_those_of_the_profile_and_bytes_over_shared_bandwidths():
         step = packs_step(graph, profile, server)
         seconds = streamed_seconds(step, graph, profile, server)
         for name, found in seconds.programs.items():
-            kind, first, stop, size, _ = parts_of_name(name)
+            kind, (first, stop), size, *_ = step.programs[name].call
             expected = {
                 "forward": 2 * (1e-3 + 1e-4 * size),
                 "accumulate": (stop - first) * 3 * (1e-3 + 1e-4 * size),

@@ -69,7 +69,7 @@ def idle_rows(space: Space) -> list[dict[str, Any]]:
 
 def memory_rows(space: Space) -> list[dict[str, Any]]:
     """Most bytes while every program runs."""
-    step = space.evaluate(space.retained, UNLIMITED).steps.body.step
+    step = space.evaluate(space.retained, UNLIMITED).steps.body
     runs = [one.label for one in step.instructions if isinstance(one, Run)]
     most = dict.fromkeys(runs, 0)
     for label, _, nbytes in replay(step, record_timeline=True).timeline:

@@ -19,11 +19,12 @@ from capture.errors import PlanError
 from capture.machine.server import Server
 from capture.papers.harmony.virtual_memory import LayerTensors, Manager, Operation, Tensor
 from capture.plan.task_graph import Span, TaskGraph, microbatches, shares
+from capture.step.holds import Leaves, Loss, Params, State
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Feed, Free, Instruction, Run, Step, Wait, book
 from capture.step.streamed import Begins
 from capture.step.streamed_state import StreamedState
-from capture.step.streamed_units import Rank, program_name
+from capture.step.streamed_units import PackCall, Rank
 
 
 class SwappedBuilder(StreamedState):
@@ -111,13 +112,13 @@ class SwappedBuilder(StreamedState):
         spans = sorted(self._owner)
         for number, rank in enumerate(self._ranks):
             for span in spans:
-                for what, name, category, nbytes in (
-                    ("W", "weights", "parameters", self._sizes.weight_bytes(span)),
-                    ("K", "state", "optimizer", self._sizes.state_bytes(span)),
+                owned = self._sizes.owned(span)
+                for what, name, category, nbytes, holds in (
+                    ("W", "weights", "parameters", self._sizes.weight_bytes(span), Params(owned)),
+                    ("K", "state", "optimizer", self._sizes.state_bytes(span), State(owned)),
                 ):
                     label = f"{name} of layer {span[0]} for device {number}"
-                    slot = self.step.keep(label, rank.host, category, nbytes, name)
-                    self.spans[slot] = span
+                    slot = self.step.keep(label, rank.host, category, nbytes, name, holds)
                     self._on_host[number, (what, span[0], 0)] = slot
         state = {span: self._on_host[0, ("K", span[0], 0)] for span in spans}
         weights: dict[Span, tuple[int, ...]] = {
@@ -209,10 +210,10 @@ class SwappedBuilder(StreamedState):
     def _feed(self, rank: Rank, span: Span, m: int) -> Generator[Instruction, None, int]:
         number, rows = rank.place.devices[0], self._rows(m)
         nbytes = self._sizes.batch_bytes(span, self._size)
-        slot = self._slot("batch", rank.place, "batch", nbytes)
-        self.rows[slot], self.spans[slot] = (span[0], rows), span
+        leaves = self._sizes.batch(span)
+        slot = self._slot("batch", rank.place, "batch", nbytes, Leaves(leaves, rows))
         part = number * self._count + m
-        yield Feed(slot, part, self._sizes.batch(span), self._label)
+        yield Feed(slot, part, leaves, self._label)
         return slot
 
     def _rows(self, m: int) -> Span:
@@ -261,15 +262,13 @@ class SwappedBuilder(StreamedState):
         groups = yield from self._read(rank, i, m)
         is_last = i + 1 == sizes.num_layers
         if is_last:
-            out = self._slot("loss", rank.place, "loss", 4)
+            out = self._slot("loss", rank.place, "loss", 4, Loss())
         else:
             out = self._row_slot("activation", rank.place, "activations", i + 1, self._rows(m))
             self._there[number, ("X", i + 1, m)] = out
-        name = program_name("forward", span, self._size, number)
         made = self.step.slots[out].nbytes
-        self._program(
-            "forward", name, rank, sizes.transient_bytes("forward", span, self._size, made)
-        )
+        transient = sizes.transient_bytes("forward", span, self._size, made)
+        name = self._program(PackCall("forward", span, self._size, number), rank.place, transient)
         yield Run(name, groups, (out,), (), self._label)
         again = groups[2] if i else ()
         if done := (*again, *((out,) if is_last else ())):
@@ -287,13 +286,13 @@ class SwappedBuilder(StreamedState):
             outputs = [self._row_slot("gradient", place, "cotangents", i, self._rows(m))]
             self._there[number, ("dX", i, m)] = outputs[0]
         if is_last:
-            outputs.append(self._slot("loss", place, "loss", 4))
+            outputs.append(self._slot("loss", place, "loss", 4, Loss()))
             self.step.reported.append(outputs[-1])
-        gradients = self._there[number, ("dW", i, 0)] = self._span_slot("gradients", place, span)
+        gradients = self._there[number, ("dW", i, 0)] = self._gradients_slot(place, span)
         kind: PackPass = "accumulate" if summed else "backward"
         made = sum(self.step.slots[slot].nbytes for slot in outputs)
-        name = program_name(kind, span, self._size, number)
-        self._program("backward", name, rank, sizes.transient_bytes(kind, span, self._size, made))
+        transient = sizes.transient_bytes(kind, span, self._size, made)
+        name = self._program(PackCall(kind, span, self._size, number), place, transient)
         yield Run(name, (*groups, arrived, summed), (*outputs, gradients), summed, self._label)
         if i and groups[2]:
             yield Free(groups[2])
@@ -303,16 +302,15 @@ class SwappedBuilder(StreamedState):
         numbers = range(len(self._ranks))
         gradients = [self._there.pop((number, ("dW", i, 0))) for number in numbers]
         if self._reduces:
-            reduced = [self._span_slot("gradients", rank.place, span) for rank in self._ranks]
-            name = self._program(
-                "reduce", program_name("reduce", span, 0, 0), None, self.needs.reduction(span)
-            )
+            reduced = [self._gradients_slot(rank.place, span) for rank in self._ranks]
+            transient = self.needs.reduction(span)
+            name = self._program(PackCall("reduce", span), self._everywhere, transient)
             groups = tuple((slot,) for slot in gradients)
             yield Run(name, groups, tuple(reduced), tuple(gradients), self._label)
             gradients = reduced
         for number, rank in enumerate(self._ranks):
             changed = tuple(self._there[number, (what, i, 0)] for what in "WK")
-            name = program_name("update", span, 0, number)
-            self._program("update", name, rank, sizes.transient_bytes("update", span, 0, 0))
+            transient = sizes.transient_bytes("update", span, 0, 0)
+            name = self._program(PackCall("update", span, device=number), rank.place, transient)
             inputs = ((changed[0],), (changed[1],), (gradients[number],), ())
             yield Run(name, inputs, changed, (*changed, gradients[number]), self._label)
