@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
+from capture.step.holds import Summary
+from capture.step.passes.frees import used_by
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait, replay
 
 
@@ -119,18 +121,6 @@ def idle(step: Step) -> list[str]:
     ]
 
 
-def used_by(each: Instruction) -> tuple[int, ...]:
-    """Slots that an instruction reads or makes."""
-    match each:
-        case Feed(slot=slot) | Wait(slot=slot):
-            return (slot,)
-        case Copy(source=source, target=target):
-            return source, target
-        case Run(inputs=inputs, outputs=outputs):
-            return (*(slot for group in inputs for slot in group), *outputs)
-    return ()
-
-
 def _passes(step: Step) -> int:
     return step.num_passes or len(step.instructions)  # arrays have no end that is for updates alone
 
@@ -141,7 +131,9 @@ def _resting(step: Step) -> set[int]:
 
 
 def _is_state(step: Step, slot: int) -> bool:
-    return step.slots[slot].category in ("parameters", "optimizer", "optimizer state", "shared")
+    held = step.slots[slot]
+    state = held.category in ("parameters", "optimizer", "optimizer state", "shared")
+    return state and not isinstance(held.holds, Summary)
 
 
 # ---- faults --------------------------------------------------------------------------------------

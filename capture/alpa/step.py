@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from capture.plan.schedule import Schedule, Task
 from capture.step.interface import StageInterface
 from capture.step.pipeline import PipelineBuilder
-from capture.step.program import Copy, Free, Instruction, Step
+from capture.step.program import Copy, Instruction, Step
 
 
 def build_alpa_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
@@ -28,36 +28,23 @@ class _AlpaBuilder(PipelineBuilder):
 
     def order(self) -> Iterator[Instruction]:
         """What a program makes is sent in the clock of the program that reads it, to the first
-        stage first, and freed once all have it."""
+        stage first."""
         for s in range(len(self.stages)):
             yield from self.accumulators(s)
         for s in range(len(self.stages)):
             for m in range(self.schedule.num_microbatches):
                 yield from self.feed(s, m, "start of the step")
         stage_of = {place.name: s for s, place in enumerate(self.places)}
-        waiting: defaultdict[Task, list[Instruction]] = defaultdict(list)
+        waiting: defaultdict[Task, list[Copy]] = defaultdict(list)
         for clock in self.schedule.clocks:
             for task in sorted(clock, key=lambda task: task.stage_id):
                 yield from waiting.pop(task, ())
             for task in clock:
-                transfers: list[Instruction] = []
+                transfers: list[Copy] = []
                 yield from self.run(task, transfers)
-                last_reader: dict[int, Task] = {}
                 for copy in transfers:
-                    if isinstance(copy, Copy):  # of one source: in the order of the readers' clocks
-                        reader = stage_of[self.step.slots[copy.target].place.name]
-                        last_reader[copy.source] = Task(reader, task.kind, task.microbatch)
-                        waiting[last_reader[copy.source]].append(copy)
-                freed = [
-                    slot
-                    for instruction in transfers
-                    if isinstance(instruction, Free)
-                    for slot in instruction.slots
-                ]
-                for slot in freed:
-                    if slot in last_reader:
-                        waiting[last_reader[slot]].append(Free((slot,)))
-                yield Free(tuple(slot for slot in freed if slot not in last_reader))
+                    reader = stage_of[self.step.slots[copy.target].place.name]
+                    waiting[Task(reader, task.kind, task.microbatch)].append(copy)
 
     def received(self, s: int) -> tuple[int, ...]:
         return self.stages[s].used

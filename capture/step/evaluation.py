@@ -1,9 +1,9 @@
 """The loss of a pipeline's parameters as instructions: the forward passes of its step alone, on the
 same stages and by the same programs.
 
-What a program keeps for a backward pass is freed at once. Micro-batches follow one another so that
-none waits (``Schedule.forward_clocks``). The optimizer's state is there all the time; there are no
-gradients and no activations of other micro-batches.
+What a program keeps for a backward pass, which nothing reads, is freed at once. Micro-batches
+follow one another so that none waits (``Schedule.forward_clocks``). The optimizer's state is there
+all the time; there are no gradients and no activations of other micro-batches.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from capture.plan.schedule import Schedule, Task
+from capture.plan.schedule import Schedule
 from capture.step.interface import StageInterface
 from capture.step.pipeline import PipelineBuilder
-from capture.step.program import Free, Instruction, Step
+from capture.step.program import Copy, Instruction, Step
 
 
 def build_evaluation(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
@@ -31,15 +31,9 @@ class _EvaluationBuilder(PipelineBuilder):
     def order(self) -> Iterator[Instruction]:
         for clock in self.schedule.forward_clocks:
             for task in clock:
-                transfers: list[Instruction] = []
+                transfers: list[Copy] = []
                 yield from self.run(task, transfers)
                 yield from transfers
-
-    def run(self, task: Task, transfers: list[Instruction]) -> Iterator[Instruction]:
-        yield from super().run(task, transfers)
-        kept = ("residuals", "held residuals")[: 1 + self.schedule.splits_backward]
-        s, m = task.stage_id, task.microbatch
-        yield Free(tuple(self.values.pop((what, s, m, 0)) for what in kept))
 
     def updates(self) -> Iterator[Instruction]:
         return iter(())

@@ -1,13 +1,14 @@
 """The step of a pipeline: stages and a schedule table as instructions. What a program makes is sent
-at the end of its round.
+at the end of its round, and what nothing reads any more a pass ends
+(``capture.step.passes.frees``).
 
 Every stage is a place; stages that share devices are several places on them, and hand over what
 they make without a copy, unless the one that made it keeps it, too. The slots of a stage are called
 ``params``, ``optimizer``, ``gradient``, ``param`` (one borrowed), ``residuals``, ``batch``,
 ``input``, ``output``, ``input gradient``, ``cotangent`` or ``summary``; its programs ``forward``,
-``zero_gradients``, ``backward``, ``summarize`` and ``update``. A split backward pass is ``backward_inputs`` and ``backward_weights``: what only the
-first reads dies with it, the rest (``held residuals`` among it) and what it makes for the second
-(``deferred``) with the second.
+``zero_gradients``, ``backward``, ``summarize`` and ``update``. A split backward pass is
+``backward_inputs`` and ``backward_weights``: what only the first reads dies with it, the rest
+(``held residuals`` among it) and what it makes for the second (``deferred``) with the second.
 
 Parameters and optimizer state outlive the step. Gradients are accumulated from zeros, which are
 made just before a stage's first pass that adds to them, until its update, which takes them.
@@ -24,6 +25,7 @@ from capture.machine.target import Rates
 from capture.plan.schedule import Schedule, Task
 from capture.step.holds import Kept, Leaves, Params, State, Summary, Values
 from capture.step.interface import SplitBackward, StageInterface
+from capture.step.passes.frees import free
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Program, Run, Step
 from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
 from capture.step.times import StageTimes
@@ -120,9 +122,9 @@ class PipelineBuilder:
         """The step; once."""
         step = self.step
         step.instructions += self.order()
-        assert not any(what == "cotangent" for what, *_ in self.values), "a gradient is left behind"
         step.num_passes = len(step.instructions)
-        step.instructions += [*self.updates(), Free(tuple(step.reported))]
+        step.instructions += self.updates()
+        free(step)
         return step
 
     # ---- what another runtime does otherwise -----------------------------------------------------
@@ -130,7 +132,7 @@ class PipelineBuilder:
     def order(self) -> Iterator[Instruction]:
         """The forward and backward passes, and when what they make is sent."""
         for tasks in self.schedule.rounds:
-            transfers: dict[Task, list[Instruction]] = {task: [] for task in tasks}
+            transfers: dict[Task, list[Copy]] = {task: [] for task in tasks}
             for task in tasks:
                 yield from self.run(task, transfers[task])
             for task in sorted(tasks, key=_order_of_transfers):
@@ -150,8 +152,8 @@ class PipelineBuilder:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def run(self, task: Task, transfers: list[Instruction]) -> Iterator[Instruction]:
-        """A pass; what is to be sent and freed after it is added to ``transfers``."""
+    def run(self, task: Task, transfers: list[Copy]) -> Iterator[Instruction]:
+        """A pass; what is to be sent after it is added to ``transfers``."""
         s, m = task.stage_id, task.microbatch
         match task.kind:
             case "forward":
@@ -199,17 +201,14 @@ class PipelineBuilder:
         self.values[what, s, m, key] = slot
         return slot
 
-    def _take(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.values.pop((what, s, m, key)) for key in keys)
-
-    def _see(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
+    def _read(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.values[what, s, m, key] for key in keys)
 
     def _copy(self, source: int, target: int, label: str) -> Copy:
         slots = self.step.slots
         return Copy(source, target, max(slots[source].nbytes, slots[target].nbytes), label)
 
-    def _forward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
+    def _forward(self, s: int, m: int, transfers: list[Copy]) -> Iterator[Instruction]:
         stage, label, last = self.stages[s], f"forward {m} on stage {s}", s == len(self.stages) - 1
         yield from self.feed(s, m, label)
         category = "loss" if last else "sent activations"
@@ -229,8 +228,8 @@ class PipelineBuilder:
             program_name("forward", s),
             (
                 self.params[s],
-                self._see("input", s, m, stage.used),
-                self._see("batch", s, m, stage.batch),
+                self._read("input", s, m, stage.used),
+                self._read("batch", s, m, stage.batch),
             ),
             (*outputs, *residuals),
             (),
@@ -241,37 +240,28 @@ class PipelineBuilder:
                 "the loss outlives the backward pass, which would free it"
             )
             self.step.reported += outputs
-        dead = [v for v in self.received(s) if v not in stage.kept_inputs]
-        made = [v for v in stage.outputs if v not in stage.kept_outputs and not last]
-        batch = [b for b in stage.batch if b not in stage.kept_batch]
         for v in stage.sent:
+            made = v in stage.outputs
+            is_kept = v in (stage.kept_outputs if made else stage.kept_inputs)
             for t in self.receivers(s, v):
-                what = "output" if v in stage.outputs else "input"
-                if self._together(s, t) and v in (*dead, *made):
-                    self.values["input", t, m, v] = self.values.pop((what, s, m, v))
-                    (made if what == "output" else dead).remove(v)
+                source = self.values["output" if made else "input", s, m, v]
+                if self._together(s, t) and not is_kept:
+                    self.values["input", t, m, v] = source
                     continue
-                source, nbytes = self.values[what, s, m, v], self.stages[t].value_bytes[v]
+                nbytes = self.stages[t].value_bytes[v]
                 target = self._new("input", "received activations", t, m, v, nbytes)
                 transfers.append(self._copy(source, target, f"send {v}.{m} from stage {s} to {t}"))
-        gone = Free(
-            self._take("input", s, m, dead)
-            + self._take("output", s, m, made)
-            + self._take("batch", s, m, batch)
-        )
-        # On the same devices nothing that is sent dies, and room is made before it is taken.
-        transfers.insert(0 if not last and self._together(s, s + 1) else len(transfers), gone)
 
-    def _backward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
+    def _backward(self, s: int, m: int, transfers: list[Copy]) -> Iterator[Instruction]:
         yield from self.accumulators(s)
         stage, label = self.stages[s], f"backward {m} on stage {s}"
         kept = (
-            self._take("input", s, m, stage.kept_inputs),
-            self._take("batch", s, m, stage.kept_batch),
-            self._take("output", s, m, stage.kept_outputs),
-            self._take("residuals", s, m, [0]),
+            self._read("input", s, m, stage.kept_inputs),
+            self._read("batch", s, m, stage.kept_batch),
+            self._read("output", s, m, stage.kept_outputs),
+            self._read("residuals", s, m, [0]),
         )
-        cotangents = self._take("cotangent", s, m, stage.cotangents)
+        cotangents = self._read("cotangent", s, m, stage.cotangents)
         made = tuple(
             self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
             for v in stage.input_gradients
@@ -284,20 +274,17 @@ class PipelineBuilder:
             (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated),
             label,
         )
-        yield Free(kept[1])
         self._send_gradients(s, m, transfers)
 
-    def _backward_inputs(
-        self, s: int, m: int, transfers: list[Instruction]
-    ) -> Iterator[Instruction]:
+    def _backward_inputs(self, s: int, m: int, transfers: list[Copy]) -> Iterator[Instruction]:
         """The gradients that the stage before waits for."""
         stage, split = self.stages[s], self.split(s)
-        batch = self._see("batch", s, m, stage.kept_batch)
+        batch = self._read("batch", s, m, stage.kept_batch)
         gone = (
-            *self._take("input", s, m, _without(stage.kept_inputs, split.inputs)),
-            *self._take("output", s, m, _without(stage.kept_outputs, split.outputs)),
-            *self._take("residuals", s, m, [0]),
-            *self._take("cotangent", s, m, _without(stage.cotangents, split.cotangents)),
+            *self._read("input", s, m, _without(stage.kept_inputs, split.inputs)),
+            *self._read("output", s, m, _without(stage.kept_outputs, split.outputs)),
+            *self._read("residuals", s, m, [0]),
+            *self._read("cotangent", s, m, _without(stage.cotangents, split.cotangents)),
         )
         held = self._held(s, m)
         made = tuple(
@@ -313,15 +300,14 @@ class PipelineBuilder:
             gone,
             f"gradients of inputs {m} on stage {s}",
         )
-        yield Free(self._take("batch", s, m, _without(stage.kept_batch, split.batch)))
         self._send_gradients(s, m, transfers)
 
     def _backward_weights(self, s: int, m: int) -> Iterator[Instruction]:
         """Those that nobody waits for."""
         yield from self.accumulators(s)
         accumulated, held = self.gradients[s], self._held(s, m)
-        batch = self._take("batch", s, m, self.split(s).batch)
-        deferred = self._take("deferred", s, m, [0])
+        batch = self._read("batch", s, m, self.split(s).batch)
+        deferred = self._read("deferred", s, m, [0])
         yield Run(
             program_name("backward_weights", s),
             (self.params[s], batch, held, deferred, accumulated),
@@ -329,23 +315,15 @@ class PipelineBuilder:
             (*held, *deferred, *accumulated),
             f"gradients of weights {m} on stage {s}",
         )
-        yield Free(batch)
-        for what, keys in self._held_keys(s):
-            self._take(what, s, m, keys)
-
-    def _held_keys(self, s: int) -> list[tuple[str, Sequence[int]]]:
-        """What the gradients of weights read of what the backward pass does, in their order."""
-        split = self.split(s)
-        return [
-            ("input", split.inputs),
-            ("output", split.outputs),
-            ("held residuals", (0,)),
-            ("cotangent", split.cotangents),
-        ]
 
     def _held(self, s: int, m: int) -> tuple[int, ...]:
-        return tuple(
-            slot for what, keys in self._held_keys(s) for slot in self._see(what, s, m, keys)
+        """What the gradients of weights read of what the backward pass does, in their order."""
+        split = self.split(s)
+        return (
+            *self._read("input", s, m, split.inputs),
+            *self._read("output", s, m, split.outputs),
+            *self._read("held residuals", s, m, [0]),
+            *self._read("cotangent", s, m, split.cotangents),
         )
 
     def split(self, s: int) -> SplitBackward:
@@ -365,21 +343,21 @@ class PipelineBuilder:
             return (first,)
         return first, self._new("held residuals", "activations", s, m, 0, held, Kept("held"))
 
-    def _send_gradients(self, s: int, m: int, transfers: list[Instruction]) -> None:
+    def _send_gradients(self, s: int, m: int, transfers: list[Copy]) -> None:
         stage = self.stages[s]
         for v in self.received(s):
             if v not in stage.differentiable:
                 continue
             t = self.sender(s, v)
             what = "input gradient" if v in stage.input_gradients else "cotangent"
-            source = self.values.pop((what, s, m, v))
+            source = self.values[what, s, m, v]
             if self._together(s, t):
                 self.values["cotangent", t, m, v] = source
                 continue
             nbytes = self.stages[t].value_bytes[v]
             target = self._new("cotangent", "received gradients", t, m, v, nbytes)
             label = f"send gradient {v}.{m} from stage {s} to {t}"
-            transfers += [self._copy(source, target, label), Free((source,))]
+            transfers.append(self._copy(source, target, label))
 
     def _together(self, s: int, t: int) -> bool:
         """Whether two stages share their devices, and so split values alike."""

@@ -39,7 +39,8 @@ import numpy as np
 from capture.model.operators import Operator
 from capture.plan.sharding import Mode
 from capture.step.operator_cost import StepCost, compute_seconds
-from capture.step.program import Free, Instruction, Place, Program, Run, Step
+from capture.step.passes.frees import free
+from capture.step.program import Instruction, Place, Program, Run, Step
 
 #: Of a byte: what is less above a whole number is an error of rounding.
 _ROUNDING = 2**-10
@@ -124,7 +125,8 @@ def build_step(
     builder = _Builder(cost, modes, batch_size, names)
     builder.step.instructions += builder.passes()
     builder.step.num_passes = len(builder.step.instructions)
-    builder.step.instructions += builder.update()
+    builder.step.instructions.append(builder.update())
+    free(builder.step)
     return builder.step
 
 
@@ -197,20 +199,17 @@ class _Builder:
             if self.remat:
                 yield from self._gathering(i, "forward again", "forward", operator.forwards, [])
             yield self._run("tail backward", i, operator.before, own, [])
-            if operator.tail:
-                yield Free(tuple(own[1:]))
             gradients = self._slot("gradients", "gradients", i, operator.parameters)
             transient = operator.product + operator.tail + operator.parameters
             self.gradients.append(gradients)
             yield from self._gathering(i, "backward", "backward", transient, [gradients], own[:1])
             yield self._run("reduce", i, 0, [gradients], [gradients], [gradients])
 
-    def update(self) -> Iterator[Instruction]:
+    def update(self) -> Run:
         self.step.programs["update"] = Program("update", self.place, 0)
         state = (*self.parameters, *self.optimizer)
         inputs = (tuple(self.parameters), tuple(self.optimizer), tuple(self.gradients))
-        yield Run("update", inputs, state, state, "update")
-        yield Free(tuple(self.gradients))
+        return Run("update", inputs, state, state, "update")
 
     def _gathering(
         self,
@@ -231,8 +230,6 @@ class _Builder:
             yield self._run("all-gather", i, sum(map(self._bytes, gathered)), [], gathered)
         transient_bytes -= sum(map(self._bytes, gathered))
         yield self._run(what, i, transient_bytes, [*gathered, *donated], made, donated, program)
-        if gathered:
-            yield Free(tuple(gathered))
 
     def _run(
         self,

@@ -134,7 +134,7 @@ def test_a_leaked_buffer_is_noticed(small):
     booked = meter._ledger.live_bytes_per_device[0]
     assert alive > 0
     assert str(error.value) == (
-        f"before 'a release' device 0 holds {booked + alive} bytes of live arrays and the ledger "
+        f"before 'forward 1 on stage 1' device 0 holds {booked + alive} bytes of live arrays and the ledger "
         f"has booked {booked}; an array outlives "
         "its last use, or dies early: drop references to arrays of the step, or report a defect "
         "of the runtime. [run-ledger-mismatch]"

@@ -333,8 +333,9 @@ def as_text(program: Step) -> str:
 GOLDEN_STEP = """\
 feed batch0.0@0
 forward(params@0 |  | batch0.0@0) -> output0.0@0 residuals0.0@0
+free batch0.0@0
 output0.0@0 => input0.0@1
-free output0.0@0 batch0.0@0
+free output0.0@0
 forward(params@1 | input0.0@1 | ) -> output2.0@1 residuals0.0@1
 input0.0@1 => input0.0@2
 output2.0@1 => input2.0@2

@@ -1,0 +1,47 @@
+"""Frees: what nothing uses any more ends.
+
+**Guarantee.** No slot outlives the last instruction that uses it, but for what outlives the step,
+what a lowering frees by itself, and what the step reports, which ends with it. So there is no other
+list of the same programs and copies by which a memory holds less at any of them.
+"""
+
+from __future__ import annotations
+
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
+
+
+def free(step: Step) -> None:
+    """Insert the frees into a step.
+
+    Args:
+        step: Complete but for them, of any kind of plan.
+    """
+    before, stay = step.instructions, {*step.persistent.values(), *step.made.values()}
+    stay.update(slot for each in before if isinstance(each, Free) for slot in each.slots)
+    reported = tuple(slot for slot in step.reported if slot not in stay)
+    stay.update(reported)
+    ends: list[tuple[int, ...]] = []
+    for each in reversed(before):
+        last = tuple(slot for slot in dict.fromkeys(used_by(each)) if slot not in stay)
+        stay.update(last)
+        taken = each.donated if isinstance(each, Run) else ()
+        ends.append(tuple(slot for slot in last if slot not in taken))
+    ends.reverse()
+    step.num_passes += sum(map(bool, ends[: step.num_passes]))
+    step.instructions = []
+    for each, gone in zip(before, ends, strict=True):
+        step.instructions += [each, Free(gone)] if gone else [each]
+    if reported:
+        step.instructions.append(Free(reported))
+
+
+def used_by(each: Instruction) -> tuple[int, ...]:
+    """Slots that an instruction reads or makes."""
+    match each:
+        case Feed(slot=slot) | Wait(slot=slot):
+            return (slot,)
+        case Copy(source=source, target=target):
+            return source, target
+        case Run(inputs=inputs, outputs=outputs):
+            return (*(slot for group in inputs for slot in group), *outputs)
+    return ()

@@ -1,0 +1,84 @@
+"""Each pass by itself: what it guarantees, on steps of every kind that uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capture.alpa.step import build_alpa_step
+from capture.step.evaluation import build_evaluation
+from capture.step.passes.frees import free, used_by
+from capture.step.pipeline import build_step
+from capture.step.program import Copy, Feed, Free, Place, Program, Run, Step
+from tests.property import test_step, test_step_tables
+from tests.step_judge import check_lifetimes, judge
+
+steps = st.one_of(test_step.steps(), test_step_tables.steps())
+
+
+@settings(max_examples=30)
+@given(steps, st.sampled_from([build_step, build_evaluation]))
+def test_what_nothing_uses_any_more_is_freed_right_behind_its_last_use(made, build):
+    step = build(*made)
+    judge(step) if build is build_step else check_lifetimes(step)
+    *passes, last = step.instructions
+    assert last == Free(tuple(step.reported))
+    for before, each in pairwise(passes):
+        if isinstance(each, Free) and len(passes) == step.num_passes:
+            assert {*each.slots} <= {*used_by(before)}
+
+
+@settings(max_examples=20)
+@given(test_step.steps())
+def test_a_pass_over_a_step_that_has_its_frees_adds_none(made):
+    for build in (build_step, build_alpa_step):
+        step = build(*made)
+        again = replace(step, instructions=list(step.instructions))
+        free(again)
+        assert again == step
+
+
+def test_frees_by_hand():
+    """A slot that two programs read, one that is written over, one that nobody reads, one that the
+    lowering frees later than it had to, and a loss; the border of the updates moves with them."""
+    place = Place("a", (0,))
+    step = Step((place,), {"work": Program("work", place, 1)})
+    state = step.keep("state", place, "parameters", 8)
+    fed, read, over, unread, late, loss = (
+        step.slot(name, place, "any", 1)
+        for name in ("fed", "read", "over", "unread", "late", "loss")
+    )
+    step.reported.append(loss)
+    runs = [
+        Run("work", ((state, fed),), (read, over, unread), (), "one"),
+        Run("work", ((read, over),), (late, loss), (over,), "two"),
+        Run("work", ((read, state),), (state,), (state,), "update"),
+    ]
+    step.instructions = [Feed(fed, 0, (0,), "feed"), *runs, Free((late,))]
+    step.num_passes = 3
+    free(step)
+    assert step.instructions == [
+        Feed(fed, 0, (0,), "feed"),
+        runs[0],
+        Free((fed, unread)),
+        runs[1],
+        runs[2],
+        Free((read,)),
+        Free((late,)),
+        Free((loss,)),
+    ]
+    assert step.num_passes == 4
+    check_lifetimes(step)
+
+
+def test_the_source_of_a_copy_is_freed_behind_it():
+    places = Place("a", (0,)), Place("b", (1,))
+    step = Step(places)
+    fed, came = step.slot("fed", places[0], "any", 1), step.slot("came", places[1], "any", 1)
+    step.instructions = [Feed(fed, 0, (0,), "feed"), Copy(fed, came, 1, "send")]
+    step.num_passes = 2
+    free(step)
+    assert step.instructions[2:] == [Free((fed, came))] and step.num_passes == 3
