@@ -74,7 +74,10 @@ class ArrayMeter:
         jax.block_until_ready(state.slots)
         assert built is not None, "a state that is ahead has a step that ends its update"
         live = LiveArrayMeter(
-            built, [training.device], training.transient_bytes, strict=self.strict
+            built,
+            [training.device],
+            lambda run: training.executable(run).transient_bytes,
+            strict=self.strict,
         )
         state, losses = run(live)
         found = None if losses is None else list(losses)

@@ -12,13 +12,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capture.runtime.fast_paths import Put, to_devices
+from capture.compiler.executable import Executable
+from capture.runtime.fast_paths import Put, flat_call, to_devices
 from capture.runtime.reshard import plan_moves, reshard
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits, with_scratch
@@ -62,26 +65,27 @@ class BoundStep:
 
     Args:
         step: The instructions, of any kind of plan.
-        programs: Per name in the table of the step, its executable.
-        layout: Shapes and shardings of every slot that is fed, copied, or copied from.
+        executable: Gives what a ``Run`` calls; it is not asked for those of other processes.
+        layout: Shapes and shardings of the arrays of a slot.
         part: What this process executes of it, where several share the step; all if None.
-        scratch_bytes: Gives, for the name of a program, what its kernels allocate per device beside
-            its temporaries. Asked only where run-ahead is bounded.
+        calls: Programs, by name, whose executables are not called on the arrays of their slots one
+            after the other.
     """
 
     def __init__(
         self,
         step: Step,
-        programs: Mapping[str, Call],
+        executable: Callable[[Run], Executable],
         layout: Layout,
         part: Part | None = None,
-        scratch_bytes: Callable[[str], int] = lambda name: 0,
+        calls: Mapping[str, Call] = MappingProxyType({}),
     ):
-        self.step, self._part, self._scratch_bytes = step, part, scratch_bytes
+        self.step, self._part, self._executable, self._layout = step, part, executable, layout
+        self._calls, self._runs = dict(calls), dict[str, Run]()
         self._persistent = frozenset(step.persistent.values())
         self._reported = frozenset(step.reported)
         self._actions = [
-            (part and part.bind(number, each)) or self._bind(each, programs, layout)
+            (part and part.bind(number, each)) or self._bind(each)
             for number, each in enumerate(step.instructions)
         ]
 
@@ -154,21 +158,40 @@ class BoundStep:
             name: arrays for name, arrays in found.items() if arrays is not None
         }, frame.reported
 
-    def _bind(
-        self, instruction: Instruction, programs: Mapping[str, Call], layout: Layout
-    ) -> Action:
-        slots = self.step.slots
+    def _scratch_bytes(self, name: str) -> int:
+        """What kernels of a program allocate per device beside its temporaries."""
+        run = self._runs.get(name)
+        return 0 if run is None else self._executable(run).scratch.nbytes
+
+    def _bind(self, instruction: Instruction) -> Action:
+        slots, layout = self.step.slots, self._layout
         match instruction:
             case Feed():
                 return _bind_feed(instruction, layout(slots[instruction.slot]))
             case Run():
-                return self._bind_run(instruction, programs[instruction.program])
+                return self._bind_run(instruction, self._call(instruction))
             case Copy(source=source, target=target):
                 return _bind_copy(instruction, layout(slots[source]), layout(slots[target]))
             case Wait(slot=slot):
                 return lambda frame: _ready(frame, slot)
             case Free(slots=freed):
                 return self._bind_free(freed)
+
+    def _call(self, run: Run) -> Call:
+        """Of its program, which is the same wherever it runs."""
+        name = run.program
+        self._runs[name] = run
+        if name not in self._calls:
+            call = flat_call(self._executable(run).call)
+            counts = (len(self._layout(self.step.slots[slot])) for slot in run.outputs)
+            parts = list(pairwise(accumulate(counts, initial=0)))
+
+            def on_slots(flat: list[jax.Array]) -> list[list[jax.Array]]:
+                results = call(flat)
+                return [results[first:stop] for first, stop in parts]
+
+            self._calls[name] = on_slots
+        return self._calls[name]
 
     def _bind_run(self, run: Run, call: Call) -> Action:
         """The caller still refers to the old state, so dropping the step's reference does not free

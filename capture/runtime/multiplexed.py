@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capture import environment
-from capture.compiler.executable import HOST_MEMORY, Compiler
+from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol, named_workload
 from capture.plan.array import ArrayPlan, ArrayTask, Member, member_violations
@@ -40,11 +40,9 @@ from capture.runtime.array_state import (
     check_models,
 )
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
-from capture.runtime.dispatch import BoundStep, Call, Observer
-from capture.runtime.fast_paths import flat_call
+from capture.runtime.dispatch import BoundStep, Observer
 from capture.runtime.fused import Fuser
 from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
-from capture.runtime.pack_updates import cut
 from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
@@ -55,7 +53,6 @@ from capture.step.multiplexed import (
     peak_of,
 )
 from capture.step.program import Run, Slot, Step
-from capture.step.sub_array import SegmentCall
 
 
 def train_array(
@@ -466,25 +463,16 @@ class ArrayTraining:
     def _bind(self, built: Step) -> BoundStep:
         if id(built) not in self._bound:
             self._check_memory()
-            calls = {name: self._call(name, one.call) for name, one in built.programs.items()}
-            executables = self.programs.executables
-            self._bound[id(built)] = BoundStep(
-                built, calls, self._layout, None, lambda name: executables[name].scratch.nbytes
-            )
+            self._bound[id(built)] = BoundStep(built, self.executable, self._layout)
         return self._bound[id(built)]
 
     def _layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
         sharding = self.programs.sharding(slot.place)
         return self.programs.structs(self.arrays[slot.holds.array], slot.holds.bundle, sharding)
 
-    def _call(self, name: str, of: SegmentCall) -> Call:
-        call, values = flat_call(self.programs.executables[name].call), self.arrays[of.array].values
-        sizes = [len(values[bundle]) for bundle in of.call.outputs]
-        return lambda flat: cut(call(flat), sizes)
-
-    def transient_bytes(self, run: Run) -> int:
-        """What the program that an instruction runs needs beside its operands."""
-        return self.programs.executables[run.program].transient_bytes
+    def executable(self, run: Run) -> Executable:
+        """The compiled program that an instruction runs."""
+        return self.programs.executables[run.program]
 
     def _check_memory(self) -> None:
         """Refuse what the plan's limit does not hold, or the host may not.

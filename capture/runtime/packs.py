@@ -296,13 +296,15 @@ class PackPrograms:
 
     # ---- programs --------------------------------------------------------------------------------
 
-    def call(self, run: Run) -> Call:
-        """The program of an instruction, on the arrays of its slots."""
-        call = flat_call(self.executables[run.program].call)
-        sizes = list(map(len, self._of(run.outputs)))
-        if self._call_of(run).kind in EXCHANGES:
-            return self._exchange(run).call(call, sizes[: len(sizes) // len(run.inputs)])
-        return lambda flat: cut(call(flat), sizes)
+    def exchanges(self) -> dict[str, Call]:
+        """Programs of all devices, on the arrays of the slots of each."""
+        found = {}
+        for name, run in self.runs.items():
+            if self._call_of(run).kind in EXCHANGES:
+                call = flat_call(self.executables[name].call)
+                sizes = list(map(len, self._of(run.outputs[: len(run.outputs) // len(run.inputs)])))
+                found[name] = self._exchange(run).call(call, sizes)
+        return found
 
     def _call_of(self, run: Run) -> PackCall:
         return self._step.programs[run.program].call

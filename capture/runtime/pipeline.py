@@ -29,7 +29,7 @@ from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.runtime.stage_calls import layout_of, stage_calls
+from capture.runtime.stage_slots import layout_of
 from capture.runtime.state import (
     PipelineState,
     check_state,
@@ -457,15 +457,8 @@ class PipelinedStep:
         return self._bind(self.evaluation)
 
     def _bind(self, step: Step) -> BoundStep:
-        own = dict(self.own_stages)
-        calls = stage_calls(step, [own.get(s) for s in range(len(self.stages))])
         layout = partial(layout_of, step, self.stages)
-
-        def scratch_bytes(name: str) -> int:
-            stage = own.get(step.places.index(step.programs[name].place))
-            return 0 if stage is None else getattr(stage, step.programs[name].kind).scratch.nbytes
-
-        return BoundStep(step, calls, layout, self.parts.get(id(step)), scratch_bytes)
+        return BoundStep(step, self.executable, layout, self.parts.get(id(step)))
 
     @cached_property
     def _state_shardings(self) -> dict[str, list[Any]]:

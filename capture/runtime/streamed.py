@@ -416,10 +416,5 @@ class StreamedStep:
 
     @cached_property
     def _bound(self) -> BoundStep:
-        step = self.program
-        runs = {each.program: each for each in step.instructions if isinstance(each, Run)}
-        calls = {name: self.programs.call(run) for name, run in runs.items()}
-        executables = self.programs.executables
-        return BoundStep(
-            step, calls, self.programs.layout, None, lambda name: executables[name].scratch.nbytes
-        )
+        step, of = self.program, self.programs
+        return BoundStep(step, self.executable, of.layout, calls=of.exchanges())

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.compiler.executable import Compiler
 from capture.errors import ExecutionError
 from capture.runtime.dispatch import BoundStep
-from capture.runtime.fast_paths import flat_call
 from capture.runtime.meter import LiveArrayMeter
 from capture.step.program import Copy, Feed, Free, Host, Place, Program, Run, Step, Wait, replay
 
@@ -123,11 +122,7 @@ def executables():
 
 
 def bound(step: Step, executables) -> BoundStep:
-    def call(name):
-        program = flat_call(executables[name].call)
-        return lambda flat: [[array] for array in program(flat)]
-
-    return BoundStep(step, {name: call(name) for name in executables}, layout)
+    return BoundStep(step, lambda run: executables[run.program], layout)
 
 
 def start(step: Step):
@@ -177,7 +172,7 @@ def test_a_wait_waits_for_every_array_of_its_slot():
     step.keep("others", HOST, "weights", 8)
     step.instructions.append(Wait(came))
     state = {name: [Late(), Late()] for name in step.persistent}
-    run = BoundStep(step, {}, layout)
+    run = BoundStep(step, {}.get, layout)
     assert run(state, []) == (state, [])
     assert [late.waited for late in state["came"]] == [1, 1]
     assert [late.waited for late in state["others"]] == [0, 0]

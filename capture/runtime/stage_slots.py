@@ -1,0 +1,33 @@
+"""The arrays of the slots of a pipeline's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from capture.runtime.programs import StagePrograms
+from capture.runtime.split_backward import SplitStagePrograms
+from capture.step.holds import Kept, Leaves, Params, State, Summary, Values
+from capture.step.program import Slot, Step
+
+
+def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> Sequence[Any]:
+    """The structures of the arrays of a slot; compiles what makes it, if that is not known else."""
+    stage = stages[step.places.index(slot.place)]
+    match slot.holds:
+        case Params(ids):
+            return stage.param_structs(ids)
+        case State():
+            return stage.state_structs()
+        case Leaves(ids):
+            return stage.batch_structs(ids)
+        case Values(ids):
+            return stage.value_structs(ids)
+        case Summary(int(of)):
+            return stage.summary_structs(stages[of].optimizer.summary)
+        case Kept("deferred"):
+            assert isinstance(stage, SplitStagePrograms), "only a split backward pass defers"
+            return stage.backward_inputs.outputs[1]
+        case Kept(part):
+            return stage.forward.outputs[1 if part == "residuals" else 2]
+    raise AssertionError(f"{slot} holds nothing that a stage has")
