@@ -13,6 +13,7 @@ As expected, every sum ends a kernel, and what follows reads its operands again.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -258,6 +259,7 @@ class Traffic:
         program, split = self.program, self.split
         stored = self._ends.stored
         found: list[_Stored] = []
+        kernels_of = defaultdict[Any, set[int]](set)
         made_by: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
         for at in sorted(program.useful):
@@ -277,18 +279,30 @@ class Traffic:
                 continue
             # A number, such as a count of steps, is computed again.
             after = max((made_by.get(v, 0) for v in read if v.aval.size > 1), default=0)
-            together = next(
-                (i for i in range(after, len(found)) if found[i].reads_like(read)), None
-            )
+            near = {i for v in _most_of(read) for i in kernels_of[v] if i >= after}
+            together = next((i for i in sorted(near) if found[i].reads_like(read)), None)
             if together is None:
                 together = len(found)
                 found.append(_Stored())
             one = found[together]
             one.read |= {v: nbytes for v, nbytes in read.items() if v not in one.made}
             one.made |= {v: split.expected_bytes(v) for v in outs}
+            for value in (*read, *outs):
+                kernels_of[value].add(together)
             # What is summed is known when the kernel ends.
             made_by.update(dict.fromkeys(outs, together + (name not in _FREE)))
         return [Kernel(sum((one.made | one.read).values())) for one in found]
+
+
+def _most_of(read: Mapping[Any, int]) -> list[Any]:
+    """The largest of values: whoever has half of all bytes has one of them."""
+    found, rest, half = [], sum(read.values()), sum(read.values()) / 2
+    for value in sorted(read, key=lambda each: -read[each]):
+        if rest < half:
+            break
+        found.append(value)
+        rest -= read[value]
+    return found
 
 
 @dataclass
