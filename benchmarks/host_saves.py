@@ -25,7 +25,7 @@ from multihost import PLANS, WORKLOADS, Steps
 
 from capture import environment
 from capture.errors import CaptureError
-from capture.runtime.hosts.driver import free_port
+from capture.runtime.hosts.addresses import free_port
 
 
 def serve(

@@ -14,8 +14,9 @@ from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree, Workload, WorkloadProtocol
 from capture.partition.tensor_parallel import Rule
 from capture.plan.stages import Plan
-from capture.runtime.pipeline import PipelinedStep, StepMetrics, pipeshard
+from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.state import PipelineState
+from capture.runtime.train_step import StepMetrics
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the leaves of a global batch, in the order of ``jax.tree.leaves``."""

@@ -15,12 +15,12 @@ from capture.errors import ExecutionError
 from capture.runtime.array_state import ArrayState
 from capture.runtime.hosts.saved import check_models
 from capture.runtime.layerwise import leaf_numbers
-from capture.runtime.meter import AnyStep
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.state import PipelineState
+from capture.runtime.train_step import TrainStep
 
 #: What has a state, and the state.
-Trained = AnyStep | ArrayTraining
+Trained = TrainStep | ArrayTraining
 State = PipelineState | ArrayState
 
 PARTS = ("params", "optimizer")

@@ -90,6 +90,16 @@ class BoundStep:
         ]
 
     @cached_property
+    def state_shardings(self) -> dict[str, list[Any]]:
+        """Per persistent slot of this process, how each array lies."""
+        held = {name: self.step.slots[slot] for name, slot in self.step.persistent.items()}
+        return {
+            name: [struct.sharding for struct in self._layout(slot)]
+            for name, slot in held.items()
+            if self._part is None or self._part.has(slot.place)
+        }
+
+    @cached_property
     def waits(self) -> list[tuple[int, ...]]:
         """Per instruction, the slots whose arrays must be ready before it is issued, so that
         devices that have finished nothing else hold no more than is booked, and together with the

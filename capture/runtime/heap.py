@@ -23,10 +23,9 @@ import numpy as np
 
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
-from capture.runtime.meter import AnyStep
-from capture.runtime.pipeline import StepMetrics
 from capture.runtime.process_memory import HeapMeter
 from capture.runtime.state import PipelineState
+from capture.runtime.train_step import StepMetrics, TrainStep
 from capture.step.ledger import Ledger, Memory
 from capture.step.program import Feed, Instruction, Place, Run, Step, begin, replay
 from capture.step.run_ahead import with_scratch
@@ -78,7 +77,7 @@ class HeapMeasurement:
 
 
 def measure_heap(
-    step: AnyStep,
+    step: TrainStep,
     state: PipelineState,
     batch: PyTree,
     key: jax.Array | None = None,
@@ -121,7 +120,7 @@ def measure_heap(
     return state, metrics, measured
 
 
-def _runs(step: AnyStep) -> dict[str, Run]:
+def _runs(step: TrainStep) -> dict[str, Run]:
     """Return an instruction of this process per program."""
     instructions, programs = step.program.instructions, step.program.programs
     runs = {each.program: each for each in instructions if isinstance(each, Run)}
@@ -129,14 +128,14 @@ def _runs(step: AnyStep) -> dict[str, Run]:
     return {name: run for name, run in runs.items() if here & {*programs[name].place.memories}}
 
 
-def _memories(step: AnyStep) -> set[Memory]:
+def _memories(step: TrainStep) -> set[Memory]:
     """Return the memories of this process: its devices, and hosts where a step keeps something."""
     process = jax.process_index()
     devices = {n for n, device in enumerate(step.devices) if device.process_index == process}
     return devices | {memory for memory in step.program.users if isinstance(memory, str)}
 
 
-def _parts(step: AnyStep) -> dict[str, int]:
+def _parts(step: TrainStep) -> dict[str, int]:
     """Return what a step may add to malloc's bytes, in the parts of ``HeapMeasurement``."""
     program, memories, runs = step.program, _memories(step), _runs(step)
     ledger = Ledger(program.num_devices)
@@ -179,7 +178,7 @@ def _given_back(step: Step, run: Run) -> int:
     return max(0, step.programs[run.program].transient_bytes - made + donated)
 
 
-def _unbounded(step: AnyStep) -> tuple[str, ...]:
+def _unbounded(step: TrainStep) -> tuple[str, ...]:
     calls = (
         call for run in _runs(step).values() for call in step.executable(run).scratch.unbounded
     )

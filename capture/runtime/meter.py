@@ -23,14 +23,12 @@ import jax
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.hosts.transport import Buffer, Transport
-from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.state import PipelineState
-from capture.runtime.streamed import StreamedStep
+from capture.runtime.train_step import TrainStep
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
 
-AnyStep = PipelinedStep | StreamedStep
 """What ``pipeshard`` and ``streamed`` return."""
 
 
@@ -68,7 +66,7 @@ class Measurement:
 
 
 def measure_step(
-    step: AnyStep,
+    step: TrainStep,
     state: PipelineState,
     batch: PyTree,
     key: jax.Array | None = None,
@@ -172,16 +170,14 @@ class LiveArrayMeter:
         self._baseline: Counter[Memory] | None = None
 
     @classmethod
-    def of(cls, step: AnyStep, *, strict: bool = False) -> LiveArrayMeter:
+    def of(cls, step: TrainStep, *, strict: bool = False) -> LiveArrayMeter:
         """For ``step(state, batch, observer=meter)``."""
         return cls(
             step.program,
             step.devices,
             lambda run: step.executable(run).transient_bytes,
             strict=strict,
-            transport=step.hosts.transport
-            if strict and isinstance(step, PipelinedStep) and step.hosts is not None
-            else None,
+            transport=step.hosts.transport if strict and step.hosts is not None else None,
         )
 
     @property

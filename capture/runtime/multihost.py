@@ -29,9 +29,8 @@ from capture.plan.stages import Plan
 from capture.runtime.dispatch import Layout, to_host
 from capture.runtime.hosts import device_puts
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
-from capture.runtime.hosts.addresses import check_coordinator, parted
+from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, parted
 from capture.runtime.hosts.device_puts import DevicePuts
-from capture.runtime.hosts.driver import check_nodes, free_port
 from capture.runtime.hosts.gate import COORDINATOR, Gate, check_secret, is_of_this_machine
 from capture.runtime.hosts.part import Part, SharedStep
 from capture.runtime.hosts.sockets import Sockets

@@ -18,6 +18,7 @@ Source: Li et al. 2022 (Harmony), 4.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -179,17 +180,10 @@ class PackPrograms:
 
     def of(self, step: Step) -> PackPrograms:
         """Those of another step of the same plan: what is compiled, is."""
-        other = PackPrograms(
-            self._traced,
-            step,
-            self._sizes,
-            self._update_of,
-            self._minibatch_size,
-            self._devices,
-            self._compiler,
-            self._host,
-        )
-        other._compiled = self._compiled
+        other = copy(self)
+        other._step, other._layouts = step, {}
+        for of_the_last in ("runs", "executables"):
+            other.__dict__.pop(of_the_last, None)
         return other
 
     @cached_property

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,45 +31,19 @@ from capture.runtime.split_backward import SplitStagePrograms
 from capture.runtime.stage_slots import layout_of
 from capture.runtime.state import (
     PipelineState,
-    check_state,
-    initial_params,
     joined_params,
-    optimizer_leaves,
-    param_leaves,
 )
+from capture.runtime.train_step import StepMetrics, TrainStep
 from capture.step.evaluation import build_evaluation
 from capture.step.interface import StageInterface, owned_and_borrowed, plan_interfaces
-from capture.step.ledger import Ledger
 from capture.step.pipeline import build_step
-from capture.step.program import Run, Step, replay
+from capture.step.program import Run, Step
 from capture.tracing import TracedModel
 from capture.tracing.planned import trace_for_plan
 
 if TYPE_CHECKING:
     from capture.runtime.hosts.part import Part
     from capture.runtime.multihost import Hosts
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What a step reports.
-
-    Attributes:
-        losses: Per micro-batch, still on the device; ``loss`` waits for them.
-        dispatch_seconds: Processor time of the calling thread, which issues the instructions; what
-            it waited for devices is not in it.
-        examples: Per micro-batch; None if all have as many.
-    """
-
-    losses: list[jax.Array]
-    dispatch_seconds: float
-    examples: tuple[int, ...] | None = None
-
-    @property
-    def loss(self) -> float:
-        """Mean over the examples."""
-        losses = [np.asarray(loss) for loss in self.losses]
-        return float(np.average(losses, weights=self.examples))
 
 
 def pipeshard(
@@ -115,14 +88,11 @@ def pipeshard(
     return PipelinedStep(workload, plan, traced, found, sharding, fast_compile, hosts)
 
 
-class PipelinedStep:
-    """A compiled training step of a plan. Made by ``pipeshard``.
+class PipelinedStep(TrainStep):
+    """A compiled training step of a plan of stages. Made by ``pipeshard``.
 
     Attributes:
         unused: Parameters of the layer graph that the loss does not read.
-        bound_run_ahead: Whether the host waits where devices would else hold more than the replay
-            books (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands
-            out memory in the order of the programs.
     """
 
     def __init__(
@@ -139,6 +109,7 @@ class PipelinedStep:
         self.devices, self.hosts = devices, hosts
         self.parts: dict[int, Part] = {}
         self.bound_run_ahead = devices[0].platform == "cpu"
+        self.microbatch_sizes = (plan.microbatch_size,) * plan.num_microbatches
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
         self.unused = tuple(
@@ -181,7 +152,6 @@ class PipelinedStep:
 
     @cached_property
     def program(self) -> Step:
-        """The step's instructions; compiles every stage of this process."""
         return self._shared(self.program_of_one_process)
 
     @cached_property
@@ -211,47 +181,13 @@ class PipelinedStep:
         ordered = [costs[s] for s in range(len(self.stages))]
         return plan_interfaces(self.plan, self._graph, self._param_bytes, ordered)
 
-    def replay(self, *, record_timeline: bool = False) -> Ledger:
-        """The ledger of a step, without running it."""
-        return replay(self.program, record_timeline=record_timeline)
-
     # ---- state -----------------------------------------------------------------------------------
-
-    def init(self, key: jax.Array) -> PipelineState:
-        """Fresh parameters and optimizer state from the workload's ``init``."""
-        return self.init_from(initial_params(self.workload, key))
-
-    def init_from(self, params: PyTree) -> PipelineState:
-        """The state of a training that begins at the given parameters (a pytree as
-        ``workload.init`` returns).
-
-        Raises:
-            ExecutionError: ``run-params`` naming every parameter that the model does not have so.
-        """
-        return self.state_from(param_leaves(self.traced, params), None, 0)
-
-    def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
-        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of
-        this model return them.
-
-        Raises:
-            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
-                does not have so.
-        """
-        leaves = param_leaves(self.traced, params)
-        state_leaves = optimizer_leaves(self.optimizer.state_structs, optimizer_state)
-        return self.state_from(leaves, state_leaves, num_steps)
 
     def state_from(
         self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
-        """The state from host arrays.
-
-        Args:
-            leaves: By parameter of the layer graph; only those of this process's stages, and those
-                that the loss does not read, need be there.
-            state_leaves: Likewise, by leaf of the optimizer state; None: it begins.
-            num_steps: Updates so far.
+        """As any; only the leaves of this process's stages, and those that the loss does not read,
+        need be there.
 
         Raises:
             ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
@@ -269,11 +205,6 @@ class PipelinedStep:
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self.unused})
 
     def params(self, state: PipelineState) -> PyTree:
-        """The whole model's parameters on the host, as the workload's ``init`` returns them.
-
-        Several processes ask together, and each gets all; so of ``optimizer_state`` and
-        ``accumulate``.
-        """
         found = self._on_host(
             lambda stage: zip(stage.owned, stage.param_structs(stage.owned), strict=True),
             lambda s, stage: state.slots[f"params@{s}"],
@@ -282,23 +213,12 @@ class PipelinedStep:
             self.traced, state.unused | {p: array for (_, p), array in found.items()}
         )
 
-    def optimizer_state(self, state: PipelineState) -> PyTree:
-        """The whole model's optimizer state on the host, as optax holds it over
-        ``TracedModel.split_struct``.
-
-        That of parameters that the loss does not read is zero.
-        """
+    def state_leaves(self, state: PipelineState) -> dict[int, Any]:
         found = self._on_host(
             lambda stage: zip(stage.optimizer.state, stage.state_structs(), strict=True),
             lambda s, stage: state.slots[f"optimizer@{s}"],
         )
-        whole = {k: array for (_, k), array in found.items()}
-        return self.optimizer.unflatten_state(
-            [
-                whole[k] if k in whole else np.zeros(struct.shape, struct.dtype)
-                for k, struct in enumerate(self.optimizer.state_structs)
-            ]
-        )
+        return {k: array for (_, k), array in found.items()}
 
     def _on_host(
         self,
@@ -338,35 +258,6 @@ class PipelinedStep:
     def _needs(self) -> list[Need]:
         own = [stage for _, stage in self.own_stages]
         return needs_of(self.traced.graph, self.plan.num_microbatches, own)
-
-    def __call__(
-        self,
-        state: PipelineState,
-        batch: PyTree,
-        key: jax.Array | None = None,
-        *,
-        observer: Observer | None = None,
-    ) -> tuple[PipelineState, StepMetrics]:
-        """One update.
-
-        Args:
-            state: Consumed: its arrays are donated.
-            batch: A global batch on the host or a device, as ``workload.batch(key,
-                global_batch_size)`` returns it; of every leaf the whole or what ``needs`` names.
-            key: The step's random key, if the loss takes one; micro-batch m uses
-                ``jax.random.fold_in(key, m)``.
-            observer: Called before every instruction with the instruction and the environment, for
-                meters and checks.
-
-        Returns:
-            The new state and the metrics; they need not be ready yet.
-
-        Raises:
-            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's,
-                ``run-batch-part`` if a leaf is neither whole nor what ``needs`` names.
-        """
-        slots, metrics = self._execute(self._bound, state, batch, key, observer=observer)
-        return PipelineState(slots, state.num_steps + 1, state.unused), metrics
 
     def evaluate(
         self,
@@ -412,45 +303,18 @@ class PipelinedStep:
     def first_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> PyTree:
-        """With which a training that begins at the given parameters makes its first update, on the
-        host."""
         return self.accumulate(self.init_from(params), batch, key)[0]
 
-    @property
-    def microbatch_sizes(self) -> tuple[int, ...]:
-        """Examples of each, in order."""
-        return (self.plan.microbatch_size,) * self.plan.num_microbatches
-
-    def _execute(
-        self,
-        bound: BoundStep,
-        state: PipelineState,
-        batch: PyTree,
-        key: jax.Array | None,
-        *,
-        observer: Observer | None = None,
-        stop: int | None = None,
-    ) -> tuple[dict[str, list[jax.Array]], StepMetrics]:
-        """The slots that are left, and the metrics."""
-        start = time.thread_time()
-        check_state(state, self._state_shardings)
-        slots, losses = bound(
-            state.slots,
-            split_microbatches(self.traced, self.plan.num_microbatches, batch, key, self._needs),
-            stop=stop,
-            bound_run_ahead=self.bound_run_ahead,
-            observer=observer,
-        )
+    def _execute(self, *given: Any, **options: Any) -> tuple[Any, StepMetrics]:
+        slots, metrics = super()._execute(*given, **options)
         if self.hosts is not None:
             last = self.stages[-1]
-            losses = self.hosts.broadcast(
-                losses, last.value_structs(last.layers.outputs) * self.plan.num_microbatches
-            )
-        return slots, StepMetrics(losses, time.thread_time() - start)
+            structs = last.value_structs(last.layers.outputs) * self.plan.num_microbatches
+            metrics = replace(metrics, losses=self.hosts.broadcast(metrics.losses, structs))
+        return slots, metrics
 
-    @cached_property
-    def _bound(self) -> BoundStep:
-        return self._bind(self.program)
+    def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
+        return split_microbatches(self.traced, self.plan.num_microbatches, batch, key, self._needs)
 
     @cached_property
     def _bound_evaluation(self) -> BoundStep:
@@ -460,18 +324,7 @@ class PipelinedStep:
         layout = partial(layout_of, step, self.stages)
         return BoundStep(step, self.executable, layout, self.parts.get(id(step)))
 
-    @cached_property
-    def _state_shardings(self) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {}
-        for s, stage in self.own_stages:
-            params = [stage.param_sharding(p) for p in stage.owned]
-            state = [stage.state_sharding(k) for k in stage.optimizer.state]
-            found |= {f"params@{s}": params, f"optimizer@{s}": state}
-            found |= {f"param{p}@{s}": [stage.param_sharding(p)] for p in stage.borrowed}
-        return found
-
     def executable(self, run: Run) -> Executable:
-        """The compiled program that an instruction runs."""
         program = self.program.programs[run.program]
         return getattr(self.stages[self.program.places.index(program.place)], program.kind)
 

@@ -7,7 +7,6 @@ and their gradients go back (``capture.step.streamed``).
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Span, Task
 from capture.quantities import format_bytes
-from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
+from capture.runtime.dispatch import BoundStep, to_device, to_host
 from capture.runtime.exchange import joined, share_of
 from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
@@ -34,15 +33,11 @@ from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.pack_traces import traced_at
 from capture.runtime.packs import PackPrograms, TracedSizes
-from capture.runtime.pipeline import StepMetrics
 from capture.runtime.state import (
     PipelineState,
-    check_state,
-    initial_params,
     joined_params,
-    optimizer_leaves,
-    param_leaves,
 )
+from capture.runtime.train_step import TrainStep
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
 from capture.step.pack_order import begins_without_copies
@@ -97,7 +92,7 @@ def streamed(
     return StreamedStep(workload, plan, devices, Compiler(fast_compile=fast_compile), begins)
 
 
-class StreamedStep:
+class StreamedStep(TrainStep):
     """A compiled training step of a plan of packs. Made by ``streamed``; with a ``host`` to compile
     for (``PackPrograms``), it does not run.
 
@@ -228,42 +223,12 @@ class StreamedStep:
         peaks = [peak.peak_bytes for peak in ledger.peaks[: len(self.devices)]]
         check_device_memory(self.devices, peaks)
 
-    def replay(self, *, record_timeline: bool = False) -> Ledger:
-        """The ledger of a step, without running it."""
-        return replay(self.program, record_timeline=record_timeline)
-
     def executable(self, run: Run) -> Executable:
-        """The compiled program that an instruction runs."""
         return self.programs.executables[run.program]
 
     # ---- state -----------------------------------------------------------------------------------
 
-    def init(self, key: jax.Array) -> PipelineState:
-        """Fresh parameters and optimizer state from the workload's ``init``."""
-        return self.init_from(initial_params(self.workload, key))
-
-    def init_from(self, params: PyTree) -> PipelineState:
-        """The state of a training that begins at the given parameters.
-
-        Raises:
-            ExecutionError: ``run-params`` naming every parameter that the model does not have so.
-        """
-        return self._state(param_leaves(self.traced, params), None, 0)
-
-    def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
-        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of a plan of any
-        kind return them.
-
-        Raises:
-            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
-                does not have so.
-        """
-        leaves = param_leaves(self.traced, params)
-        state = optimizer_leaves(self.optimizer.state_structs, optimizer_state)
-        return self._state(leaves, state, num_steps)
-
     def params(self, state: PipelineState) -> PyTree:
-        """The whole model's parameters, as the workload's ``init`` returns them."""
         found = dict(state.unused)
         parts: defaultdict[int, list[Any]] = defaultdict(list)
         for name, slot in self._kept("weights"):
@@ -277,21 +242,14 @@ class StreamedStep:
         struct, given = self._sizes.param(param), [np.array(array) for array in arrays]
         return (joined(given, struct.shape) if len(given) > 1 else given[0]).astype(struct.dtype)
 
-    def optimizer_state(self, state: PipelineState) -> PyTree:
-        """The whole model's optimizer state, as optax holds it over ``TracedModel.split_struct``.
-
-        That of parameters that the loss does not read is zero.
-        """
+    def state_leaves(self, state: PipelineState) -> dict[int, Any]:
         found: dict[int, Any] = {}
         for name, slot in self._kept("state"):
             leaves = self.programs.stage(slot.holds.params).state
-            found |= zip(leaves, map(to_host, state.slots[name]), strict=True)
-        return self.optimizer.unflatten_state(
-            [
-                found[k].copy() if k in found else np.zeros(struct.shape, struct.dtype)
-                for k, struct in enumerate(self.optimizer.state_structs)
-            ]
-        )
+            # Copies: what is on the host, a step writes over.
+            arrays = (to_host(array).copy() for array in state.slots[name])
+            found |= zip(leaves, arrays, strict=True)
+        return found
 
     def _kept(self, what: str) -> list[tuple[str, Slot]]:
         """Slots of the host, and their names."""
@@ -299,10 +257,9 @@ class StreamedStep:
         named = ((name, slots[n]) for name, n in self._uncompiled.persistent.items())
         return [(name, slot) for name, slot in named if slot.what == what]
 
-    def _state(
+    def state_from(
         self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
-        """Copies of what is given: a step takes its state over."""
         slots: dict[str, list[jax.Array]] = {}
         for name, slot in (*self._kept("weights"), *self._kept("casts")):
             for p, struct in zip(slot.holds.ids, self.programs.layout(slot), strict=True):
@@ -324,46 +281,12 @@ class StreamedStep:
 
     # ---- execution -------------------------------------------------------------------------------
 
-    def __call__(
-        self,
-        state: PipelineState,
-        batch: PyTree,
-        key: jax.Array | None = None,
-        *,
-        observer: Observer | None = None,
-    ) -> tuple[PipelineState, StepMetrics]:
-        """One update.
-
-        Args:
-            state: Consumed.
-            batch: On the host or a device, as ``workload.batch(key, minibatch_size)`` returns it.
-            key: The step's random key, if the loss takes one; micro-batch m uses
-                ``jax.random.fold_in(key, m)``.
-            observer: Called before every instruction.
-
-        Returns:
-            The new state and the metrics; they need not be ready yet.
-
-        Raises:
-            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's,
-                ``run-state`` for a state of another plan, ``run-state-consumed``.
-        """
-        bound, start = self._bound, time.thread_time()
-        check_state(state, self._state_shardings)
-        slots, losses = bound(
-            state.slots,
-            split_examples(self.traced, self._parts, batch, key),
-            bound_run_ahead=self.bound_run_ahead,
-            observer=observer,
-        )
-        metrics = StepMetrics(losses, time.thread_time() - start, self._loss_examples)
-        return PipelineState(slots, state.num_steps + 1, state.unused), metrics
+    def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
+        return split_examples(self.traced, self._parts, batch, key)
 
     def first_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> PyTree:
-        """With which a training that begins at the given parameters makes its first update, on the
-        host."""
         found: dict[int, np.ndarray] = {}
         count = self._sizes.num_shares
         updated: set[Span] = set()
@@ -389,14 +312,6 @@ class StreamedStep:
         return joined_params(self.traced, found)
 
     @cached_property
-    def _state_shardings(self) -> dict[str, list[Any]]:
-        slots = self.program.slots
-        return {
-            name: [struct.sharding for struct in self.programs.layout(slots[slot])]
-            for name, slot in self.program.persistent.items()
-        }
-
-    @cached_property
     def _parts(self) -> list[int]:
         """Examples of each part of the batch that is fed."""
         return [
@@ -414,7 +329,6 @@ class StreamedStep:
             if isinstance(each, Run) and reported.intersection(each.outputs)
         )
 
-    @cached_property
-    def _bound(self) -> BoundStep:
-        step, of = self.program, self.programs
+    def _bind(self, step: Step) -> BoundStep:
+        of = self.programs
         return BoundStep(step, self.executable, of.layout, calls=of.exchanges())

@@ -28,12 +28,13 @@ from capture.runtime.heap import measure_heap
 from capture.runtime.hosts.saved import check_folders, set_aside
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
-from capture.runtime.meter import AnyStep, Measurement, measure_step
+from capture.runtime.meter import Measurement, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.state import PipelineState, initial_params
-from capture.runtime.streamed import StreamedStep, streamed
+from capture.runtime.streamed import streamed
 from capture.runtime.trace import StepTrace
+from capture.runtime.train_step import TrainStep
 from capture.step.ledger import Ledger
 from capture.step.program import replay
 
@@ -129,12 +130,12 @@ def train(
         until=training.until,
     )
     report("compiling the stages")
-    step: AnyStep = (
+    step: TrainStep = (
         streamed(workload, plan, fast_compile=training.fast_compile)
         if isinstance(plan, PacksPlan)
         else pipeshard(workload, plan, fast_compile=training.fast_compile, hosts=hosts)
     )
-    if isinstance(step, StreamedStep) and step.updates_last:
+    if step.updates_last:
         report(
             "the optimizer needs all gradients: they wait on the host, and every update comes last"
         )
@@ -175,7 +176,7 @@ def train(
             loss = metrics.loss
             dispatch.append(metrics.dispatch_seconds)
         elif training.trace:
-            part = step.parts.get(id(step.program)) if isinstance(step, PipelinedStep) else None
+            part = step.parts.get(id(step.program))
             trace = StepTrace(step, part.crossings if part else None)
             state, metrics = step(state, batch, key, observer=trace)
             loss = metrics.loss
@@ -250,7 +251,7 @@ class _Saves:
         done: Steps with which it begins.
     """
 
-    def __init__(self, step: AnyStep, training: Training, done: int):
+    def __init__(self, step: TrainStep, training: Training, done: int):
         assert training.save is not None, "there is a directory"
         self._step, self._directory, self._every = step, training.save, training.save_every
         self._last: Path | None = None

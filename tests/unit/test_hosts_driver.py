@@ -16,8 +16,9 @@ from plan_examples import two_stages
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.runtime.hosts import driver
+from capture.runtime.hosts.addresses import check_nodes
 from capture.runtime.hosts.documents import joined
-from capture.runtime.hosts.driver import LocalProcesses, check_nodes, ended
+from capture.runtime.hosts.driver import LocalProcesses, ended
 from capture.runtime.hosts.process import Failed, Said
 from capture.runtime.hosts.watching import GRACE_SECONDS, first_cause, is_settled, lost, watch
 

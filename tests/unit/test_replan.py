@@ -14,7 +14,7 @@ from capture.cli.replan import replanner
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.runtime.hosts.driver import check_nodes
+from capture.runtime.hosts.addresses import check_nodes
 
 WORKLOAD = WorkloadSpec.parse("a.py:b")
 PLAN = two_stages(cluster=Cluster((2, 2)), workload=WORKLOAD)

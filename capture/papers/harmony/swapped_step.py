@@ -21,7 +21,7 @@ from capture.papers.harmony.virtual_memory import LayerTensors, Manager, Operati
 from capture.plan.task_graph import Span, TaskGraph, microbatches, shares
 from capture.step.holds import Leaves, Loss, Params, State
 from capture.step.pack_sizes import PackPass, PackSizes
-from capture.step.program import Feed, Free, Instruction, Run, Step, Wait, book
+from capture.step.program import Feed, Free, Instruction, Run, Step, Wait
 from capture.step.streamed import Begins
 from capture.step.streamed_state import StreamedState
 from capture.step.streamed_units import PackCall, Rank
@@ -87,19 +87,13 @@ class SwappedBuilder(StreamedState):
     def build(self) -> Step:
         """The step; once."""
         for at, operation in enumerate(self.operations):
-            for instruction in self._operation(at, operation):
-                self._issue(instruction)
+            self.step.instructions += self._operation(at, operation)
         for number, manager in enumerate(self._managers):
             for tensor in manager.left():
-                for instruction in self._write_back(number, tensor):
-                    self._issue(instruction)
+                self.step.instructions += self._write_back(number, tensor)
         self.step.num_passes = len(self.step.instructions)
         self.step.instructions.append(Free(tuple(self.step.reported)))
         return self.step
-
-    def _issue(self, instruction: Instruction) -> None:
-        self.step.instructions.append(instruction)
-        book(self._ledger, self.step, instruction)
 
     # ---- what there is ---------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
-"""Addresses of hosts, tried before JAX uses them: on a port in use its service crashes without a
-word, and on an address that nobody answers it waits for a minute, its transfers without end."""
+"""Which hosts a plan can be on, and their addresses, tried before JAX uses them: on a port in use
+its service crashes without a word, and on an address that nobody answers it waits for a minute, its
+transfers without end."""
 
 from __future__ import annotations
 
@@ -8,11 +9,33 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from capture.errors import ExecutionError, Violation
+from capture.errors import ExecutionError, PlanError, Violation
+from capture.plan.stages import Plan
 
 #: Most that is waited for an answer of another host's system.
 ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
+
+
+def check_nodes(plan: Plan) -> None:
+    """Refuse stages on parts of several nodes.
+
+    Raises:
+        PlanError: ``run-hosts-span``.
+    """
+    node_of, sizes = plan.cluster.node_of_device, plan.cluster.nodes
+    nodes_of = [{node_of[device] for device in stage.devices} for stage in plan.stages]
+    PlanError.check(
+        Violation(
+            f"stage {number} has {stage.num_devices} devices of nodes "
+            f"{', '.join(map(str, sorted(nodes)))}, which have {sum(sizes[n] for n in nodes)}; "
+            "over several hosts a stage runs within a node or on whole nodes: plan with "
+            "--whole-nodes.",
+            "run-hosts-span",
+        )
+        for number, (stage, nodes) in enumerate(zip(plan.stages, nodes_of, strict=True))
+        if len(nodes) > 1 and stage.num_devices < sum(sizes[n] for n in nodes)
+    )
 
 
 def check_coordinator(coordinator: str, host: int) -> None:
@@ -109,3 +132,10 @@ def _why_not_reached(address: str, *, listens: bool) -> str | None:
             if time.monotonic() + _PAUSE_SECONDS > end:
                 return str(error)
         time.sleep(_PAUSE_SECONDS)
+
+
+def free_port() -> int:
+    """Of this machine, for the next process that asks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

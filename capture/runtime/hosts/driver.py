@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,9 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from capture import environment
-from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
+from capture.runtime.hosts.addresses import check_nodes, free_port
 from capture.runtime.hosts.process import Failed, HostJob, Message, serve
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
 from capture.runtime.hosts.watching import SILENT_SECONDS, lost
@@ -116,27 +115,6 @@ class LocalProcesses:
         self._hosts.clear()
 
 
-def check_nodes(plan: Plan) -> None:
-    """Refuse stages on parts of several nodes.
-
-    Raises:
-        PlanError: ``run-hosts-span``.
-    """
-    node_of, sizes = plan.cluster.node_of_device, plan.cluster.nodes
-    nodes_of = [{node_of[device] for device in stage.devices} for stage in plan.stages]
-    PlanError.check(
-        Violation(
-            f"stage {number} has {stage.num_devices} devices of nodes "
-            f"{', '.join(map(str, sorted(nodes)))}, which have {sum(sizes[n] for n in nodes)}; "
-            "over several hosts a stage runs within a node or on whole nodes: plan with "
-            "--whole-nodes.",
-            "run-hosts-span",
-        )
-        for number, (stage, nodes) in enumerate(zip(plan.stages, nodes_of, strict=True))
-        if len(nodes) > 1 and stage.num_devices < sum(sizes[n] for n in nodes)
-    )
-
-
 def ended(code: int | None) -> Failed:
     """What is said for a process that is gone, given its exit code: less than 0 a signal; None if
     it is not known."""
@@ -194,10 +172,3 @@ class _Host:
             if code is not None or time.monotonic() > end:
                 return code
             time.sleep(0.01)
-
-
-def free_port() -> int:
-    """Of this machine, for the next process that asks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -31,7 +31,7 @@ from capture.machine.ray_cluster import (
 )
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
-from capture.runtime.hosts.driver import check_nodes
+from capture.runtime.hosts.addresses import check_nodes
 from capture.runtime.hosts.process import Alive, Failed, HostJob, Message, Voice, live
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
 from capture.runtime.hosts.watching import SILENT_SECONDS, lost

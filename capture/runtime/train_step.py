@@ -1,0 +1,237 @@
+"""A compiled step that trains one model, whatever the kind of its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from capture.compiler.executable import Executable
+from capture.model.workload import PyTree, WorkloadProtocol
+from capture.runtime.dispatch import BoundStep, Observer
+from capture.runtime.optimizer import SlicedOptimizer
+from capture.runtime.state import (
+    PipelineState,
+    check_state,
+    initial_params,
+    optimizer_leaves,
+    param_leaves,
+)
+from capture.step.ledger import Ledger
+from capture.step.program import Run, Step, replay
+from capture.tracing import TracedModel
+
+if TYPE_CHECKING:
+    from capture.runtime.hosts.part import Part
+    from capture.runtime.multihost import Hosts
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step reports.
+
+    Attributes:
+        losses: Per micro-batch, still on the device; ``loss`` waits for them.
+        dispatch_seconds: Processor time of the calling thread, which issues the instructions; what
+            it waited for devices is not in it.
+        examples: Per micro-batch; None if all have as many.
+    """
+
+    losses: list[jax.Array]
+    dispatch_seconds: float
+    examples: tuple[int, ...] | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean over the examples."""
+        losses = [np.asarray(loss) for loss in self.losses]
+        return float(np.average(losses, weights=self.examples))
+
+
+class TrainStep:
+    """What meters, checkpoints and training loops ask of a step.
+
+    Attributes:
+        workload: As given.
+        traced: The loss.
+        devices: Device i of the plan is ``devices[i]``.
+        optimizer: Cut as the plan cuts the model.
+        microbatch_sizes: Examples of each, in order.
+        bound_run_ahead: Whether the host waits where devices would else hold more than the replay
+            books (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands
+            out memory in the order of the programs.
+        hosts: The processes that share it; None for one.
+        parts: What this one executes of lists that they share, by their id.
+        updates_last: Whether the updates come after all passes, whatever the plan says.
+    """
+
+    workload: WorkloadProtocol
+    traced: TracedModel
+    devices: list[Any]
+    optimizer: SlicedOptimizer
+    microbatch_sizes: tuple[int, ...]
+    bound_run_ahead: bool
+    hosts: Hosts | None = None
+    parts: Mapping[int, Part] = MappingProxyType({})
+    updates_last = False
+
+    @property
+    def program(self) -> Step:
+        """The step's instructions; compiles the programs of this process."""
+        raise NotImplementedError
+
+    def executable(self, run: Run) -> Executable:
+        """The compiled program that an instruction runs."""
+        raise NotImplementedError
+
+    def replay(self, *, record_timeline: bool = False) -> Ledger:
+        """The ledger of a step, without running it."""
+        return replay(self.program, record_timeline=record_timeline)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def init(self, key: jax.Array) -> PipelineState:
+        """Fresh parameters and optimizer state from the workload's ``init``."""
+        return self.init_from(initial_params(self.workload, key))
+
+    def init_from(self, params: PyTree) -> PipelineState:
+        """The state of a training that begins at the given parameters (a pytree as
+        ``workload.init`` returns).
+
+        Raises:
+            ExecutionError: ``run-params`` naming every parameter that the model does not have so.
+        """
+        return self.state_from(param_leaves(self.traced, params), None, 0)
+
+    def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
+        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of a plan of any
+        kind for this model return them.
+
+        Raises:
+            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
+                does not have so.
+        """
+        leaves = param_leaves(self.traced, params)
+        state_leaves = optimizer_leaves(self.optimizer.state_structs, optimizer_state)
+        return self.state_from(leaves, state_leaves, num_steps)
+
+    def state_from(
+        self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
+    ) -> PipelineState:
+        """The state from host arrays: copies, since a step takes its state over.
+
+        Args:
+            leaves: By parameter of the layer graph; of several processes, those that it reads.
+            state_leaves: Likewise, by leaf of the optimizer state; None: it begins.
+            num_steps: Updates so far.
+        """
+        raise NotImplementedError
+
+    def params(self, state: PipelineState) -> PyTree:
+        """The whole model's parameters on the host, as the workload's ``init`` returns them.
+
+        Several processes ask together, and each gets all; so of ``optimizer_state`` and
+        ``first_gradients``.
+        """
+        raise NotImplementedError
+
+    def optimizer_state(self, state: PipelineState) -> PyTree:
+        """The whole model's optimizer state on the host, as optax holds it over
+        ``TracedModel.split_struct``.
+
+        That of parameters that the loss does not read is zero.
+        """
+        found = self.state_leaves(state)
+        return self.optimizer.unflatten_state(
+            [
+                found[k] if k in found else np.zeros(struct.shape, struct.dtype)
+                for k, struct in enumerate(self.optimizer.state_structs)
+            ]
+        )
+
+    def state_leaves(self, state: PipelineState) -> Mapping[int, Any]:
+        """Leaves of the optimizer state that the step changes, on the host, by index."""
+        raise NotImplementedError
+
+    # ---- execution -------------------------------------------------------------------------------
+
+    def first_gradients(
+        self, params: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> PyTree:
+        """With which a training that begins at the given parameters makes its first update, on the
+        host."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        state: PipelineState,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> tuple[PipelineState, StepMetrics]:
+        """One update.
+
+        Args:
+            state: Consumed: its arrays are donated.
+            batch: A global batch on the host or a device, as ``workload.batch(key, size)`` returns
+                it; of several processes, of every leaf the whole or what each ``needs``.
+            key: The step's random key, if the loss takes one; micro-batch m uses
+                ``jax.random.fold_in(key, m)``.
+            observer: Called before every instruction with the instruction and the environment, for
+                meters and checks.
+
+        Returns:
+            The new state and the metrics; they need not be ready yet.
+
+        Raises:
+            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's,
+                ``run-batch-part`` if a leaf is neither whole nor what ``needs`` names,
+                ``run-state`` for a state of another plan, ``run-state-consumed``.
+        """
+        slots, metrics = self._execute(self._bound, state, batch, key, observer=observer)
+        return PipelineState(slots, state.num_steps + 1, state.unused), metrics
+
+    def _execute(
+        self,
+        bound: BoundStep,
+        state: PipelineState,
+        batch: PyTree,
+        key: jax.Array | None,
+        *,
+        observer: Observer | None = None,
+        stop: int | None = None,
+    ) -> tuple[dict[str, list[jax.Array]], StepMetrics]:
+        """The slots that are left, and the metrics."""
+        start = time.thread_time()
+        check_state(state, bound.state_shardings)
+        slots, losses = bound(
+            state.slots,
+            self._split(batch, key),
+            stop=stop,
+            bound_run_ahead=self.bound_run_ahead,
+            observer=observer,
+        )
+        return slots, StepMetrics(losses, time.thread_time() - start, self._loss_examples)
+
+    @cached_property
+    def _bound(self) -> BoundStep:
+        return self._bind(self.program)
+
+    def _bind(self, step: Step) -> BoundStep:
+        raise NotImplementedError
+
+    def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
+        """The parts of a batch that the step is fed."""
+        raise NotImplementedError
+
+    @property
+    def _loss_examples(self) -> tuple[int, ...] | None:
+        """As of ``StepMetrics``."""
+        return None
