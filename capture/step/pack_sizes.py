@@ -47,10 +47,6 @@ class PackSizes(Protocol):
         """The others."""
         ...
 
-    def whole(self, span: Span) -> tuple[int, ...] | None:
-        """Where those are among the parameters of the layers; None for all."""
-        ...
-
     def cast(self, span: Span) -> tuple[int, ...]:
         """Parameters that devices get as casts."""
         ...
@@ -151,11 +147,6 @@ class GraphPacks:
     def whole_bytes(self, span: Span) -> int:
         return sum(self.param_bytes(p) for p in self.owned(span) if p not in self.casts)
 
-    def whole(self, span: Span) -> tuple[int, ...] | None:
-        if not self.cast(span):
-            return None
-        return tuple(i for i, p in enumerate(self.owned(span)) if p not in self.casts)
-
     def cast(self, span: Span) -> tuple[int, ...]:
         return tuple(p for p in self.owned(span) if p in self.casts)
 
@@ -196,9 +187,6 @@ class ProfileSizes:
     def whole_bytes(self, span: Span) -> int:
         borrowed = self._borrowed(self.profile.as_sent.b_bytes, span)
         return self.profile.streamed_bytes(*span) - borrowed - self.profile.cast_bytes(*span)
-
-    def whole(self, span: Span) -> None:
-        return None
 
     def cast(self, span: Span) -> tuple[int, ...]:
         """Of those that are shared."""

@@ -178,11 +178,12 @@ class StreamedState(StreamedSlots):
         sizes = self._sizes
         for span in self._of(pack):
             nbytes = sizes.whole_bytes(span)
-            casts = sizes.cast(span)
+            owned, casts = sizes.owned(span), sizes.cast(span)
             if nbytes or span not in self._casts:
-                ids = tuple(p for p in sizes.owned(span) if p not in casts)
-                whole = self._weights[span], sizes.whole(span)
-                yield Part("whole", span, Params(ids), nbytes, *whole)
+                at = tuple(i for i, p in enumerate(owned) if p not in casts)
+                holds = Params(tuple(owned[i] for i in at))
+                sources, arrays = self._weights[span], at if casts else None
+                yield Part("whole", span, holds, nbytes, sources, arrays)
             if span in self._casts:
                 nbytes = sizes.cast_bytes(span)
                 yield Part("casts", span, Params(casts, "sent"), nbytes, self._casts[span])
