@@ -20,6 +20,7 @@ from capture.step.sub_array import movable, recomputable
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
 from recommender.mutwo.problem import ArrayProblem
 from recommender.mutwo.ways import Way, placed
+from tests.step_judge import judge
 
 LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 
@@ -56,6 +57,7 @@ def test_a_limit_is_kept_in_program_order_and_over_time(data, layers, between, s
     least = peak_of(build_array(arrays, order, kit, 1).replay(), 0)[0]
     limit = round(least + between * max(0, free - least))
     steps = build_array(arrays, order, kit, limit)
+    judge(steps.body)
     assert peak_of(steps.replay(), 0)[0] <= max(least, limit)
     for built, ledger in zip(steps.all, steps.replay(), strict=True):
         seconds = Seconds(

@@ -17,6 +17,7 @@ from capture.step.operator_cost import StepCost
 from capture.step.program import Free, Step, replay
 from capture.step.sharded import OperatorBytes, build_step, peak_bytes, step_seconds
 from capture.step.timeline import Seconds, simulate_step
+from tests.step_judge import judge
 
 
 def random_plan(seed: int) -> tuple[StepCost, list[Mode], int]:
@@ -62,7 +63,9 @@ def random_plan(seed: int) -> tuple[StepCost, list[Mode], int]:
 @pytest.mark.parametrize("seed", range(200))
 def test_the_closed_form_of_the_peak_is_that_of_the_replay(seed):
     cost, modes, batch_size = random_plan(seed)
-    ledger = replay(build_step(cost, modes, batch_size))
+    step = build_step(cost, modes, batch_size)
+    judge(step)
+    ledger = replay(step)
     assert set(ledger.peak_bytes_per_device) == {peak_bytes(cost, modes, batch_size)}
 
 

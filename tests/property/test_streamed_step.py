@@ -30,6 +30,7 @@ from capture.step.pack_order import begins_without_copies
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Copy, Feed, Run, Step, Wait, replay
 from capture.step.streamed import StreamedBuilder, streamed_seconds, volumes_bytes
+from tests.step_judge import judge
 
 SERVER = Server.load("gtx1080ti-x4")
 SIZES = tuple(range(1, 17))
@@ -98,6 +99,7 @@ def test_memory_comes_back_and_time_needs_no_more(problem):
     graph, profile, server = problem
     timeline = packs_timeline(graph, profile, server)
     step, ledger = timeline.step, timeline.program_order
+    judge(step)
     kept = sum(step.slots[slot].nbytes for slot in step.persistent.values())
     assert kept == sum(profile.w_bytes) + sum(profile.k_bytes)
     live = {memory: nbytes for memory, nbytes in ledger.live_bytes.items() if nbytes}
