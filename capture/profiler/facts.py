@@ -107,6 +107,7 @@ class LayerFacts:
         self._traces: dict[Any, StageTraces] = {}
         self._ends: dict[tuple[Window, StageChoice], EndBounds] = {}
         self._found: dict[tuple[Window, StageChoice, int], StageBounds] = {}
+        self._together: dict[Hashable, StageBounds] = {}
         self._graphs: dict[int, LayerGraph] = {}
         self._of_replicas: dict[Window, StageBounds] = {}
         self._param_bytes: dict[ParamSplit, tuple[int, ...]] = {}
@@ -320,6 +321,20 @@ class LayerFacts:
         return cost.residual_bytes + sum(graph.value_bytes(v, whole.value_split) for v in read)
 
     def _combined(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
+        examples, of_one = size // choice.data_parallel, choice.data_parallel == 1
+        kind = choice.tensor_parallel, choice.remat, choice.sequence_parallel, choice.shard_params
+        count = (of_one, examples) if self.is_by_example else (choice.data_parallel, size)
+        if (key := (window, kind, count)) not in self._together:
+            self._together[key] = self._passes_together(window, choice, size)
+        passes, ends = self._together[key], self._end(window, choice)
+        return StageBounds(
+            put_together(passes.least, ends.least, choice),
+            put_together(passes.most, ends.most, choice),
+        )
+
+    def _passes_together(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
+        """Passes with as many examples on a device, of any number of replicas but one; those of
+        several choices have their kernels in common."""
         plain, *whole = map(self._passes_of, self._needed(window, choice, size))
         if whole:
             plain = self._along_sequence(window, choice, size, plain, whole[0])
@@ -327,13 +342,7 @@ class LayerFacts:
             # What products add to gradients need not be read and written once more.
             work = of_examples(plain.least.backward_work)
             plain = replace(plain, least=replace(plain.least, backward_work=work))
-        ends = self._end(window, choice)
-        if choice.shard_params:
-            plain = self._of_split_params(window, choice, plain)
-        return StageBounds(
-            put_together(plain.least, ends.least, choice),
-            put_together(plain.most, ends.most, choice),
-        )
+        return self._of_split_params(window, choice, plain) if choice.shard_params else plain
 
     def _of_split_params(
         self, window: Window, choice: StageChoice, plain: StageBounds
