@@ -7,7 +7,7 @@ from typing import Any
 
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.step.holds import Kept, Leaves, Params, State, Summary, Values
+from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
 from capture.step.program import Slot, Step
 
 
@@ -25,9 +25,9 @@ def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> Sequen
             return stage.value_structs(ids)
         case Summary(int(of)):
             return stage.summary_structs(stages[of].optimizer.summary)
-        case Kept("deferred"):
+        case KeptPart("deferred"):
             assert isinstance(stage, SplitStagePrograms), "only a split backward pass defers"
             return stage.backward_inputs.outputs[1]
-        case Kept(part):
+        case KeptPart(part):
             return stage.forward.outputs[1 if part == "residuals" else 2]
     raise AssertionError(f"{slot} holds nothing that a stage has")

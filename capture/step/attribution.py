@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.model.graph import LayerGraph
-from capture.step.holds import Kept, Leaves, Params, State, Values
+from capture.step.holds import KeptPart, Leaves, Params, State, Values
 from capture.step.interface import StageInterface
 from capture.step.ledger import Peak
 from capture.step.program import Run, Slot, Step, replay
@@ -244,7 +244,7 @@ def _of_slot(
             return [of_param(p) for p in ids]
         case State():
             return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
-        case Kept(part):
+        case KeptPart(part):
             return [replace(buffer, category=slot.category) for buffer in getattr(buffers, part)]
         case Leaves((leaf,)):
             return named(graph.batch[leaf].name, reader(lambda layer: layer.batch, leaf))

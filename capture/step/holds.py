@@ -49,14 +49,14 @@ class Values:
 
 @dataclass(frozen=True)
 class Leaves:
-    """Leaves of a batch, likewise."""
+    """Leaves of a batch; the fields are as of ``Values``."""
 
     ids: tuple[int, ...]
     rows: Span | None = None
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPart:
     """What a stage keeps of a pass and the layer graph does not name: a field of
     ``capture.step.attribution.StageBuffers``."""
 
@@ -73,4 +73,4 @@ class Summary:
 
 @dataclass(frozen=True)
 class Loss:
-    """That of a micro-batch."""
+    """The loss of a micro-batch."""

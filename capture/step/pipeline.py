@@ -23,7 +23,7 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Rates
 from capture.plan.schedule import Schedule, Task
-from capture.step.holds import Kept, Leaves, Params, State, Summary, Values
+from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
 from capture.step.interface import SplitBackward, StageInterface
 from capture.step.passes.frees import free
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Program, Run, Step
@@ -292,7 +292,7 @@ class PipelineBuilder:
             for v in stage.input_gradients
         )
         of = "deferred", "activations", s, m, 0, split.deferred_bytes
-        deferred = self._new(*of, Kept("deferred"))
+        deferred = self._new(*of, KeptPart("deferred"))
         yield Run(
             program_name("backward_inputs", s),
             (self.params[s], batch, gone, held),
@@ -338,10 +338,10 @@ class PipelineBuilder:
         nbytes, held = self.stages[s].residual_bytes, 0
         if self.schedule.splits_backward:
             held = self.split(s).residual_bytes
-        first = self._new("residuals", "activations", s, m, 0, nbytes - held, Kept("residuals"))
+        first = self._new("residuals", "activations", s, m, 0, nbytes - held, KeptPart("residuals"))
         if not self.schedule.splits_backward:
             return (first,)
-        return first, self._new("held residuals", "activations", s, m, 0, held, Kept("held"))
+        return first, self._new("held residuals", "activations", s, m, 0, held, KeptPart("held"))
 
     def _send_gradients(self, s: int, m: int, transfers: list[Copy]) -> None:
         stage = self.stages[s]

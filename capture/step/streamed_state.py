@@ -168,7 +168,7 @@ class StreamedState(StreamedSlots):
         return [one for one in self._segments if span[0] <= one[0] < span[1]]
 
     def _program(self, call: PackCall, place: Place, transient: int = 0) -> str:
-        """Its name; of a host, what it needs beside its slots is not booked."""
+        """Enter a program; its name. What one on a host needs beside its slots is not booked."""
         kind = "backward" if call.kind == "accumulate" else call.kind
         self.step.programs.setdefault(call.name, Program(kind, place, transient, call))
         return call.name
