@@ -78,6 +78,12 @@ def fields_of(value: Any, *names: str) -> dict[str, Any]:
     return {name: write(getattr(value, name)) for name in names}
 
 
+def but_empty(value: Any, *names: str) -> dict[str, Any]:
+    """Return the fields of a dataclass, written, without those of some that say nothing."""
+    written = fields_of(value)
+    return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
+
+
 @dataclass(frozen=True)
 class _File:
     """What makes files of a kind, in words, and fields that they alone have, all in one of the

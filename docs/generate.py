@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 from capture import documents
+from capture.options import described
 from capture.plan.kinds import KINDS
 from docs.error_codes import errors
 from docs.markdown import heading, page, prose, table
@@ -159,7 +160,7 @@ def files() -> str:
             name = f"**{public.__name__.lstrip('_')}** (`{public.__module__}`)"
             lines += [f"{name}: {_summary(public)}".rstrip(": "), ""]
             lines += table(("field", "type", "meaning"), _fields(cls, public))
-    return page([*lines, *_job_file(), *_store()])
+    return page([*lines, *_question_file(), *_job_file(), *_store()])
 
 
 def _shape(cls: type) -> type:
@@ -236,14 +237,7 @@ def _keys(cls: type) -> list[tuple[str, str]]:
 
 def _attributes(cls: type) -> dict[str, str]:
     """What the docstrings of a class and of its properties say of each attribute."""
-    section = re.search(
-        r"^(?:Attributes|Args):\n(.*?)(?=^\S|\Z)", inspect.getdoc(cls) or "", re.M | re.S
-    )
-    found: dict[str, str] = {}
-    for names, text in re.findall(
-        r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.M | re.S
-    ):
-        found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    found = described(cls)
     for name, member in vars(cls).items():
         if (
             name not in found
@@ -260,13 +254,32 @@ def _summary(cls: type) -> str:
     return "" if doc.startswith(f"{cls.__name__}(") else said
 
 
+def _question_file() -> list[str]:
+    from capture.cli import plan, question_file
+
+    workload = ("`workload`", "", "what to plan for")
+    rows = [
+        (f"`{option.name}`", ", ".join(of), option.help.replace("%%", "%"))
+        for option, of in plan.READ.values()
+        if option.in_files
+    ]
+    return [
+        "## Questions",
+        "",
+        *prose(inspect.getdoc(question_file) or ""),
+        "",
+        *table(("key", "systems", "means"), [workload, *rows]),
+    ]
+
+
 def _job_file() -> list[str]:
     from capture.cli import job_file
 
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("workload", help="what to profile")
     for option in job_file.OPTIONS:
-        option.add_to(parser)
+        if option.in_files:
+            option.add_to(parser)
     rows = [(f"`{action.dest}`", _option(action)[1]) for action in parser._actions]
     return [
         "## Job files",

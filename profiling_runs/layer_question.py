@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.options import Asked
 
 #: Sizes that are profiled up to the largest of interest, where no stride is asked for.
 DEFAULT_SIZES = 16
@@ -21,18 +23,19 @@ class LayersQuestion:
     Attributes:
         workload: The task, or its name; by name it is measured in worker processes.
         target: Kind of device.
-        backend: ``"compile"`` compiles every layer for the target and runs nothing, and estimates
-            seconds by its rates; ``"compile:TARGET"`` names another. ``"run"`` executes every layer
-            on the devices of the workers.
-        num_layers: Into how many layers a model without marks is cut; None: as many as are
-            sensible.
-        most: No larger micro-batch size is profiled, as of the examples of a step; None: until
-            memory ends.
-        stride: The sizes are its multiples, and one; None: so that there are about 16 up to
-            ``most``, or every size.
-        memory_limit_bytes: Of a device; None: what the target's can use, or, of runs, what there
-            is.
-        update_bytes_per_second: At which the host updates, where nothing is executed.
+        backend: compile compiles every layer for the target and runs nothing, and estimates
+            seconds by its rates; run executes every layer on the devices of the workers. In Python
+            ``"compile:TARGET"`` names another target.
+        num_layers: Into how many layers a model without marks is cut (default: as many as are
+            sensible).
+        most: Examples of a step: no larger micro-batch size is profiled (default: until memory
+            ends).
+        stride: Between the micro-batch sizes that are profiled (default: about 16 up to
+            --global-batch; without it every size).
+        memory_limit_bytes: Limit per device (default: what the target can use, or, of runs, what
+            there is).
+        update_bytes_per_second: Bytes per second at which the host updates, such as 100GB, where
+            nothing is executed (default: 20GB).
 
     Raises:
         TargetError: ``target-unknown`` for another backend;
@@ -43,12 +46,12 @@ class LayersQuestion:
 
     workload: WorkloadProtocol | WorkloadSpec
     target: str = "cpu"
-    backend: str = "compile"
-    num_layers: int | None = None
-    most: int | None = None
-    stride: int | None = None
-    memory_limit_bytes: int | None = None
-    update_bytes_per_second: float | None = None
+    backend: Annotated[str, Asked(choices=("compile", "run"))] = "compile"
+    num_layers: Annotated[int | None, Asked(metavar="L")] = None
+    most: Annotated[int | None, Asked("global_batch", "B")] = None
+    stride: Annotated[int | None, Asked(metavar="U", least=1)] = None
+    memory_limit_bytes: Annotated[int | None, Asked("memory")] = None
+    update_bytes_per_second: Annotated[float | None, Asked("update_rate")] = None
 
     def __post_init__(self) -> None:
         kind, _, target = self.backend.partition(":")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.options import Asked
 from capture.plan.choices import (
     REMAT_TEXT,
     Remat,
@@ -40,34 +42,35 @@ class ProfileQuestion:
         workload: The task, or its name; by name it is measured in worker processes.
         cluster: Decides the degrees to profile.
         microbatch_size: Examples in a micro-batch over all replicas; half of it is profiled too.
-        backend: ``"compile"`` compiles layer windows for the cluster's target and runs nothing;
-            ``"compile:TARGET"`` names another target for the cluster. ``"run"`` executes the
-            paper's profiling runs and nothing else: the profile serves the paper's mode alone (see
-            ``executed_profile``), and what is said of windows below does not matter. ``"alpa"`` has
-            them executed by Alpa, on its Ray cluster of these nodes.
-        num_layers: None cuts at the model's marks; a number cuts automatically.
+        backend: compile compiles layer windows for the target and runs nothing; run executes the
+            paper's profiling runs here, and alpa has them executed by Alpa on its Ray cluster: such
+            a profile serves the paper's mode alone. In Python ``"compile:TARGET"`` names another
+            target for the cluster.
+        num_layers: Layers of nearly equal work into which the model is cut (default: at the model's
+            marks; without marks a number is chosen, and said).
         unmarked_layers: Layers of a model without marks; None: as many as are sensible
             (``capture.tracing.cut.layers_without_marks``).
-        tensor_parallel_rule: ``"auto"`` or ``"largest"``.
-        remat, shard_optimizer: What stages recompute, and whether their replicas split optimizer
-            state. Left out, remat is ``cheap``; beside the paper's runs ``none``, as in the paper.
-        shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
-            that do not.
-        sequence_parallel: Also stages that split activations along the sequence, beside those that
-            do not, where they have tensor parallelism.
+        tensor_parallel_rule: How parameters are split.
+        remat: What stages recompute. Left out, ``cheap``; beside the paper's runs ``none``, as in
+            the paper.
+        shard_optimizer: Split optimizer state over data-parallel replicas (ZeRO-1).
+        shard_params: Let stages also split parameters, gradients and optimizer state over replicas
+            where that is better (FSDP, ZeRO-3).
+        sequence_parallel: Let stages with tensor parallelism also split the activations between its
+            products, along the sequence or another dimension that operations keep apart, where that
+            is better.
         splits_backward: Also split backward passes, for the schedules that have them.
         choices: What stages may have, instead of all data- and tensor-parallel degree
             pairs that fit the cluster.
         space: Submeshes of stages, and so of the windows.
         num_neighbours: Most neighbours of M_a: how long the windows are.
-        calibration_plans: Random plans whose stages are measured to calibrate the interval of the
-            windows; 0 leaves it wide.
+        calibration_plans: Random plans that calibrate the interval; 0 leaves it wide.
         paper: (schedule, number of micro-batches) to make the paper's profiling runs as well;
             needed with ``"run"`` and ``"alpa"``.
         memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named
             as failed.
-        repeats: With ``"run"``: steps that are measured in every run; the largest peaks count.
-        alpa_python: With ``"alpa"``: the interpreter of Alpa's environment.
+        repeats: With --backend run: steps measured in every run; the largest peaks count.
+        alpa_python: The interpreter of Alpa's environment, for --backend alpa.
 
     Raises:
         TargetError: ``target-unknown`` for another backend.
@@ -79,23 +82,23 @@ class ProfileQuestion:
     workload: WorkloadProtocol | WorkloadSpec
     cluster: Cluster
     microbatch_size: int
-    backend: str = "compile"
-    num_layers: int | None = None
+    backend: Annotated[str, Asked(choices=BACKENDS)] = BACKENDS[0]
+    num_layers: Annotated[int | None, Asked(metavar="L")] = None
     unmarked_layers: int | None = None
-    tensor_parallel_rule: TensorParallelRule = "auto"
+    tensor_parallel_rule: Annotated[TensorParallelRule, Asked()] = "auto"
     remat: tuple[Remat, ...] = ()
-    shard_optimizer: bool = False
-    shard_params: bool = False
-    sequence_parallel: bool = False
+    shard_optimizer: Annotated[bool, Asked()] = False
+    shard_params: Annotated[bool, Asked()] = False
+    sequence_parallel: Annotated[bool, Asked()] = False
     splits_backward: bool = False
     choices: tuple[StageChoice, ...] | None = None
     space: StageSpace = StageSpace()
-    num_neighbours: int = DEFAULT_NEIGHBOURS
-    calibration_plans: int = DEFAULT_CALIBRATION_PLANS
+    num_neighbours: Annotated[int, Asked("neighbours", "N", least=1)] = DEFAULT_NEIGHBOURS
+    calibration_plans: Annotated[int, Asked(metavar="P", least=0)] = DEFAULT_CALIBRATION_PLANS
     paper: tuple[str, int] | None = None
     memory_limit_bytes: int | None = None
-    repeats: int = 1
-    alpa_python: str | None = None
+    repeats: Annotated[int, Asked(metavar="N", least=1)] = 1
+    alpa_python: Annotated[str | None, Asked(metavar="PATH", in_files=False)] = None
 
     def __post_init__(self) -> None:
         usual: Remat = "none" if self.paper is not None else "cheap"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
+from capture.options import Asked
 from capture.plan.choices import REMAT_TEXT, Remat, is_remat
 from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
@@ -45,22 +47,22 @@ class PlanQuestion:
 
     Attributes:
         cluster: May be smaller or larger than the profiled one.
-        global_batch_size, num_microbatches: Examples, and micro-batches, of a step.
-        schedule: Of ``capture.plan.schedule.SCHEDULES``.
-        memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``.
-            None takes what the target's devices can use (``DeviceMemory.usable_bytes``); virtual
-            CPU devices have no limit.
-        objective: ``"memory"``: least peak. ``"throughput"``: least step time within the limit.
-            ``"pareto"``: the same plan, and the front of peak memory against step time in
-            ``why.front``. The last two need a profile of an accelerator. None: that of the
-            algorithm, ``"memory"`` first.
-        mode: ``"default"``: data and tensor parallelism together, schedule-aware; ``"paper"``:
-            either of them, the paper's predictor.
-        algorithm: One of those that ``SEARCHES`` has for the objective and the mode; None takes the
-            first of them.
+        global_batch_size: Examples in a step.
+        num_microbatches: Micro-batches in a step, whose gradients are accumulated.
+        schedule: Pipeline schedule; those behind gpipe and 1f1b put two stages on each group of
+            devices, split backward passes, or both.
+        memory_limit_bytes: Limit per device, such as 40GB (default: what the target can use); a
+            plan above it is a result, infeasible (exit code 1).
+        objective: Goal of the search. memory: lowest peak memory; throughput: shortest step that
+            fits; pareto: that and the front of both. Times need an accelerator target (default:
+            throughput where times are known, with the plan of lowest peak and one between; else
+            memory, or that of --algorithm).
+        mode: default: data and tensor parallelism together, schedule-aware; paper: either of them,
+            the paper's predictor and space.
+        algorithm: Search; autostage is Alpa's, for step time, on this cost model: the plan to
+            compare with (default: the first that the objective and the mode have).
         space: Submeshes of stages.
-        merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts
-            anywhere.
+        merge_layers: The paper's layer merger: cut between so many merged layers only.
         remat: What every stage recomputes; None: each whatever the profile knows, mixtures of
             ``"full"`` and ``"cheap"`` where it knows both.
         chosen: Names of options that the user gave; a proof says of the others that they are
@@ -74,15 +76,15 @@ class PlanQuestion:
     """
 
     cluster: Cluster
-    global_batch_size: int
-    num_microbatches: int
-    schedule: str = "1f1b"
-    memory_limit_bytes: int | None = None
-    objective: str | None = None
-    mode: str = "default"
-    algorithm: str | None = None
+    global_batch_size: Annotated[int, Asked("global_batch", "B")]
+    num_microbatches: Annotated[int, Asked("microbatches", "M")]
+    schedule: Annotated[str, Asked(choices=tuple(SCHEDULES))] = "1f1b"
+    memory_limit_bytes: Annotated[int | None, Asked("memory")] = None
+    objective: Annotated[str | None, Asked(choices=OBJECTIVES)] = None
+    mode: Annotated[str, Asked(choices=MODES)] = "default"
+    algorithm: Annotated[str | None, Asked(choices=SEARCH_NAMES)] = None
     space: StageSpace = StageSpace()
-    merge_layers: int | None = None
+    merge_layers: Annotated[int | None, Asked(metavar="L")] = None
     remat: Remat | None = None
     chosen: tuple[str, ...] = ()
     fixed: FixedPlan | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import isfinite, prod
@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.options import Option
 from capture.cli.output import Totals, compared, emit, say, table, warning_lines
 from capture.cli.progress import progress
+from capture.cli.question_file import noted
+from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec, named_workload
+from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.array_pass import ArrayShape
-from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from capture.quantities import counted, format_bytes, format_seconds
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, Kind
-from recommender.mutwo.search import ALGORITHMS
 
 if TYPE_CHECKING:
     from capture.report.array import ArrayFacts
@@ -37,66 +38,60 @@ if TYPE_CHECKING:
 SYSTEM = "mutwo"
 
 
-def _varied(text: str) -> tuple[str, tuple[float, ...]]:
-    """``learning_rate=1e-3,3e-4``."""
-    name, equals, values = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not name=value,value,...")
-    try:
-        return name, tuple(map(float, values.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{values!r} are not numbers with commas") from None
+@dataclass(frozen=True)
+class Varied:
+    """Values of one thing in which models differ: ``learning_rate=0.001,0.0003``."""
+
+    name: str
+    values: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Varied:
+        """Read it."""
+        name, equals, values = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise argparse.ArgumentTypeError(f"{text!r} is not name=value,value,...")
+        try:
+            return cls(name, tuple(map(float, values.split(","))))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{values!r} are not numbers with commas") from None
+
+    def __str__(self) -> str:
+        return f"{self.name}={','.join(map(str, self.values))}"
 
 
-#: Of this system alone.
+#: What it reads; ``--global-batch`` is that of one model.
 OPTIONS = (
+    shared.TARGET,
+    *options_of(ArrayQuestion),
+    *shared.STORE,
     Option(
         "models",
-        "mutwo: how many models, which differ in their seeds unless --vary says in what, or a "
-        "file (.json): a list with the seed and the hyperparameters of each, and a batch_size or "
+        "how many models, which differ in their seeds unless --vary says in what, or a file "
+        "(.json): a list with the seed and the hyperparameters of each, and a batch_size or "
         "workload of its own",
         metavar="N|FILE",
     ),
-    Option("shared_batches", "mutwo: all models read the same batch", False),
-    replace(shared.TRUST, help="mutwo: load the workloads that the file of --models names"),
+    Option(
+        "vary",
+        "values of a hyperparameter, of seed, or of batch_size; again: every combination",
+        read=Varied.parse,
+        metavar="NAME=V,V",
+        again=True,
+    ),
 )
-OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
-#: And those that it shares; ``--global-batch`` is that of one model.
-SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
-SHARED |= {"algorithm", "backend", *(option.name for option in shared.STORE)}
-SEARCHES = tuple(ALGORITHMS)
 #: What models may differ in beside hyperparameters.
 WHOLE = ("seed", "batch_size")
 
 
-def add_arguments(parser: shared.Arguments) -> None:
-    """What is given several times."""
-    parser.add_argument(
-        "--vary",
-        type=_varied,
-        action="append",
-        default=[],
-        metavar="NAME=V,V",
-        help="mutwo: values of a hyperparameter, of seed, or of batch_size; again: every "
-        "combination",
-    )
-    parser.add_argument(
-        "--shared",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="mutwo: parameters that all models have alike and the optimizer leaves alone, by "
-        "path, such as 'base/*'; again: more of them",
-    )
-
-
-def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]]) -> list[Member]:
+def models_of(models: str | None, given: Sequence[Varied]) -> list[Member]:
     """The models that options name.
 
     Raises:
         PlanError: ``array-models`` for none, or a file that is no list of models; ``array-vary``
             where the combinations are not as many as the models, or vary models of a file.
     """
+    varied = [(each.name, each.values) for each in given]
     if models is not None and models.endswith(".json"):
         if varied:
             raise PlanError.of(
@@ -159,26 +154,16 @@ def _models_of_file(path: Path) -> list[Member]:
 
 def plan(options: argparse.Namespace) -> int:
     """Search what is fused, multiplexed and moved, and write the plan."""
-    if options.workload is None:
-        options.parser.error("the following arguments are required: WORKLOAD")
+    close(options, OPTIONS)
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
-    members = models_of(options.models, options.vary)
-    spec = WorkloadSpec.parse(options.workload)
+    members = models_of(options.models, options.vary or ())
+    spec = asked.spec_of(vars(options))
     named = {one.workload: WorkloadSpec.parse(one.workload) for one in members if one.workload}
     for one in named.values():
         one.in_file(options.models).admitted(options.trust or one == spec)
+    size = {"global_batch": options.global_batch or shared.DEFAULT_MICROBATCH_SIZE}
     question = ArrayQuestion(
-        spec,
-        tuple(members),
-        cluster,
-        shared.DEFAULT_MICROBATCH_SIZE if options.global_batch is None else options.global_batch,
-        asked.read_limit(vars(options)),
-        options.host_memory and parse_bytes(options.host_memory),
-        options.shared_batches,
-        options.num_layers or 0,
-        algorithm=options.algorithm or SEARCHES[0],
-        shared=tuple(options.shared),
-        backend=options.backend,
+        spec, tuple(members), cluster, **taken(ArrayQuestion, vars(options) | size)
     )
     environment.prepare(
         num_devices=1, platform="cpu" if question.executes else Target.load(cluster.target).platform
@@ -195,7 +180,7 @@ def plan(options: argparse.Namespace) -> int:
         where=asked.where_of(options),
         progress=progress(options),
     ) as profiles:
-        answer = plan_array(question, profiles=profiles)
+        answer = noted(options, plan_array(question, profiles=profiles))
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [
@@ -374,7 +359,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "array-page",
         )
     asked.refuse_unread(options, "array", "memory")
-    limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
+    limit = options.memory or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
     document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
     emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))

@@ -21,17 +21,18 @@ from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec
+from capture.options import taken
 from capture.plan.choices import REMAT_POLICIES
 from capture.plan.kinds import AnyPlan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
-from capture.quantities import counted, format_bytes, parse_bytes
+from capture.quantities import counted, format_bytes
 from capture.registered import REGISTERED
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
-from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
+from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion
 from recommender.capture.recommendation import predict_plan
 
@@ -76,9 +77,10 @@ def read_batch(values: Values) -> tuple[int, int]:
     return global_batch, microbatches
 
 
-def read_limit(values: Values) -> int | None:
-    """Bytes of ``--memory``."""
-    return None if values["memory"] is None else parse_bytes(values["memory"])
+def spec_of(values: Values) -> WorkloadSpec:
+    """Return the workload that is named; that of a file is one already."""
+    named = values["workload"]
+    return named if isinstance(named, WorkloadSpec) else WorkloadSpec.parse(named)
 
 
 def profile_question(values: Values, memory_limit_bytes: int | None = None) -> ProfileQuestion:
@@ -98,24 +100,15 @@ def profile_question(values: Values, memory_limit_bytes: int | None = None) -> P
             "profile-backend",
         )
     return ProfileQuestion(
-        WorkloadSpec.parse(values["workload"]),
+        spec_of(values),
         cluster,
         global_batch // num_microbatches,
-        backend,
-        num_layers=values["num_layers"],
-        tensor_parallel_rule=values["tensor_parallel_rule"],
+        **taken(ProfileQuestion, values),
         remat={None: (), shared.AUTO: REMAT_POLICIES}.get(values["remat"], (values["remat"],)),
-        shard_optimizer=values["shard_optimizer"],
-        shard_params=values.get("shard_params", False),
-        sequence_parallel=values.get("sequence_parallel", False),
         splits_backward=not is_paper and _splits_backward(values),
-        space=StageSpace(values["whole_nodes"], values["any_divisor"]),
-        num_neighbours=values["neighbours"],
-        calibration_plans=values["calibration_plans"],
+        space=StageSpace(**taken(StageSpace, values)),
         paper=(values["schedule"], num_microbatches) if is_paper else None,
         memory_limit_bytes=memory_limit_bytes,
-        repeats=values.get("repeats", 1),
-        alpa_python=values.get("alpa_python"),
     )
 
 
@@ -181,12 +174,7 @@ def open_store(options: argparse.Namespace) -> Store:
 
 def where_of(options: argparse.Namespace) -> Where:
     """Where jobs run, by ``shared.STORE``."""
-    return Where(
-        options.workers,
-        options.ray,
-        options.accelerator,
-        options.job_timeout or DEFAULT_TIMEOUT_SECONDS,
-    )
+    return Where(**taken(Where, vars(options)))
 
 
 def open_measurements(options: argparse.Namespace, question: ProfileQuestion) -> Measurements:
@@ -209,7 +197,7 @@ def profile_measurements(
     options: argparse.Namespace, profile: Profile, cluster: Cluster
 ) -> Measurements:
     """Those of a profile's workload, cut and split as there."""
-    spec = WorkloadSpec.parse(options.workload) if options.workload else profile.workload
+    spec = spec_of(vars(options)) if options.workload else profile.workload
     if spec is None:
         raise PlanError.of(
             "the profile was made from Python objects and names no workload; give --workload.",
@@ -269,8 +257,8 @@ def with_prediction(plan: Plan, profile: Profile | None) -> tuple[Plan, Profile 
 def remember_named(options: argparse.Namespace) -> None:
     """Remember the workload that a command was given, so that files may name it from now on
     (``capture.model.trust``)."""
-    for option in ("workload", "asked_of"):
-        if (text := getattr(options, option, None)) is not None:
+    for option in ("workload", "other_workload"):
+        if isinstance(text := getattr(options, option, None), str):
             with contextlib.suppress(WorkloadError):  # a plan, or the name of an object
                 spec = WorkloadSpec.parse(text)
                 remember(spec.location, spec.function)

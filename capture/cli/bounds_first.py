@@ -14,7 +14,6 @@ from typing import Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.fitting import measuring, name_change, tell
-from capture.cli.options import Option
 from capture.cli.output import (
     attempts_table,
     emit,
@@ -24,9 +23,11 @@ from capture.cli.output import (
     unused_note,
 )
 from capture.cli.progress import SearchProgress, progress
+from capture.cli.question_file import noted
 from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
+from capture.options import Option, options_of
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from capture.plan.prediction import StepTime
 from capture.plan.schedule import SCHEDULES
@@ -59,46 +60,12 @@ from recommender.capture.speed import Timed
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 from recommender.whole import WholeQuestion
 
-
-def _percent(text: str) -> float:
-    """The type of a part, such as 5%.
-
-    Example:
-        >>> _percent("5%")
-        0.05
-    """
-    number = text.removesuffix("%")
-    if not number.replace(".", "", 1).isdecimal() or not text.endswith("%"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 5%. [option-number]")
-    return float(number) / 100
-
-
 #: How near an answer is proven, unless the user says.
 DEFAULT_WITHIN = 0.05
 
 #: Of this algorithm alone.
 OPTIONS = (
-    Option(
-        "within",
-        f"{BOUNDS_FIRST}: end once no plan is better than the best compiled one by more (default: "
-        f"{DEFAULT_WITHIN * 100:g}%%; 0%%: prove the best of all)",
-        read=_percent,
-        metavar="PART",
-    ),
-    Option(
-        "compiles",
-        f"{BOUNDS_FIRST}: compile the stages of no further plan after so many stages",
-        read=shared.at_least(0),
-        metavar="N",
-    ),
-    Option(
-        "seconds",
-        f"{BOUNDS_FIRST}: compile the stages of no further plan once this process and its workers "
-        "on this machine have computed for so long, however busy it is (without /proc: this "
-        "process alone)",
-        read=shared.at_least(1),
-        metavar="S",
-    ),
+    *(replace(option, default=None) for option in options_of(Effort)),
     Option(
         "quick",
         f"{BOUNDS_FIRST}: the plan that bounds alone name, as with --compiles 0; no compiler is "
@@ -393,7 +360,7 @@ def _told(
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)
         result, attempts = asking.best(question)
         warnings = [*(split_warnings(*split) if warned is None else warned.result())]
-    result, time = _with_times(result, measurements)
+    result, time = _with_times(noted(options, result), measurements)
     warnings += _refuted([*(attempt.result for attempt in attempts), result])
     failures = causes(measurements.failures)
     document: dict[str, Any] = {

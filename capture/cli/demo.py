@@ -18,6 +18,7 @@ from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.options import add, at_least
 from capture.quantities import counted, format_bytes
 from profiling_runs import ProfileQuestion
 from profiling_runs.bounds import bounds
@@ -37,12 +38,12 @@ MOST_COMPILES = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
-        type=shared.at_least(1),
+        type=at_least(1),
         default=3,
         metavar="N",
         help="updates (default: %(default)s)",
     )
-    shared.add(parser, *shared.STORE)
+    add(parser, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.cli import asked
+from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
+from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
@@ -37,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "different ones"
         ),
     )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="limit per device (default: what each target's devices can use)",
-    )
+    add(parser, shared.LIMIT)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -61,7 +59,7 @@ def stages(options: argparse.Namespace, *plans: Plan) -> int:
     """What two pipelines do differently, and what it costs."""
     from capture.report.difference import compare
 
-    limit, profiles = asked.read_limit(vars(options)), _profiles(options.profile)
+    limit, profiles = options.memory, _profiles(options.profile)
     first, second = _facts(options, plans, profiles, limit)
     emit(options, compare(first, second), as_text(first, second))
     return 0

@@ -15,10 +15,10 @@ from typing import Any
 
 from capture import environment
 from capture.cli import options as shared
-from capture.cli.options import Option, at_least
 from capture.cli.output import emit, table, warning_lines
 from capture.machine.target import Target, target_names
 from capture.model.workload import WorkloadSpec
+from capture.options import Option, add, at_least
 from capture.quantities import counted, format_bytes, format_flops
 from profiling_runs.collect import split_warnings
 from profiling_runs.estimate import TRAINING_PASSES, TrainingNeed, training_need
@@ -34,7 +34,7 @@ _KEPT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser)
-    shared.add(
+    add(
         parser,
         Option(
             "target",

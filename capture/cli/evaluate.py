@@ -16,35 +16,34 @@ from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.options import Option
 from capture.cli.output import emit, table, warning_lines
+from capture.options import Option, add, at_least, options_of, size
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
+from capture.plan.space import StageSpace
 from profiling_runs.collect import split_warnings
 from profiling_runs.evaluate import EvaluationQuestion, evaluate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser)
-    shared.add(
+    add(
         parser,
         shared.NUM_LAYERS,
-        *shared.CLUSTER,
+        shared.CLUSTER,
+        shared.TARGET,
+        *options_of(StageSpace),
         shared.GLOBAL_BATCH,
         shared.MICROBATCHES,
         replace(shared.SCHEDULE, default="both", choices=(*SCHEDULES, "both")),
         shared.REMAT,
-        shared.SHARD_OPTIMIZER,
-        shared.SHARD_PARAMS,
-        shared.SEQUENCE_PARALLEL,
-        shared.TENSOR_PARALLEL_RULE,
+        *shared.CHOICES,
         *shared.STORE,
         *shared.PROFILING,
-        Option(
-            "plans", "random plans (default: %(default)s)", 200, shared.at_least(1), metavar="N"
-        ),
+        Option("plans", "random plans (default: %(default)s)", 200, at_least(1), metavar="N"),
         Option(
             "memory",
             "draw only plans that are predicted to fit this limit per device, such as 40GB",
+            read=size,
             metavar="SIZE",
         ),
         Option("default_only", "without the paper's mode and its profiling runs", False),
@@ -52,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "ask_size",
             "micro-batch size of the plans, where another is profiled (with --default-only)",
             None,
-            shared.at_least(1),
+            at_least(1),
             metavar="B",
         ),
         Option("seed", "of the plans (default: %(default)s)", 0, int, metavar="S"),
@@ -70,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
         schedules,
         options.plans,
         options.seed,
-        asked.read_limit(vars(options)),
+        options.memory,
         not options.default_only,
         options.ask_size,
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.options import Option
 from capture.cli.output import emit, say, table, warning_lines
+from capture.options import Option, add, at_least
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import counted, format_bytes
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
     parser.add_argument(
         "--seconds",
-        type=shared.at_least(0),
+        type=at_least(0),
         default=60,
         metavar="S",
         help="compile no further change after so many seconds of the processor (default: "
         "%(default)s); plans of stages",
     )
-    shared.add(
+    add(
         parser,
         shared.output(None, "of an array: also write the page (.html)"),
         shared.INTERACTIVE,

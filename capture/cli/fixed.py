@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.cli import options as shared
-from capture.cli.options import Option
 from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
+from capture.options import Option
 from capture.plan.files import traced_for
 from capture.plan.kinds import load_plan, of_stages
 from capture.plan.schedule import SCHEDULES
@@ -35,7 +35,7 @@ def _decisions(text: str) -> tuple[str, ...]:
     return names
 
 
-OPTIONS = (
+FIXED = (
     Option(
         "fix",
         "keep what this plan decides, but for what --search or another option names (file, or "

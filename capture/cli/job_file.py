@@ -22,34 +22,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from capture.cli import layers
 from capture.cli import options as shared
-from capture.cli.asked import Values, profile_question, read_limit
-from capture.cli.options import Option
+from capture.cli.asked import Values, profile_question
 from capture.errors import CaptureError, ProfileError, Violation
+from capture.options import Option, merged, read_keys, refused, size
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.question import ProfileQuestion
 
+_OUTPUT = shared.output("profile.json")
+#: What the systems read.
+SYSTEMS = {
+    "capture": (
+        *shared.QUESTION,
+        Option(
+            "memory",
+            "with --backend run: runs that need more on a device, such as 40GB, are left out; "
+            "harmony: limit per device",
+            read=size,
+            metavar="SIZE",
+        ),
+        Option(
+            "mode",
+            "paper: make the paper's profiling runs as well",
+            "default",
+            choices=("default", "paper"),
+        ),
+        _OUTPUT,
+    ),
+    layers.SYSTEM: (shared.TARGET, *layers.OPTIONS, _OUTPUT),
+}
 #: Options of a profile: those of a command line, and keys of a file.
-OPTIONS = (
-    *shared.QUESTION,
-    Option(
-        "memory",
-        "with --backend run: runs that need more on a device, such as 40GB, are left out",
-        metavar="SIZE",
-    ),
-    Option(
-        "mode",
-        "paper: make the paper's profiling runs as well",
-        "default",
-        choices=("default", "paper"),
-    ),
-    layers.SYSTEM_OPTION,
-    *layers.OPTIONS,
-    shared.output("profile.json"),
-)
+OPTIONS = (layers.SYSTEM_OPTION, *(option for option, _ in merged(SYSTEMS).values()))
 _KNOWN = {option.name: option for option in (Option("workload", "what to profile"), *OPTIONS)}
 
 
@@ -90,19 +97,25 @@ class ProfileJob:
                 options of another system.
         """
         question: ProfileQuestion | LayersQuestion
-        defaults = {option.name: option.default for option in OPTIONS}
-        layers.refuse_other_options(values, defaults)
+        given = [each.name for each in OPTIONS if values[each.name] != each.default]
+        ProfileError.check(
+            Violation(text, "profile-system") for text in refused(given, values["system"], SYSTEMS)
+        )
         if values["system"] == layers.SYSTEM:
             question = layers.layers_question(values)
         else:
-            question = profile_question(values, memory_limit_bytes=read_limit(values))
+            question = profile_question(values, memory_limit_bytes=values["memory"])
         assert question.spec is not None, "options name workloads"
         workload = question.spec.in_file(named_by)
         return cls(replace(question, workload=workload), values["output"], values)
 
 
-def read_job_file(path: Path) -> list[ProfileJob]:
+def read_job_file(path: Path, beside: Values = MappingProxyType({})) -> list[ProfileJob]:
     """Every profile of a file, which names its workload (``ProfileJob.admitted``).
+
+    Args:
+        path: Of the file.
+        beside: Options of the command line; those count that no file may say.
 
     Raises:
         ProfileError: ``jobs-file`` if it cannot be read, is no TOML or has other tables;
@@ -144,6 +157,11 @@ def read_job_file(path: Path) -> list[ProfileJob]:
         ]
         for one in _combinations(given):
             values, wrong = _read(one)
+            values |= (
+                {option.name: beside[option.name] for option in OPTIONS if not option.in_files}
+                if beside
+                else {}
+            )
             violations += [Violation(f"{where}: {text}", "jobs-option") for text in wrong]
             if wrong:
                 continue
@@ -161,7 +179,7 @@ def of_profiles(command: argparse.Namespace) -> list[str]:
     return [
         option.short or option.flag
         for option in OPTIONS
-        if getattr(command, option.name) != option.default
+        if option.in_files and getattr(command, option.name) != option.default
     ]
 
 
@@ -181,16 +199,8 @@ def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     values = {name: option.default for name, option in _KNOWN.items()}
     needed = ("workload",) if given.get("system") == layers.SYSTEM else ("workload", "cluster")
     wrong = [f"{name!r} is missing." for name in needed if name not in given]
-    for name, value in given.items():
-        if name not in _KNOWN:
-            wrong.append(
-                f"{name!r} is no option of a profile; those are {', '.join(sorted(_KNOWN))}."
-            )
-            continue
-        try:
-            values[name] = _KNOWN[name].value(value)
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            wrong.append(f"{name} = {value!r}: {error}")
+    read, unread = read_keys(given, _KNOWN.values())
+    values, wrong = values | read, wrong + unread
     others = {name: value for name, value in values.items() if name != "output"}
     try:
         values["output"] = Path(str(values["output"]).format(**others))

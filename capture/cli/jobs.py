@@ -11,12 +11,13 @@ import argparse
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from capture.options import add
 from profiling_runs.listing import Listing, list_jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser)
-    shared.add(parser, *shared.QUESTION, *shared.STORE)
+    add(parser, *shared.QUESTION, *shared.STORE)
     parser.add_argument(
         "--mode",
         choices=("default", "paper"),

@@ -9,13 +9,11 @@ from typing import Any, Literal
 
 from capture.cli import asked
 from capture.cli.asked import Values
-from capture.cli.options import Option, at_least
-from capture.errors import ProfileError, Violation
 from capture.machine.target import resolved_target
 from capture.measured.layer_passes import INTERPOLATIONS
 from capture.measured.layer_profile import LayerProfile
-from capture.model.workload import WorkloadSpec
-from capture.quantities import counted, format_bytes, parse_bytes
+from capture.options import Option, options_of, taken
+from capture.quantities import counted, format_bytes
 from profiling_runs.batch import Progress, Watch
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import PASSES, profile_layers
@@ -28,25 +26,11 @@ SYSTEM_OPTION = Option(
     "capture",
     choices=("capture", SYSTEM),
 )
-#: Of a layer profile alone.
-OPTIONS = (
-    Option(
-        "stride",
-        "harmony: between the micro-batch sizes that are profiled (default: about 16 up to "
-        "--global-batch; without it every size)",
-        read=at_least(1),
-        metavar="U",
-    ),
-    Option(
-        "update_rate",
-        "harmony: bytes per second at which the host updates, such as 100GB, where nothing is "
-        "executed (default: 20GB)",
-        metavar="SIZE",
-    ),
-)
+#: Those of a layer profile.
+OPTIONS = options_of(LayersQuestion)
+#: Those that nothing else has.
+OWN = tuple(option for option in OPTIONS if option.name in ("stride", "update_rate"))
 QUANTITIES: tuple[Literal["time"], Literal["memory"]] = ("time", "memory")
-#: Of the options of a profile, those that layers alone have a meaning for.
-SHARED = {"workload", "num_layers", "target", "global_batch", "backend", "memory", "output"}
 
 
 def layers_question(values: Values) -> LayersQuestion:
@@ -56,34 +40,10 @@ def layers_question(values: Values) -> LayersQuestion:
         ProfileError: ``layers-question`` for a batch below 1, and the codes of
             ``LayersQuestion``.
     """
-    rate = values["update_rate"]
     return LayersQuestion(
-        WorkloadSpec.parse(values["workload"]),
+        asked.spec_of(values),
         resolved_target(values["target"], Path()),
-        values["backend"],
-        values["num_layers"],
-        values["global_batch"],
-        values["stride"],
-        asked.read_limit(values),
-        None if rate is None else parse_bytes(rate),
-    )
-
-
-def refuse_other_options(values: Values, defaults: Values) -> None:
-    """Refuse options of a profile that are of another system than the one that is asked.
-
-    Raises:
-        ProfileError: ``profile-system``.
-    """
-    ours, system = {option.name for option in OPTIONS}, values["system"]
-    known = ours | SHARED | {"system"} if system == SYSTEM else {*defaults} - ours
-    ProfileError.check(
-        Violation(
-            f"--{name.replace('_', '-')} is not of --system {system}; leave it out.",
-            "profile-system",
-        )
-        for name, default in defaults.items()
-        if name not in known and values[name] != default
+        **taken(LayersQuestion, values),
     )
 
 

@@ -65,8 +65,10 @@ class Parser(argparse.ArgumentParser):
         everyday: By name, the options that ``--help`` shows where there are too many to be read,
             with other words where a text is given; ``--help-all`` shows all. Empty where ``--help``
             does.
+        typed: What stands behind the verb.
     """
 
+    typed: Sequence[str] = ()
     everyday: Mapping[str, str] = MappingProxyType({})
 
     def show_everyday(self, options: Mapping[str, str]) -> None:
@@ -166,6 +168,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.main is None and not unknown:
         parser.print_help()
         parser.exit()
+    if options.main is not None:
+        options.parser.typed = tuple(given)[tuple(given).index(_verb(options)) + 1 :]
     if unknown:
         asked = getattr(options, "parser", parser)
         known = [name for name in asked._option_string_actions if name.startswith("--")]

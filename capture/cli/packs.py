@@ -8,107 +8,54 @@ from dataclasses import replace
 from pathlib import Path
 
 from capture.cli import asked, layers
-from capture.cli.options import STORE, TARGET, Option
+from capture.cli import options as shared
 from capture.cli.output import Totals, compared, emit, table, warning_lines
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.progress import progress
-from capture.errors import PlanError
+from capture.cli.question_file import noted
+from capture.cli.whole import close
+from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.options import Option, options_of, size, taken
 from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
-from capture.plan.task_graph import AS_THEY_ARE, STREAMED, Swaps
-from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
+from capture.plan.task_graph import AS_THEY_ARE, Swaps
+from capture.quantities import counted, format_bytes, format_seconds
 from capture.registered import REGISTERED
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import with_model_hash
 from profiling_runs.packs import PackCompiler
 from recommender.harmony import PacksQuestion, harmony
-from recommender.harmony.packing import PACKING_NAMES
-from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
 from recommender.harmony.recommendation import PacksAnswer, not_compiled
-from recommender.harmony.search import ALGORITHMS
 
-MODES = ("pp", "dp", BOTH)
-SEARCHES = tuple(ALGORITHMS)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
-
-
-#: Of this system alone.
+SYSTEM = layers.SYSTEM
+#: Of a workload; of layers alone nothing can be compiled.
+_OF_A_WORKLOAD = (*layers.OWN, *shared.BACKEND[:1], shared.NO_VERIFY, *shared.STORE)
+#: What it reads.
 OPTIONS = (
+    shared.CLUSTER,
+    shared.TARGET,
+    *options_of(PacksQuestion, Swaps, LayersQuestion),
+    shared.NO_VERIFY,
+    *shared.STORE,
     Option(
         "layers",
-        "harmony: layer profile (.json) to plan from, without a model",
+        "layer profile (.json) to plan from, without a model",
         read=Path,
         metavar="FILE",
     ),
     Option(
         "machine",
-        f"harmony: the server: {', '.join(server_names())}, or a file (.json); or --cluster 1xG "
-        "and --target",
+        f"the server: {', '.join(server_names())}, or a file (.json); or --cluster 1xG and "
+        "--target",
         metavar="NAME",
     ),
-    Option("host_memory", "harmony, mutwo: memory of the host, such as 1TB", metavar="SIZE"),
-    Option(
-        "packing",
-        f"harmony: packings, with commas between them, of {', '.join(PACKING_NAMES)} (default: "
-        f"{','.join(DEFAULT_PACKINGS)})",
-        DEFAULT_PACKINGS,
-        _names,
-        metavar="NAME,...",
-    ),
-    Option(
-        "without",
-        "harmony: optimizations that are off: grouping, search, prefetch, jit, offload, p2p",
-        (),
-        _names,
-        metavar="NAME,...",
-    ),
-    Option(
-        "stream",
-        "harmony: devices get parameters that layers read only through a cast to this dtype "
-        f"as the cast: {', '.join(STREAMED)}",
-        metavar="DTYPE",
-    ),
-    Option(
-        "shard_swaps",
-        "harmony, --mode dp: every device swaps a share of the weights, and gets the others from "
-        "their devices",
-        False,
-    ),
-    Option("baselines", "harmony: what other systems need, beside the plan", False),
-    Option("equi_fb", "harmony: the same packs and sizes forward and backward", False),
-    Option(
-        "single_first",
-        "harmony: rank what holds the whole model in one pack first, however slow",
-        False,
-    ),
-    Option(
-        "no_verify",
-        "harmony, osdp: do not compile the plan for the target: faster, and memory is an estimate",
-        False,
-    ),
+    Option("host_memory", "memory of the host, such as 1TB", read=size, metavar="SIZE"),
+    Option("baselines", "what other systems need, beside the plan", False),
 )
-#: And those that it shares; of a workload, also those of a layer profile.
-_SHARED = {"workload", "global_batch", "memory", "algorithm", "mode", "output", "cluster"}
-_SHARED |= {"target"}
-OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
-
-
-#: No other system has these.
-OWN = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
-
-
-def known_options(options: argparse.Namespace) -> set[str]:
-    """Those that a plan of packs has a meaning for."""
-    known = {option.name for option in OPTIONS} | _SHARED
-    # Of layers alone nothing can be compiled.
-    return known | OF_A_WORKLOAD if options.layers is None else known - {"no_verify"}
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -123,20 +70,26 @@ def plan(options: argparse.Namespace) -> int:
             "--layers FILE, one of them.",
             "plan-system",
         )
+    if options.layers is not None:
+        default = options.parser.get_default
+        PlanError.check(
+            Violation(
+                f"{option.flag} is of a workload that is profiled, and --layers {options.layers} "
+                "is a profile; leave it out.",
+                "plan-system",
+            )
+            for option in _OF_A_WORKLOAD
+            if getattr(options, option.name) != default(option.name)
+        )
+    close(options, OPTIONS)
     if options.global_batch is None:
         raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
     question = PacksQuestion(
         UNMEASURED if options.layers is None else LayerProfile.load(options.layers),
         _server(options),
-        options.global_batch,
-        "pp" if options.mode == options.parser.get_default("mode") else options.mode,
-        options.algorithm or SEARCHES[0],
-        options.packing,
-        options.without,
-        options.equi_fb,
-        options.single_first,
-        None if options.machine else asked.read_cluster(vars(options)),
-        Swaps(options.stream or "", options.shard_swaps),
+        cluster=None if options.machine else asked.read_cluster(vars(options)),
+        swaps=Swaps(**taken(Swaps, vars(options))),
+        **taken(PacksQuestion, vars(options)),
     )
     measured = None
     if options.layers is None:
@@ -145,7 +98,7 @@ def plan(options: argparse.Namespace) -> int:
         profile = layers.make_layers(options, measured, progress(options))
         question = replace(question, profile=profile)
     server = question.server
-    answer = _answer(options, question, measured)
+    answer = noted(options, _answer(options, question, measured))
     lines = layers.as_text(question.profile) if measured is not None else []
     lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
     lines += [f"{answer.status}: {answer.why.summary}"]
@@ -268,14 +221,14 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     """
     if options.output is not None:
         raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
-    read = ("workload", "memory", *(option.name for option in STORE))
+    read = ("workload", "memory", *(option.name for option in shared.STORE))
     asked.refuse_unread(options, "packs", *read)
     spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
     ledger = _compiler(options, spec).ledger(plan)
     peaks, host = ledger.peaks[: plan.machine.devices], ledger.peak_of("host")
-    limit = asked.read_limit(vars(options)) or int(plan.machine.usable_bytes.value)
+    limit = options.memory or int(plan.machine.usable_bytes.value)
     found = [peak.peak_bytes for peak in peaks]
     room = Headroom.of(found, [(peak, peak) for peak in found], 1, limit, None)
     assert room is not None, "there is a limit"
@@ -338,7 +291,7 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
         )
     read = ("memory", "trace", *(["profile"] if options.trace else []))
     asked.refuse_unread(options, "packs", *read)
-    room, written = plan.headroom(asked.read_limit(vars(options))), {}
+    room, written = plan.headroom(options.memory), {}
     if options.trace is not None:
         profile = _profile_of(options, plan)
         from capture.predictor.pack_step import packs_timeline
@@ -412,8 +365,8 @@ def _needs(plan: PacksPlan) -> Totals:
 def _server(options: argparse.Namespace) -> Server:
     """The server that is named, or that of a target."""
     if options.machine is not None:
-        for name, default in (("cluster", None), ("target", TARGET.default)):
-            if getattr(options, name) != default:
+        for name in ("cluster", "target"):
+            if getattr(options, name) not in (None, shared.TARGET.default):
                 raise PlanError.of(
                     f"--machine {options.machine} says what --{name} does; leave out one of them.",
                     "plan-system",
@@ -422,6 +375,6 @@ def _server(options: argparse.Namespace) -> Server:
     else:
         server = Server.of(asked.read_cluster(vars(options)))
     return server.with_(
-        usable_bytes=asked.read_limit(vars(options)),
-        host_memory_bytes=options.host_memory and parse_bytes(options.host_memory),
+        usable_bytes=options.memory,
+        host_memory_bytes=options.host_memory,
     )

@@ -21,12 +21,12 @@ from typing import Any
 from capture.cli import asked, job_file, jobs, layers
 from capture.cli import options as shared
 from capture.cli.job_file import ProfileJob
-from capture.cli.options import Option
 from capture.cli.output import emit, warning_lines
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.measured.layer_profile import LayerProfile
 from capture.measured.profile import Profile
+from capture.options import Option, add
 from capture.quantities import counted
 from profiling_runs.collect import profile, split_warnings
 from profiling_runs.layer_question import LayersQuestion
@@ -37,7 +37,7 @@ from profiling_runs.question import ProfileQuestion
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
-    shared.add(
+    add(
         parser,
         *job_file.OPTIONS,
         *shared.STORE,
@@ -111,7 +111,10 @@ def _profiles(options: argparse.Namespace) -> list[ProfileJob]:
                 "file.",
                 "jobs-option",
             )
-        return [job.admitted(options.trust) for job in job_file.read_job_file(options.jobs)]
+        return [
+            job.admitted(options.trust)
+            for job in job_file.read_job_file(options.jobs, vars(options))
+        ]
     if options.workload is None:
         raise ProfileError.of(
             "WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option"

@@ -14,6 +14,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
+from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 
@@ -29,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "plan of packs its layer profile, for the trace"
         ),
     )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="limit per device (default: what the target's devices can use)",
-    )
+    add(parser, shared.LIMIT)
     parser.add_argument(
         "-o",
         "--output",
@@ -41,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the page (.html); without it, a table is printed",
     )
-    shared.add(parser, shared.INTERACTIVE)
+    add(parser, shared.INTERACTIVE)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)"
     )
@@ -58,7 +55,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
-    limit = asked.read_limit(vars(options))
+    limit = options.memory
     profile = None if options.profile is None else Profile.load(options.profile)
     facts = report_facts(*asked.with_prediction(plan, profile), limit)
     written = {}

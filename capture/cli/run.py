@@ -22,6 +22,7 @@ from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
+from capture.options import at_least
 from capture.plan.kinds import AnyPlan, kind_of, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
     parser.add_argument(
         "--steps",
-        type=shared.at_least(1),
+        type=at_least(1),
         default=3,
         metavar="N",
         help="updates (default: %(default)s)",
@@ -63,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--save-every",
-        type=shared.at_least(1),
+        type=at_least(1),
         metavar="K",
         help="save it after every K steps, too; the next steps do not wait for the disk",
     )
     parser.add_argument(
         "--max-restarts",
-        type=shared.at_least(0),
+        type=at_least(0),
         metavar="N",
         help="with --hosts local or --ray: when a process is lost, start all again from the last "
         "complete checkpoint, at most N times without a new step (default: 3 with --save-every, "

@@ -23,7 +23,7 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
     found = compile_plan(plan, spec.load())
     plan = replace(plan, compiled_peak_bytes=found.peak_bytes, interval_bytes=None)
-    room = plan.headroom(asked.read_limit(vars(options)))
+    room = plan.headroom(options.memory)
     if options.output is not None:
         plan.save(options.output)
     fits = room is None or room.verdict == "fits"
@@ -80,7 +80,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     from capture.report.sharding import HEADER, document, page, paragraph, rows, title
 
     asked.refuse_unread(options, "sharding", "memory", "output")
-    room, written = plan.headroom(asked.read_limit(vars(options))), {}
+    room, written = plan.headroom(options.memory), {}
     if options.output is not None:
         text = page(plan, room, interactive=options.interactive)
         options.output.write_text(text, encoding="utf-8")
@@ -102,6 +102,6 @@ def diff(options: argparse.Namespace, first: ShardingPlan, second: ShardingPlan)
         for found in differences(first, second)
     ]
     lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
-    lines.append(table(["", "A", "B"], totals(first, second, asked.read_limit(vars(options)))))
-    emit(options, compare(first, second, asked.read_limit(vars(options))), "\n".join(lines))
+    lines.append(table(["", "A", "B"], totals(first, second, options.memory)))
+    emit(options, compare(first, second, options.memory), "\n".join(lines))
     return 0

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.documents import FieldError, read
 from capture.errors import ProfileError
 from capture.measured.store import STATES, Row, Store
+from capture.options import at_least
 from capture.quantities import counted
 
 #: Of the rows of an exported file.
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gc = add("gc", _gc, "forget jobs that were not done, and with options also measurements")
     gc.add_argument(
         "--older-than",
-        type=shared.at_least(0),
+        type=at_least(0),
         metavar="DAYS",
         help="also measurements that were made before",
     )

@@ -12,6 +12,7 @@ from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
 from capture.documents import write
 from capture.machine.target import Target
+from capture.options import add
 from capture.plan.headroom import Headroom
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.prediction import StepTime
@@ -23,12 +24,7 @@ from profiling_runs.collect import split_warnings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    shared.add(parser, *shared.STORE)
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="limit per device (default: what the target's devices can use)",
-    )
+    add(parser, shared.LIMIT, *shared.STORE)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the plan with its verification"
     )
@@ -42,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
 
 def stages(options: argparse.Namespace, plan: Plan) -> int:
     """Compile the stages, and replay the step."""
-    limit = asked.read_limit(vars(options))
+    limit = options.memory
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify
 

@@ -4,6 +4,7 @@ where seconds are known to choose by."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 from capture.cli import asked
@@ -11,13 +12,14 @@ from capture.cli import options as shared
 from capture.cli.fixed import Fixed
 from capture.errors import PlanError
 from capture.machine.target import Target
+from capture.options import Option
 from profiling_runs.question import ProfileQuestion
 from recommender.whole import WholeQuestion
 
 
-def close(options: argparse.Namespace) -> None:
+def close(options: argparse.Namespace, defaults: Sequence[Option]) -> None:
     """Give what is left open its default."""
-    for option in (*shared.LEFT_OPEN, shared.TARGET):
+    for option in defaults:
         if getattr(options, option.name) is None:
             setattr(options, option.name, option.default)
 
@@ -59,7 +61,7 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
         cluster,
         global_batch,
         options.objective or "throughput",
-        asked.read_limit(said),
+        options.memory,
         options.try_microbatches or (None if counts is None else (counts,)),
         options.schedule,
         None if options.remat == shared.AUTO else options.remat,

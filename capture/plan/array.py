@@ -109,7 +109,7 @@ class Member:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return _but_defaults(self, "batch_size", "workload")
+        return documents.but_empty(self, "batch_size", "workload")
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Saturation:
     task: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return _but_defaults(self, "task")
+        return documents.but_empty(self, "task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +248,8 @@ class ArrayPlan(PlanFile):
     Attributes:
         named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
             empty for a plan that a program makes.
+        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
+            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``array-models`` for none,
@@ -280,6 +282,7 @@ class ArrayPlan(PlanFile):
     saturation: tuple[Saturation, ...] = field(default=(), compare=False)
     why: Why | None = field(default=None, compare=False)
     candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
     named_by: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -294,6 +297,11 @@ class ArrayPlan(PlanFile):
         known = {task: task for task in (*self.tasks, own)}
         tasks = tasks_of(self.models, self.batch_size, self.workload, self.num_layers)
         return tuple(known.get(task, task) for task in tasks)
+
+    @property
+    def step_examples(self) -> int:
+        """How many examples of one model a step has."""
+        return self.batch_size
 
     @property
     def num_models(self) -> int:
@@ -335,7 +343,7 @@ class ArrayPlan(PlanFile):
     def to_json(self) -> dict[str, Any]:
         same = {name: getattr(self, name) for name in _SAME}
         document = _Document(cluster=ClusterRow.of(self.cluster), **same)
-        return ARRAY_PLAN.write(_but_defaults(document, "tasks"))
+        return ARRAY_PLAN.write(documents.but_empty(document, "tasks", "asked"))
 
     @classmethod
     def from_json(cls, data: Any) -> ArrayPlan:
@@ -438,18 +446,6 @@ class ArrayPlan(PlanFile):
         yield from sharing_violations(self.shared, self.trained)
 
 
-def _but_defaults(value: Any, *names: str) -> dict[str, Any]:
-    """The fields of a document, without those of some that say nothing: files of models that are
-    one program have none of them."""
-    plain = {each.name: each.default for each in fields(value)}
-    written = documents.fields_of(value)
-    return {
-        name: one
-        for name, one in written.items()
-        if name not in names or getattr(value, name) != plain[name]
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Document:
     """A plan as files have it.
@@ -480,6 +476,7 @@ class _Document:
     saturation: tuple[Saturation, ...] = ()
     why: Why | None = None
     candidates: tuple[Mapping[str, Any], ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SAME = tuple(f.name for f in fields(_Document) if f.name != "cluster")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -61,11 +61,14 @@ class PlanFile:
         FORMAT: How its files are told from others, and what is said of wrong ones.
         workload: By name; None for a plan made from Python objects.
         cluster: The devices; None where a kind knows them otherwise, or not at all.
+        asked: What ``capture plan`` was asked, as the keys of a question's file; empty for a plan
+            that was made otherwise.
     """
 
     FORMAT: ClassVar[documents.Format]
     workload: WorkloadSpec | None
     cluster: Cluster | None
+    asked: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -104,7 +107,7 @@ class PlanFile:
         self, workload: Callable[[WorkloadSpec], WorkloadSpec], target: Callable[[str], str]
     ) -> Self:
         """Return the plan with other names for its files: of its target, and of its workload."""
-        moved: dict[str, Any] = {}
+        moved: dict[str, Any] = {"asked": with_paths(self.asked, target)} if self.asked else {}
         if self.cluster is not None:
             moved["cluster"] = replace(self.cluster, target=target(self.cluster.target))
         if self.workload is not None:
@@ -132,6 +135,11 @@ class PlanFile:
         return None if self.cluster is None else self.cluster.num_devices
 
     @property
+    def step_examples(self) -> int:
+        """How many examples a step has; of models that are trained together, those of one."""
+        raise NotImplementedError
+
+    @property
     def num_models(self) -> int:
         """How many models a step trains."""
         return 1
@@ -151,6 +159,17 @@ class PlanFile:
     def host_memory_bytes(self) -> int:
         """What its step may hold in the memory of the host."""
         return 0
+
+
+def with_paths(asked: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return what was asked, with other names for its files."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(one) for one in value]
+        return change(value) if isinstance(value, str) else value
+
+    return {name: moved(value) for name, value in asked.items()}
 
 
 def traced_for(

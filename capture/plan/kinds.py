@@ -24,6 +24,7 @@ class Kind:
 
     Attributes:
         name: As its files have it.
+        system: As ``capture plan --system`` has it.
         plan: Its class.
         verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
             is asked for.
@@ -32,6 +33,7 @@ class Kind:
     """
 
     name: str
+    system: str
     plan: type[AnyPlan]
     verbs: Mapping[str, Registered]
     python: str
@@ -66,6 +68,7 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         Kind(
             "stages",
+            "capture",
             Plan,
             _verbs(
                 verify="verify:stages",
@@ -79,6 +82,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         Kind(
             "sharding",
+            "osdp",
             ShardingPlan,
             _verbs(
                 verify="sharding:verify",
@@ -91,6 +95,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         Kind(
             "packs",
+            "harmony",
             PacksPlan,
             _verbs(
                 verify="packs:verify",
@@ -104,6 +109,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         Kind(
             "array",
+            "mutwo",
             ArrayPlan,
             _verbs(
                 run="array:run", explain="array:explain", report="array:report", diff="array:diff"

@@ -158,6 +158,8 @@ class PacksPlan(PlanFile):
         workload: By name; None if no more than a layer profile is known.
         cluster: Of the workload's target; None likewise.
         prediction, why, points: See the module.
+        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
+            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
@@ -182,6 +184,7 @@ class PacksPlan(PlanFile):
     why: Why | None = field(default=None, compare=False)
     points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     swaps: Swaps = AS_THEY_ARE
+    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
@@ -240,18 +243,19 @@ class PacksPlan(PlanFile):
             [peak], [(peak, peak)], sure, limit, None, extrapolated=not self.compiled
         )
 
+    @property
+    def step_examples(self) -> int:
+        """How many examples a step has."""
+        return self.minibatch_size
+
     def to_json(self) -> dict[str, Any]:
-        forward, backward = self.configuration.forward, self.configuration.backward
-        return PACKS_PLAN.write(
-            documents.fields_of(
-                _Document(
-                    cluster=None if self.cluster is None else ClusterRow.of(self.cluster),
-                    forward=_Packs.of(forward),
-                    backward=_Packs.of(backward),
-                    **{name: getattr(self, name) for name in _SAME},
-                )
-            )
+        document = _Document(
+            cluster=None if self.cluster is None else ClusterRow.of(self.cluster),
+            forward=_Packs.of(self.configuration.forward),
+            backward=_Packs.of(self.configuration.backward),
+            **{name: getattr(self, name) for name in _SAME},
         )
+        return PACKS_PLAN.write(documents.but_empty(document, "asked"))
 
     @classmethod
     def from_json(cls, data: Any) -> PacksPlan:
@@ -372,6 +376,7 @@ class _Document:
     prediction: PacksPrediction | None = None
     why: Why | None = None
     points: tuple[Mapping[str, Any], ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SAME = tuple(f.name for f in fields(_Document) if f.name not in ("forward", "backward", "cluster"))

@@ -162,6 +162,8 @@ class ShardingPlan(PlanFile):
         model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: By operator; empty likewise.
+        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
+            the plan was made otherwise.
     """
 
     FORMAT = SHARDING_PLAN
@@ -182,6 +184,12 @@ class ShardingPlan(PlanFile):
     model_hash: str = ""
     cluster: Cluster | None = None
     costs: tuple[OperatorCost, ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def step_examples(self) -> int:
+        """How many examples a step has."""
+        return self.batch_size * (1 if self.cluster is None else self.cluster.num_devices)
 
     @property
     def compiled(self) -> bool:
@@ -262,8 +270,8 @@ class ShardingPlan(PlanFile):
             **{name: getattr(self, name) for name in _SAME},
         )
         written = documents.fields_of(document)
-        for name in ("compiled_peak_bytes", "interval_bytes"):
-            if getattr(self, name) is None:
+        for name in ("compiled_peak_bytes", "interval_bytes", "asked"):
+            if getattr(self, name) in (None, {}):
                 del written[name]
         return SHARDING_PLAN.write(written)
 
@@ -325,6 +333,7 @@ class _Document:
     smallest_bytes: int
     look_ahead: bool
     operators: tuple[_Operator, ...]
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SAME = tuple(f.name for f in fields(_Document) if f.name not in ("operators", "cluster"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from capture.machine.cluster import Cluster
+from capture.options import Asked
 from capture.plan.choices import (
     Remat,
     StageChoice,
@@ -21,15 +23,15 @@ class StageSpace:
     A stage stays inside the rest of its node, on a power of two of devices.
 
     Attributes:
-        whole_nodes: It may also take 2, 4, 8, ... whole equal nodes, as Alpa's submeshes do.
-        any_divisor: Its degree may be any divisor of the node's size, not only a power of two.
+        whole_nodes: Stages may also span 2, 4, 8, ... whole nodes.
+        any_divisor: Degrees may be any divisor of a node, not only powers of two.
 
     Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md, C-j
     and C-k).
     """
 
-    whole_nodes: bool = False
-    any_divisor: bool = False
+    whole_nodes: Annotated[bool, Asked()] = False
+    any_divisor: Annotated[bool, Asked()] = False
 
     def degrees(self, cluster: Cluster) -> list[list[int]]:
         """Numbers of devices that a stage starting at device p may take, for every p.

@@ -63,6 +63,8 @@ class Plan(PlanFile):
         why: What the search has to say about its choice, if searched.
         verification: What the compiler of the target says of the plan's own stages, if verified.
         time: A step as it was simulated when the plan was made, where the target has rates.
+        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
+            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
@@ -87,6 +89,7 @@ class Plan(PlanFile):
     why: Why | None = field(default=None, compare=False)
     verification: Verified | None = field(default=None, compare=False)
     time: StepTime | None = field(default=None, compare=False)
+    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -95,6 +98,11 @@ class Plan(PlanFile):
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def step_examples(self) -> int:
+        """How many examples a step has."""
+        return self.global_batch_size
 
     @property
     def microbatch_size(self) -> int:
@@ -158,6 +166,8 @@ class Plan(PlanFile):
 
     def to_json(self) -> dict[str, Any]:
         written = {name: documents.write(getattr(self, name)) for name in _DOCUMENT}
+        if not self.asked:
+            del written["asked"]
         return PLAN.write({**written, "cluster": documents.write(ClusterRow.of(self.cluster))})
 
     @classmethod
@@ -202,6 +212,7 @@ class _Document:
     why: Mapping[str, Any] | None = None
     verification: Mapping[str, Any] | None = None
     time: Mapping[str, Any] | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 _DOCUMENT = tuple(field.name for field in fields(_Document))

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
 from capture.errors import PlanError, Violation
+from capture.options import Asked
 from capture.quantities import nearest
 
 Span = tuple[int, int]
@@ -88,14 +89,14 @@ class Swaps:
     """How weights come to devices and their gradients go back.
 
     Attributes:
-        stream: The dtype of casts that come instead of the parameters which layers read only
-            through one; empty: all parameters come as they are.
-        sharded: In data parallelism every device fetches a share of the weights of a pack, and all
-            make them whole between them; likewise they add gradients and give back a share each.
+        stream: Devices get parameters that layers read only through a cast to this dtype as the
+            cast; left out, all come as they are.
+        sharded: With --mode dp every device fetches a share of the weights of a pack, and all make
+            them whole between them; likewise they add gradients and give back a share each.
     """
 
-    stream: str = ""
-    sharded: bool = False
+    stream: Annotated[str, Asked(metavar="DTYPE")] = ""
+    sharded: Annotated[bool, Asked("shard_swaps")] = False
 
     def violations(self, mode: str, switches: Switches) -> Iterator[Violation]:
         """What cannot be: by itself, in a mode, and with the optimizations that are off."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from capture import environment
 from capture.errors import ProfileError
+from capture.options import Asked, at_least
 from profiling_runs.jobs import Setting
 from profiling_runs.pools.pool import Here, Runner
 from profiling_runs.pools.worker import versions_of
@@ -21,24 +22,28 @@ class Where:
     """Where jobs run.
 
     Attributes:
-        num_workers: At most; 0 measures in this process. None: one per processor
-            here, at least 2, and on a Ray cluster as many as it has room for.
-        ray: ``"auto"``, ``"local"`` or the address of a Ray cluster; None for processes of this
-            machine.
-        accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual
-            one.
-        timeout_seconds: Most that a job may take in a worker, on an idle machine; on a busy one it
-            gets more (``environment.patience``).
+        num_workers: Worker processes that measure, at most; 0: this one (default: one per
+            processor, at least 2, and on Ray all that it has room for).
+        ray: Ray cluster to measure on: auto (the one this machine is a part of), local, or an
+            address.
+        accelerator_type: With Ray and runs on devices: its name of the target's devices, such as
+            A100.
+        timeout_seconds: Seconds after which a worker is ended that is not done, more where the
+            machine is busy.
 
     Raises:
         ProfileError: ``where-options`` for a Ray cluster without workers, or an accelerator type
             without a cluster.
     """
 
-    num_workers: int | None = None
-    ray: str | None = None
-    accelerator_type: str | None = None
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    num_workers: Annotated[int | None, Asked("workers", "N", least=0, in_files=False)] = None
+    ray: Annotated[str | None, Asked(metavar="ADDRESS", in_files=False)] = None
+    accelerator_type: Annotated[
+        str | None, Asked("accelerator", metavar="TYPE", in_files=False)
+    ] = None
+    timeout_seconds: Annotated[
+        float, Asked("job_timeout", "S", read=at_least(1), in_files=False)
+    ] = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         if self.ray is not None and self.here:

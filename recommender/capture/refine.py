@@ -16,11 +16,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from capture import interrupts
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.options import Asked, percent
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, ByLayers, Proven
@@ -57,18 +58,20 @@ class Effort:
     """When a search may end before it has proven the best plan.
 
     Attributes:
-        within_fraction: Once no plan is better than the best one by more than this part of it.
-        compiles: Once so many stages were compiled; 0 compiles nothing.
-        seconds: Once this process and its workers have computed for so long, and no compile is
-            under way (``processor_seconds``). None for no limit.
+        within_fraction: End once no plan is better than the best compiled one by more (default on
+            the command line: 5%; 0%: prove the best of all).
+        compiles: Compile the stages of no further plan after so many stages; 0 compiles nothing.
+        seconds: Compile the stages of no further plan once this process and its workers on this
+            machine have computed for so long, however busy it is (without /proc: this process
+            alone).
         below_bytes: Once no plan needs less than so much.
         any_that_fits: Once a compiled plan fits.
         at_once: Stages that are compiled side by side: as many as there are workers.
     """
 
-    within_fraction: float = 0.0
-    compiles: int | None = None
-    seconds: float | None = None
+    within_fraction: Annotated[float, Asked("within", "PART", read=percent)] = 0.0
+    compiles: Annotated[int | None, Asked(metavar="N", least=0)] = None
+    seconds: Annotated[float | None, Asked(metavar="S", least=1)] = None
     below_bytes: int | None = None
     any_that_fits: bool = False
     at_once: int = 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
+from capture.options import Asked
 from capture.plan.packs import question_violations
 from capture.plan.task_graph import AS_THEY_ARE, MODES, Mode, Swaps, Switches
 from capture.quantities import nearest
@@ -31,14 +33,15 @@ class PacksQuestion:
     Attributes:
         profile: Layers.
         server: Devices, their host, and bandwidths; ``usable_bytes`` limit a pack.
-        minibatch_size: D, examples of a step.
-        mode: ``"pp"``, ``"dp"``, or ``"both"``: the faster that the host holds.
-        algorithm: ``"bounded"``, ``"paper"`` (the same answer, every point simulated) or
-            ``"wide"``.
-        packings: In the order of ties; ``reuse`` is for forward packs alone.
-        without: Optimizations that are off: ``grouping``, ``prefetch``, ``jit``, ``offload``,
-            ``p2p``, and ``search``, which packs as ``expert``.
-        equal_passes: Equi-FB: the same sizes and packs both ways.
+        minibatch_size: Examples in a step.
+        mode: pp (wrap-around pipeline), dp (data parallel), or both: the faster that the host
+            holds.
+        algorithm: bounded, paper (the same answer, every point simulated) or wide.
+        packings: Packings, in the order of ties, of balanced_time, balanced_memory, greedy,
+            greedy_reverse, constant, expert, and reuse, for forward packs alone.
+        without: Optimizations that are off: grouping, prefetch, jit, offload, p2p, and search,
+            which packs as expert.
+        equal_passes: The same packs and sizes forward and backward (Equi-FB).
         single_first: Rank what holds the whole model in one pack first, however slow.
         cluster: That the server is made of (``Server.of``), for the plan; None if of none.
         swaps: How weights and gradients travel.
@@ -50,13 +53,13 @@ class PacksQuestion:
 
     profile: LayerProfile
     server: Server
-    minibatch_size: int
-    mode: str = "pp"
-    algorithm: str = "bounded"
-    packings: tuple[str, ...] = DEFAULT_PACKINGS
-    without: tuple[str, ...] = ()
-    equal_passes: bool = False
-    single_first: bool = False
+    minibatch_size: Annotated[int, Asked("global_batch", "B")]
+    mode: Annotated[str, Asked(choices=(*MODES, BOTH))] = "pp"
+    algorithm: Annotated[str, Asked(choices=tuple(ALGORITHMS))] = "bounded"
+    packings: Annotated[tuple[str, ...], Asked("packing")] = DEFAULT_PACKINGS
+    without: Annotated[tuple[str, ...], Asked()] = ()
+    equal_passes: Annotated[bool, Asked("equi_fb")] = False
+    single_first: Annotated[bool, Asked()] = False
     cluster: Cluster | None = None
     swaps: Swaps = AS_THEY_ARE
 

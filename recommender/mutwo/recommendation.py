@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, named_workload
+from capture.options import Asked
 from capture.plan.array import (
     BUNDLE_BYTES,
     ArrayPlan,
@@ -54,18 +55,18 @@ class ArrayQuestion:
             for itself.
         cluster: One device.
         batch_size: Examples of one model in a step, of those that have none for themselves.
-        memory_limit_bytes: Of the device; None for what the target can use.
-        host_memory_bytes: What may be swapped at once; None if nobody knows.
-        shared: Parameters that all have alike, and nothing updates: patterns of paths such as
-            ``"base/*"``, or a predicate on paths.
-        shared_batches: Whether all read the same batch.
-        num_layers: Of a loss without marks; 0 to choose.
+        memory_limit_bytes: Limit of the device (default: what the target can use).
+        host_memory_bytes: Memory of the host, such as 1TB: what may be swapped at once.
+        shared: Parameters that all models have alike and the optimizer leaves alone, by path, such
+            as 'base/*'; again: more of them. In Python also a predicate on paths.
+        shared_batches: All models read the same batch.
+        num_layers: Layers of a loss without marks; 0 to choose.
         bundle_bytes: See the plan.
-        backend: ``"compile"`` compiles for the target, whose rates give seconds; ``"run"`` executes
-            programs and copies on the devices here, which are of the target.
+        backend: compile compiles for the target, whose rates give seconds; run executes programs
+            and copies on the devices here, which are of the target.
         workloads: By the names that models have for them; others are loaded by their names.
-        algorithm: Of the search: ours (``"descent"``), all choices (``"enumerate"``), or the
-            paper's as printed (``"paper"``) or ``"corrected"``.
+        algorithm: Search: ours (descent), all choices (enumerate), or the paper's as printed
+            (paper) or corrected.
 
     Raises:
         PlanError: ``array-models`` for none, ``array-size`` for a batch size that is none,
@@ -78,15 +79,15 @@ class ArrayQuestion:
     workload: WorkloadProtocol | WorkloadSpec
     models: tuple[Member, ...]
     cluster: Cluster
-    batch_size: int
-    memory_limit_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    shared_batches: bool = False
-    num_layers: int = 0
+    batch_size: Annotated[int, Asked("global_batch", "B")]
+    memory_limit_bytes: Annotated[int | None, Asked("memory")] = None
+    host_memory_bytes: Annotated[int | None, Asked("host_memory")] = None
+    shared_batches: Annotated[bool, Asked()] = False
+    num_layers: Annotated[int, Asked(metavar="L")] = 0
     bundle_bytes: int = BUNDLE_BYTES
-    algorithm: Algorithm = "descent"
-    shared: Shared = ()
-    backend: str = "compile"
+    algorithm: Annotated[Algorithm, Asked(choices=tuple(ALGORITHMS))] = "descent"
+    shared: Annotated[Shared, Asked(metavar="PATTERN", again=True)] = ()
+    backend: Annotated[str, Asked(choices=("compile", "run"))] = "compile"
     workloads: Mapping[str, WorkloadProtocol] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

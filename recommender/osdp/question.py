@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from capture.errors import ClusterError, PlanError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
+from capture.options import Asked, several, size
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
@@ -30,22 +31,24 @@ class ShardingQuestion:
             or takes more arguments, that of the workload is the scalar alone, and the loop's is
             given to ``transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
-        memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. The
+        memory_limit: Limit per device, such as 30GiB (default: what the target can use). The
             compiled step stays within it; a plan that is not compiled leaves a part of it to the
-            compiler (``reserved_fraction``).
+            compiler.
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
         devices_per_node: Devices of the mesh that share a node; None: those of a process.
-        batch_size: Examples per device; None to choose it.
-        max_batch_size: The largest to choose from.
+        batch_size: Examples per device, another word for a share of --global-batch (default: those
+            of largest throughput).
+        max_batch_size: The largest batch per device to choose from.
         granularities: Slices per operator to choose from; 1 is unsplit.
-        partly: Whether k of g slices may be sharded: such leaves become two arrays (``split``).
+        partly: Some slices of an operator may be replicated, others sharded: such leaves become two
+            arrays.
         remat: Whether the backward pass computes every operator again from its input. The model's
             own ``jax.checkpoint`` needs no option.
-        overlap_fraction: The part of the lesser of computation and communication that is hidden
-            (``StepCost``). Above 0, the forward pass may gather an operator's parameters while the
-            one before it runs; backwards, gathers and reduce-scatters run beside the two products
-            of their own operator in any case, as far as XLA can.
-        smallest_bytes: Smaller parameters are replicated.
+        overlap_fraction: The part of the lesser of computation and communication that is hidden;
+            above 0, gathers look ahead: the forward pass may gather an operator's parameters while
+            the one before it runs. Backwards, gathers and reduce-scatters run beside the two
+            products of their own operator in any case, as far as XLA can.
+        smallest_bytes: Replicate parameters that are smaller, such as 64KiB (default: 1 MiB).
         dtype: Whose rate products have, also ``"tf32"`` where the target has it; None: that in
             which the target computes most of the loss's products at the precision that they ask for
             (``Rates.computed_in``).
@@ -59,16 +62,19 @@ class ShardingQuestion:
 
     workload: WorkloadProtocol
     where: Any
-    memory_limit: str | float | None = None
+    memory_limit: Annotated[str | float | None, Asked("memory", metavar="SIZE", read=size)] = None
     target: str | None = None
     devices_per_node: int | None = None
-    batch_size: int | None = None
-    max_batch_size: int | None = None
-    granularities: tuple[int, ...] = (1, PAPER_GRANULARITY)
-    partly: bool = False
+    batch_size: Annotated[int | None, Asked("batch", "B", least=1)] = None
+    max_batch_size: Annotated[int | None, Asked("most", "B", least=1)] = None
+    granularities: Annotated[tuple[int, ...], Asked("slices", "G,G,...", read=several(1))] = (
+        1,
+        PAPER_GRANULARITY,
+    )
+    partly: Annotated[bool, Asked()] = False
     remat: bool = False
-    overlap_fraction: float = 0.0
-    smallest_bytes: int = SMALLEST_BYTES
+    overlap_fraction: Annotated[float, Asked("overlap", "F")] = 0.0
+    smallest_bytes: Annotated[int, Asked("smallest")] = SMALLEST_BYTES
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,38 +90,6 @@ class ShardingQuestion:
                 'a mesh does not say how fast its devices are; give target=, such as "h100".',
                 "osdp-target",
             )
-
-    @classmethod
-    def of_plan(
-        cls, plan: Plan | ShardingPlan, workload: WorkloadProtocol, **asked: Any
-    ) -> ShardingQuestion:
-        """That of the devices of a plan of any kind, and of as many examples per step.
-
-        Args:
-            plan: Made for devices that it names.
-            workload: Its task.
-            asked: Further fields, or others than follow from the plan.
-
-        Raises:
-            PlanError: ``plan-cluster``, and ``osdp-plan-batch`` if the devices cannot share the
-                examples equally.
-        """
-        if isinstance(plan, ShardingPlan):
-            devices = plan.known_cluster
-            examples = plan.batch_size * devices.num_devices
-        else:
-            devices, examples = plan.cluster, plan.global_batch_size
-        question = cls(workload, **{"where": devices, **asked})
-        if question.batch_size is not None or question.max_batch_size is not None:
-            return question
-        num_devices = question.cluster.num_devices
-        if examples % num_devices:
-            raise PlanError.of(
-                f"the plan's steps have {examples} examples, which {num_devices} devices cannot "
-                "share equally; give the batch per device (--batch, batch_size=).",
-                "osdp-plan-batch",
-            )
-        return replace(question, batch_size=examples // num_devices)
 
     @property
     def limit_bytes(self) -> float | None:

@@ -17,7 +17,7 @@ from planned_model import BATCH, PROFILING, STORE, capture, rows
 from processes import REPOSITORY, user_model
 from timeouts import TIMEOUT_SECONDS
 
-from capture.cli import plan
+from capture.cli import stages
 from capture.cli.main import main
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
@@ -444,7 +444,7 @@ def test_a_limit_below_the_state_is_answered_without_measuring(inside_planned, c
 def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
     inside_planned, capsys, monkeypatch
 ):
-    made, make_profile = [], plan.make_profile
+    made, make_profile = [], stages.make_profile
 
     def once(*arguments, **changes):
         if made:
@@ -452,8 +452,8 @@ def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
         made.append(changes)
         return make_profile(*arguments, **changes)
 
-    monkeypatch.setattr(plan, "make_profile", once)
-    monkeypatch.setattr(plan, "LONG_SECONDS", -1.0)  # whatever the store has
+    monkeypatch.setattr(stages, "make_profile", once)
+    monkeypatch.setattr(stages, "LONG_SECONDS", -1.0)  # whatever the store has
     code, out, err = run_here(
         capsys,
         "plan",

@@ -123,12 +123,12 @@ def test_a_file_is_read_as_the_command_line_is(folder):
         (
             '[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nbatch = 3',
             "jobs-option",
-            "'batch' is no option of a profile; those are ",
+            "'batch' is no key here; those are ",
         ),
         (
             '[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nworkers = 3',
             "jobs-option",
-            "'workers' is no option of a profile",
+            "'workers' is no key here",
         ),
         (
             '[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nneighbours = 0',

@@ -150,7 +150,6 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
         ("explain array.json --workload other.py:model --store s", "--workload, --store: capture"),
         ("report packs.json --profile p.json", "--profile: capture report does not read it"),
         ("diff b.json stages.json", "of kind 'sharding', and 'stages.json' of kind 'stages'; com"),
-        ("osdp packs.json", "'packs.json' is a plan of kind 'packs', and names no devices"),
     ],
 )
 def test_what_has_no_meaning_is_refused_and_says_what_to_use(folder, capsys, arguments, instead):

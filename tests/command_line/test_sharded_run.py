@@ -78,7 +78,7 @@ def test_a_loss_with_a_key_is_planned_and_trained_as_on_one_device(folder, capsy
         ("--target h100", 0, (4, (4,))),  # 16 examples on one node of four
         ("--target h100 --cluster 1x8", 0, (2, (8,))),
         ("--target h100 --batch 3", 0, (3, (4,))),
-        ("--target h100 --cluster 1x3", 2, "16 examples, which 3 devices cannot share"),
+        ("--target h100 --cluster 1x3", 2, "--global-batch 16: 3 devices cannot share"),
         ("", 2, "[devices-no-rates]"),
     ],
 )
@@ -97,10 +97,10 @@ def test_a_plan_of_stages_is_asked_again(folder, capsys, options, code, found):
 
 
 def test_a_workload_needs_devices_and_is_named_once(folder, capsys):
-    code, text = said(capsys, "osdp", "model.py:dropout", "--target", "h100")
-    assert code == 2 and "without --cluster" in text and "[osdp-cluster]" in text
+    code, text = said(capsys, "osdp", "model.py:dropout")
+    assert code == 2 and "for one device (--cluster 1x1)" in text and "[devices-no-rates]" in text
     code, text = said(capsys, "osdp", "model.py:dropout", "--workload", "model.py:other")
-    assert code == 2 and "[osdp-workload]" in text
+    assert code == 2 and "[question-workload]" in text
 
 
 def test_plan_asks_osdp_as_its_own_verb_does(folder, capsys):
@@ -108,7 +108,7 @@ def test_plan_asks_osdp_as_its_own_verb_does(folder, capsys):
     more = ("--remat", "full", "--global-batch", "16", "--slices", "1,2", "-o", "plan.json")
     code, text = said(capsys, "plan", *asked, "--system", "osdp", *more)
     assert code == 0, text
-    own = ("--remat", "--batch", "4", "--slices", "1,2", "-o", "own.json")
+    own = ("--remat", "full", "--batch", "4", "--slices", "1,2", "-o", "own.json")
     assert said(capsys, "osdp", *asked, *own)[0] == 0
     assert load_plan("plan.json") == load_plan("own.json")
     assert load_plan("plan.json").remat

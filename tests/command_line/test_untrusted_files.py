@@ -182,6 +182,7 @@ def write_files(documents: dict[str, dict[str, Any]], variant: str) -> None:
     Path("mixed.json").write_text(json.dumps({**mixed, "models": models}))
     text = json.dumps(spelled)
     Path("jobs.toml").write_text(f'[[profile]]\nworkload = {text}\ncluster = "1x1"\n')
+    Path("question.toml").write_text(f'workload = {text}\ncluster = "1x1"\ntarget = "h100"\n')
     profile = json.loads((FILES / "uneven.profile.json").read_text())
     Path("profile.json").write_text(json.dumps({**profile, "workload": named}))
     layers = json.loads(LAYERS.read_text())
@@ -207,7 +208,11 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "estimate": ([], []),
     "profile": (["--jobs jobs.toml", "--jobs jobs.toml --dry-run"], []),
     "plan": (
-        [f"{_OWN} --system mutwo --models models.json"],
+        [
+            f"{_OWN} --system mutwo --models models.json",
+            *("question.toml", "question.toml --system osdp", "question.toml --quick"),
+            *("stages.json", "sharding.json", "packs.json", "array.json --models models.json"),
+        ],
         [
             f"{_OWN} --profile profile.json",
             "--system harmony --layers layers.json --global-batch 4 --machine gtx1080ti-x4",
@@ -223,7 +228,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ],
         [],
     ),
-    "osdp": (["stages.json", "sharding.json"], ["packs.json --cluster 1x2", "array.json"]),
+    "osdp": (["stages.json", "sharding.json", "packs.json", "array.json", "question.toml"], []),
     "explain": (
         ["stages.json", "array.json -o page.html", "array.json --trace trace.json"],
         ["sharding.json", "packs.json", "array.json"],

@@ -1,0 +1,399 @@
+"""Plans of stages (CAPTURE): what ``capture plan --system capture`` does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+from capture.cli import asked, bounds_first
+from capture.cli import options as shared
+from capture.cli.fitting import least_state_of, measuring, name_change, tell
+from capture.cli.fixed import FIXED, take_plan
+from capture.cli.output import (
+    attempts_table,
+    emit,
+    front_table,
+    peak_line,
+    say,
+    stage_table,
+    unused_note,
+)
+from capture.cli.profile_file import read_profile
+from capture.cli.progress import progress
+from capture.cli.question_file import noted
+from capture.cli.whole import close, of_whole, whole_question
+from capture.documents import write
+from capture.errors import PlanError, ProfileError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target, check_compiler
+from capture.measured.profile import Profile
+from capture.options import Option, at_least, options_of, several
+from capture.plan.choices import num_full_layers
+from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
+from capture.plan.space import StageSpace
+from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
+from capture.quantities import counted, format_bytes
+from profiling_runs.collect import profile as make_profile
+from profiling_runs.listing import list_jobs
+from profiling_runs.measurements import Measurements
+from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS
+from profiling_runs.question import ProfileQuestion
+from profiling_runs.verify import PlanCompiler
+from recommender.answer import StageAnswer
+from recommender.capture.changes import Measuring, cheapest_change
+from recommender.capture.extent import (
+    Attempt,
+    best_of,
+    check_limited,
+    front_of,
+    largest_batch,
+    smallest_cluster,
+)
+from recommender.capture.knowledge import MOST_PLANS, Knowledge
+from recommender.capture.least_state import beyond_memory
+from recommender.capture.recommendation import recommend
+from recommender.question import (
+    AUTOSTAGE,
+    PlanQuestion,
+)
+
+SYSTEM = "capture"
+#: What takes longer is said before it is begun.
+LONG_SECONDS = 300.0
+_TARGET = replace(
+    shared.TARGET,
+    help=shared.TARGET.help.replace("cpu)", "cpu, or that of the plan of --fix)"),
+    default=None,
+)
+#: Of these, one is asked.
+EXTENT = (
+    Option("smallest_cluster", "the fewest devices of the cluster on which a plan fits", False),
+    Option("largest_batch", "the largest global batch that fits with so many micro-batches", False),
+    Option(
+        "try_microbatches",
+        "numbers of micro-batches to choose the best of",
+        read=several(1),
+        metavar="M,M,...",
+    ),
+)
+#: What it reads.
+OPTIONS = (
+    shared.CLUSTER,
+    _TARGET,
+    shared.GLOBAL_BATCH,
+    shared.NUM_LAYERS,
+    *options_of(PlanQuestion)[3:],
+    *shared.OPEN,
+    *options_of(StageSpace)[1:],
+    shared.REMAT_OF_A_SEARCH,
+    *shared.CHOICES[3:],
+    Option(
+        "verify",
+        f"compile at most K plans, ranked again after each, for the answer (default: {MOST_PLANS})",
+        0,
+        at_least(0),
+        metavar="K",
+    ),
+    shared.NO_COMPILE,
+    Option(
+        "try_schedules",
+        "choose the best of all schedules that the profile, and --algorithm, --mode and "
+        "--merge-layers where they are given, know",
+        False,
+    ),
+    Option(
+        "profile",
+        "use this profile instead of measuring; again: put several together",
+        read=Path,
+        metavar="FILE",
+        again=True,
+    ),
+    *EXTENT,
+    *FIXED,
+    *bounds_first.OPTIONS,
+    *shared.PROFILING,
+    *shared.BACKEND,
+    *shared.STORE,
+)
+#: What a search goes through where it is not said.
+_OPEN = {option.name for option in shared.OPEN}
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search stages, and write the plan.
+
+    Raises:
+        PlanError: ``plan-extent`` for several extents; and the codes of the questions.
+    """
+    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
+        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
+    close(options, [option for option in OPTIONS if option.name not in {*_OPEN, "target"}])
+    fixed = take_plan(options)
+    asked.say_one_device(options)
+    given = copy(options)
+    close(options, (*shared.LEFT_OPEN, shared.TARGET))
+    given.target = options.target
+    # Any number of micro-batches may do where none is said.
+    num = 1 if given.microbatches is None else given.microbatches
+    of_profile = asked.profile_question({**vars(options), "microbatches": num})
+    of_a_profile = bounds_first.of_a_profile(options, of_profile)
+    whole = None if of_a_profile else whole_question(given, fixed)
+    if whole is None:
+        of_profile = asked.profile_question(vars(options))
+    else:
+        of_profile = of_whole(of_profile, whole)
+    question = _question(options, of_profile, given) if whole is None else whole.question()
+    _check_times(question)
+    if not (options.quick or options.no_compile or options.compiles == 0 or of_profile.executes):
+        check_compiler(Target.load(question.cluster.target))
+    measurements = None
+    if options.profile is not None:
+        asked.check_profiles_nothing(vars(options))
+        profile = read_profile(options.profile, of_profile, options.remat)
+    else:
+        if not of_profile.executes:
+            measurements = asked.open_measurements(options, of_profile)
+            asked.say_layers(options, of_profile, measurements)
+            if fixed is not None:
+                fixed.check_model(of_profile.spec, measurements)
+                say(options, str(fixed))
+        if measurements is not None and question.mode == "default":
+            refused = _refused(options, question, of_profile, measurements)
+            if refused is not None:
+                return refused
+            if not of_a_profile:
+                whole = whole and whole.of_sizes(measurements.backend.takes)
+                return bounds_first.plan(options, question, of_profile, measurements, whole)
+        if measurements is not None and of_a_profile:
+            _say_profile(options, of_a_profile, of_profile, measurements)
+        asked.prepare_for([of_profile])
+        profile = make_profile(
+            of_profile,
+            store=asked.open_store(options),
+            where=asked.where_of(options),
+            progress=progress(options),
+            measurements=measurements,
+        )
+    knowledge = _knowledge(options, profile, question.cluster)
+    chosen, attempts, found = _chosen(options, knowledge, question)
+    result = noted(options, knowledge.answer(chosen, known=found))
+    if result.plan is not None and (front := front_of(attempts)) is not None:
+        why = replace(result.why, front=front)
+        result = replace(result, why=why, plan=result.plan.with_(why=why))
+    document = {
+        **result.to_json(),
+        "warnings": list(profile.warnings),
+        "failures": list(profile.failures),
+    }
+    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why.summary}"
+    lines = [*asked.layers_note(of_profile, profile.cut_into), summary]
+    if attempts:
+        document["attempts"] = [attempt.to_json() for attempt in attempts]
+        lines = [attempts_table(attempts), *lines]
+    if result.plan is not None and result.prediction is not None:
+        lines += [
+            stage_table(result.plan, result.prediction.stages),
+            peak_line(result.plan, result.prediction),
+        ]
+        lines += [str(result.headroom)] if result.headroom else []
+        time = None
+        if has_times(profile):
+            graph = profile.graph_at(result.plan.microbatch_size)
+            timeline = predicted_timeline(result.plan, knowledge.profile)
+            time = time_summary(timeline, result.plan, graph)
+            document["time"] = write(time)
+            lines.append(describe_time(time))
+            lines += unused_note(options, result.headroom, time)
+        lines += front_table(result.why.front)
+        if result.status == "ok":
+            result.plan.with_(time=time).save(options.output)
+            lines.append(
+                f"plan -> {options.output} ("
+                f"{'' if result.compiled else 'predicted, not compiled; '}search: "
+                f"{result.proof.algorithm}, {result.proof.seconds * 1e3:.1f} ms)"
+            )
+    lines += [f"warning: {warning}" for warning in profile.warnings] + [
+        f"failed: {failure}" for failure in profile.failures
+    ]
+    may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
+    if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
+        tell(options, lines)  # what follows may measure, for as long as the answer took
+        most = max([attempt.question.num_microbatches for attempt in attempts], default=None)
+        tried = replace(
+            chosen,
+            num_microbatches=most or question.num_microbatches,
+            schedule=question.schedule,
+        )
+        measure = None if measurements is None else _measuring(of_profile, measurements)
+        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
+        lines = [name_change(document, change, "fits")]
+    emit(options, document, "\n".join(lines))
+    return 0 if result.status == "ok" else 1
+
+
+def _check_times(question: PlanQuestion) -> None:
+    """Refuse to search for speed on a target whose speed is not known, before any work.
+
+    Raises:
+        ProfileError: ``profile-no-times``.
+    """
+    objective, target = question.search[0], question.cluster.target
+    if objective != "memory" and Target.load(target).rates is None:
+        raise ProfileError.of(
+            f"--objective {objective} searches for speed, and the target {target!r} has no rates; "
+            "name an accelerator, such as --target h100, or leave out the objective.",
+            "profile-no-times",
+        )
+
+
+def _say_profile(
+    options: argparse.Namespace,
+    asked_by: Sequence[str],
+    of_profile: ProfileQuestion,
+    measurements: Measurements,
+) -> None:
+    """Say why a profile is made; and how long that takes, with the quicker way, if it is more than
+    a few minutes."""
+    listed = list_jobs(of_profile, measurements.backend.store, measurements)
+    seconds = listed.seconds / (options.workers or DEFAULT_LOCAL_WORKERS)
+    missing = counted(listed.num_jobs - listed.num_done, "program")
+    text = f"{' '.join(asked_by)}: a profile is made first, {missing} to compile"
+    if seconds > LONG_SECONDS:
+        text += (
+            f", about {seconds / 60:.0f} min; without {' '.join(asked_by)} the plan is found by "
+            "bounds and a few compiles"
+        )
+    say(options, f"{text}.")
+
+
+def _question(
+    options: argparse.Namespace, of_profile: ProfileQuestion, given: argparse.Namespace
+) -> PlanQuestion:
+    """What the options ask for; ``given`` is as the user typed them."""
+    global_batch, num_microbatches = asked.read_batch(vars(options))
+    default = options.parser.get_default
+    return PlanQuestion(
+        of_profile.cluster,
+        global_batch,
+        num_microbatches,
+        options.schedule,
+        options.memory,
+        options.objective,
+        options.mode,
+        options.algorithm,
+        of_profile.space,
+        options.merge_layers,
+        options.remat if num_full_layers(options.remat or "") else None,
+        tuple(name for name, value in vars(given).items() if value != default(name)),
+    )
+
+
+def _measuring(of_profile: ProfileQuestion, measurements: Measurements) -> Measuring:
+    """How changes are measured: by profiles."""
+    return measuring(
+        of_profile, measurements, lambda changed: make_profile(changed, measurements=measurements)
+    )
+
+
+def _refused(
+    options: argparse.Namespace,
+    question: PlanQuestion,
+    of_profile: ProfileQuestion,
+    measurements: Measurements,
+) -> int | None:
+    """The exit code where no plan can exist or fit, which is told at once; None if one may, and is
+    worth measuring for."""
+    names = SCHEDULES if options.try_schedules else (question.schedule,)
+    if any(SCHEDULES[name].stages_per_group > 1 for name in names):
+        return None  # a device with several stages may hold less than any stage in one piece
+    limit = question.limit_bytes
+    found = least_state_of(of_profile, measurements, of_profile.microbatch_size, limit)
+    if found.stages and limit is not None:
+        needs = (
+            "parameters, gradients and optimizer state alone need at least "
+            f"{format_bytes(found.peak_bytes)} per device"
+        )
+        say(options, f"{needs}; limit {format_bytes(limit)}")
+    # On fewer devices a plan may exist.
+    if found.status == "ok" or (not found.stages and options.smallest_cluster):
+        return None
+    result = beyond_memory(found)
+    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
+    if found.stages and limit is not None:
+        num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
+        measure = _measuring(of_profile, measurements)
+        change = cheapest_change(question, num_layers, None, measure)
+        lines.append(name_change(document, change, "can fit"))
+    emit(options, document, "\n".join(lines))
+    return 1
+
+
+def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:
+    """What is known, and what compiles the rest (``recommender.capture.knowledge.Knowledge``).
+
+    Raises:
+        ProfileError: ``verify-mode`` for ``--verify`` with the paper's predictor, or with
+            ``--no-compile``.
+    """
+    if options.verify and options.mode != "default":
+        raise ProfileError.of(
+            "--verify looks compiled stages up in the default predictor; leave out --mode paper.",
+            "verify-mode",
+        )
+    if options.verify and options.no_compile:
+        raise ProfileError.of(
+            "--verify compiles what --no-compile does not; leave out one of them.", "verify-mode"
+        )
+    # Executed runs alone: what a compiler says is not what they measure.
+    if options.no_compile or not profile.measurements:
+        return Knowledge(profile)
+    compiler = PlanCompiler(
+        profile,
+        lambda: asked.profile_measurements(options, profile, cluster),
+        lambda text: say(options, text),
+    )
+    return Knowledge(profile, compiler, options.verify or MOST_PLANS)
+
+
+def _chosen(
+    options: argparse.Namespace, knowledge: Knowledge, question: PlanQuestion
+) -> tuple[PlanQuestion, Sequence[Attempt], StageAnswer | None]:
+    """What to plan for, what was tried to find it, and the answer that it was chosen for.
+
+    Raises:
+        PlanError: ``plan-extent`` for the largest batch without a limit.
+    """
+
+    def ask(question: PlanQuestion) -> StageAnswer:
+        return recommend(knowledge.profile, question)
+
+    def settled(question: PlanQuestion) -> StageAnswer:
+        return knowledge.answer(question, any_that_fits=True)
+
+    best: Attempt | None
+    if options.smallest_cluster:
+        best, attempts = smallest_cluster(settled, question)
+    elif options.largest_batch:
+        check_limited(question)
+        step = min(knowledge.profile.microbatch_sizes)
+        best, attempts = largest_batch(
+            ask, settled, question, step, is_settled=knowledge.is_settled
+        )
+    elif options.try_microbatches or options.try_schedules:
+        counts = options.try_microbatches or (question.num_microbatches,)
+        # Of a profile that was made without split backward passes, the schedules that have none.
+        known = [
+            name
+            for name, kind in SCHEDULES.items()
+            if knowledge.profile.splits_backward or not kind.splits_backward
+        ]
+        if question.mode != "default" or question.algorithm is not None or question.merge_layers:
+            known = list(PLAIN_SCHEDULES)
+        schedules = tuple(known) if options.try_schedules else (question.schedule,)
+        best, attempts = best_of(ask, settled, question, counts, schedules, knowledge.is_settled)
+    else:
+        return question, (), None
+    return (question, attempts, None) if best is None else (best.question, attempts, best.result)
