@@ -47,6 +47,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
         "capture.plan.array:Decision",
         "capture.plan.array:ArrayPrediction",
     ),
+    "capture verify --json": ("capture.report.verification:VerifyReport",),
     "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),
     "Server files": ("capture.machine.server:Server",),

@@ -77,9 +77,6 @@ class Verification:
             errors = tuple(p / peak - 1 for p, peak in zip(guesses, peaks, strict=True))
         return Verified(peaks, guesses, errors, dict(self.provenance), self.num_compiled)
 
-    def to_json(self) -> dict[str, Any]:
-        return self.verified.to_json()
-
 
 def verify(plan: Plan, measurements: Measurements) -> Verification:
     """Compile every stage of a plan, or take it from the store, and replay a step.

@@ -28,8 +28,6 @@ SYSTEM_OPTION = Option(
 )
 #: Those of a layer profile.
 OPTIONS = options_of(LayersQuestion)
-#: Those that nothing else has.
-OWN = tuple(option for option in OPTIONS if option.name in ("stride", "update_rate"))
 QUANTITIES: tuple[Literal["time"], Literal["memory"]] = ("time", "memory")
 
 

@@ -22,8 +22,9 @@ from capture.options import Option, options_of, size, taken
 from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
+from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import with_model_hash
@@ -33,7 +34,11 @@ from recommender.harmony.recommendation import PacksAnswer, not_compiled
 
 SYSTEM = layers.SYSTEM
 #: Of a workload; of layers alone nothing can be compiled.
-_OF_A_WORKLOAD = (*layers.OWN, *shared.BACKEND[:1], shared.NO_VERIFY, *shared.STORE)
+_OF_A_WORKLOAD = (
+    *(option for option in layers.OPTIONS if option.name not in ("global_batch", "memory")),
+    shared.NO_VERIFY,
+    *shared.STORE,
+)
 #: What it reads.
 OPTIONS = (
     shared.CLUSTER,
@@ -212,7 +217,7 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     return 0
 
 
-def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
+def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, PacksPlan]:
     """Compile the plan's packs for its target, and replay the step.
 
     Raises:
@@ -227,55 +232,21 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
     ledger = _compiler(options, spec).ledger(plan)
-    peaks, host = ledger.peaks[: plan.machine.devices], ledger.peak_of("host")
+    rows = [PeakRow.of([d], peak) for d, peak in enumerate(ledger.peaks[: plan.machine.devices])]
+    found = tuple(row.peak_bytes for row in rows)
     limit = options.memory or int(plan.machine.usable_bytes.value)
-    found = [peak.peak_bytes for peak in peaks]
-    room = Headroom.of(found, [(peak, peak) for peak in found], 1, limit, None)
-    assert room is not None, "there is a limit"
-    fits = room.verdict == "fits"
     step = plan.prediction.step if plan.prediction else None
-    guesses = step.device_peak_bytes if step else None
-    # A device without a pack needs nothing, which no prediction is off by a part of.
-    errors = guesses and [
-        guess / peak - 1 if peak else None for guess, peak in zip(guesses, found, strict=True)
-    ]
-    document = {
-        "status": "ok" if fits else "infeasible",
-        "kind": "packs",
-        "peak_bytes_per_device": found,
-        "predicted_peak_bytes_per_device": guesses and list(guesses),
-        "prediction_error_fraction_per_device": errors,
-        "devices": [
-            {
-                "device_id": device,
-                "peak_bytes": peak.peak_bytes,
-                "instant": peak.instant,
-                "parts_bytes": dict(peak.parts),
-            }
-            for device, peak in enumerate(peaks)
-        ],
-        "host_peak_bytes": host.peak_bytes,
-        "headroom": room.to_json(),
-        "warnings": split_warnings(spec.load(), _largest(plan)),
-    }
-    rows = [
-        [
-            device,
-            format_bytes(guesses[device]) if guesses else "-",
-            format_bytes(peak.peak_bytes),
-            "-" if not errors or errors[device] is None else f"{errors[device]:+.2%}",
-            peak.instant,
-        ]
-        for device, peak in enumerate(peaks)
-    ]
-    lines = [
-        table(["device", "predicted", "compiled", "prediction off by", "at"], rows),
-        str(room),
-        f"the host holds {format_bytes(host.peak_bytes)}",
-        *warning_lines(document),
-    ]
-    emit(options, document, "\n".join(lines))
-    return 0 if fits else 1
+    report = VerifyReport(
+        "packs",
+        plan.machine.name,
+        found,
+        None if step is None else tuple(step.device_peak_bytes),
+        tuple(rows),
+        Headroom.of(found, [(peak, peak) for peak in found], 1, limit, None),
+        ledger.peak_of("host").peak_bytes,
+        warnings=split_warnings(spec.load(), _largest(plan)),
+    )
+    return report, plan
 
 
 def report(options: argparse.Namespace, plan: PacksPlan) -> int:

@@ -6,14 +6,13 @@ import argparse
 from dataclasses import replace
 
 from capture.cli import asked
-from capture.cli.output import emit, say, table, warning_lines
-from capture.documents import write
+from capture.cli.output import emit, say, table
 from capture.plan.sharding import ShardingPlan
-from capture.quantities import format_bytes
+from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 
 
-def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
+def verify(options: argparse.Namespace, plan: ShardingPlan) -> tuple[VerifyReport, ShardingPlan]:
     """Compile the whole train step for the target."""
     asked.refuse_unread(options, "sharding", "workload", "memory", "output")
     spec = asked.workload_of(options, plan)
@@ -22,26 +21,20 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
     from capture.profiler.sharded_run import compile_plan
 
     found = compile_plan(plan, spec.load())
-    plan = replace(plan, compiled_peak_bytes=found.peak_bytes, interval_bytes=None)
-    room = plan.headroom(options.memory)
-    if options.output is not None:
-        plan.save(options.output)
-    fits = room is None or room.verdict == "fits"
-    document = {
-        "status": "ok" if fits else "infeasible",
-        **found.to_json(),
-        "headroom": write(room),
-        "warnings": split_warnings(found.sharded.workload, plan.batch_size, "examples of a device"),
-    }
-    lines = [
-        f"peak {format_bytes(found.peak_bytes)} per device, target {found.target.name} (estimated: "
-        f"{format_bytes(plan.peak_bytes)}, off by {plan.peak_bytes / found.peak_bytes - 1:+.2%})",
-        f"the train step's own part of it: {format_bytes(found.program.transient_bytes)}",
-        *([] if room is None else [str(room)]),
-        *warning_lines(document),
-    ]
-    emit(options, document, "\n".join(lines))
-    return 0 if fits else 1
+    verified = replace(plan, compiled_peak_bytes=found.peak_bytes, interval_bytes=None)
+    count, own = found.sharded.mesh.size, found.program.transient_bytes
+    parts = {"held": found.peak_bytes - own, "train step": own}
+    report = VerifyReport(
+        "sharding",
+        found.target.name,
+        (found.peak_bytes,) * count,
+        (plan.peak_bytes,) * count,
+        (PeakRow(tuple(range(count)), found.peak_bytes, parts),),
+        verified.headroom(options.memory),
+        source=found.source,
+        warnings=split_warnings(found.sharded.workload, plan.batch_size, "examples of a device"),
+    )
+    return report, verified
 
 
 def run(options: argparse.Namespace, plan: ShardingPlan) -> int:

@@ -45,21 +45,12 @@ class CompiledPlan:
     peak_bytes: int
     program: Executable
 
-    def to_json(self) -> dict[str, Any]:
-        """What ``capture verify --json`` says."""
-        num_devices, estimated = self.sharded.mesh.size, self.sharded.plan.peak_bytes
-        return {
-            "kind": "sharding",
-            "peak_bytes_per_device": [self.peak_bytes] * num_devices,
-            "predicted_peak_bytes_per_device": [estimated] * num_devices,
-            "prediction_error_fraction_per_device": [estimated / self.peak_bytes - 1] * num_devices,
-            "transient_bytes": self.program.transient_bytes,
-            "source": {
-                "backend": f"compile:{self.target.name}",
-                "target": self.target.name,
-                "versions": environment.versions(self.target.platform),
-            },
-        }
+    @property
+    def source(self) -> dict[str, Any]:
+        """Backend, target and versions."""
+        versions = environment.versions(self.target.platform)
+        name = self.target.name
+        return {"backend": f"compile:{name}", "target": name, "versions": versions}
 
 
 def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan:

@@ -118,7 +118,7 @@ def test_a_workload_is_streamed_as_casts(folder, capsys):
     code, compiled = answer(capsys, "verify", "plan.json", "--store", "other.sqlite")
     assert (code, compiled["peak_bytes_per_device"]) == (0, measured[:2])
     assert compiled["headroom"]["memory_limit_bytes"] == 8000 and "limit_bytes" not in compiled
-    assert [row["device_id"] for row in compiled["devices"]] == [0, 1]
+    assert [row["devices"] for row in compiled["peaks"]] == [[0], [1]]
 
 
 def test_a_layer_above_the_limit_is_a_result(folder, capsys):
