@@ -161,10 +161,9 @@ def plan(options: argparse.Namespace) -> int:
     named = {one.workload: WorkloadSpec.parse(one.workload) for one in members if one.workload}
     for one in named.values():
         one.in_file(options.models).admitted(options.trust or one == spec)
-    size = {"global_batch": options.global_batch or shared.DEFAULT_MICROBATCH_SIZE}
-    question = ArrayQuestion(
-        spec, tuple(members), cluster, **taken(ArrayQuestion, vars(options) | size)
-    )
+    if options.global_batch is None:
+        options.global_batch = shared.DEFAULT_MICROBATCH_SIZE
+    question = ArrayQuestion(spec, tuple(members), cluster, **taken(ArrayQuestion, vars(options)))
     environment.prepare(
         num_devices=1, platform="cpu" if question.executes else Target.load(cluster.target).platform
     )
