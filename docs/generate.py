@@ -48,6 +48,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
         "capture.plan.array:ArrayPrediction",
     ),
     "capture verify --json": ("capture.report.verification:VerifyReport",),
+    "capture diff --json": ("capture.report.difference:DiffReport",),
     "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),
     "Server files": ("capture.machine.server:Server",),

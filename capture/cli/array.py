@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import Totals, compared, emit, say, table, warning_lines
+from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
@@ -28,6 +28,7 @@ from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds
+from capture.report.difference import DiffReport, PlanNeeds, unequal
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, Kind
@@ -399,14 +400,11 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
         return array_facts(plan, programs, arrays, profiles[tasks[0]].host)
 
 
-def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:
-    """What two plans decide and need, where they differ."""
+def diff(options: argparse.Namespace, *plans: ArrayPlan) -> DiffReport:
+    """What two plans decide differently, and what each needs."""
     asked.refuse_unread(options, "array")
-    emit(
-        options,
-        *compared("array", [_decided(first), _decided(second)], [_needs(first), _needs(second)]),
-    )
-    return 0
+    one, other = map(_needs, plans)
+    return DiffReport("array", unequal(*map(_decided, plans)), (one, other))
 
 
 def _decided(plan: ArrayPlan) -> dict[str, str]:
@@ -422,9 +420,16 @@ def _decided(plan: ArrayPlan) -> dict[str, str]:
     }
 
 
-def _needs(plan: ArrayPlan) -> Totals:
-    names = ("peak_bytes", "host_peak_bytes", "step_seconds")
-    return {name: getattr(plan.prediction, name, None) for name in names}
+def _needs(plan: ArrayPlan) -> PlanNeeds:
+    found = plan.prediction
+    if found is None:
+        return PlanNeeds(None, "unknown")
+    return PlanNeeds(
+        found.peak_bytes,
+        "compiled",
+        step_seconds=found.step_seconds,
+        host_peak_bytes=found.host_peak_bytes,
+    )
 
 
 def _named(plan: ArrayPlan, choice: str) -> str:

@@ -7,19 +7,28 @@ never loaded.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from capture.documents import write
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
+from capture.report.difference import (
+    DiffReport,
+    describe_name,
+    describe_value,
+    device_groups,
+    differences,
+    needs_of,
+)
 
 if TYPE_CHECKING:
     from capture.report.data import ReportFacts
@@ -51,18 +60,20 @@ def main(options: argparse.Namespace) -> int:
             f"of kind {other.name!r}; compare plans of one kind.",
             "plan-kind",
         )
-    code: int = one.verb("diff")(options, *plans)
-    return code
-
-
-def stages(options: argparse.Namespace, *plans: Plan) -> int:
-    """What two pipelines do differently, and what it costs."""
-    from capture.report.difference import compare
-
-    limit, profiles = options.memory, _profiles(options.profile)
-    first, second = _facts(options, plans, profiles, limit)
-    emit(options, compare(first, second), as_text(first, second))
+    report: DiffReport = one.verb("diff")(options, *plans)
+    emit(options, write(report), "\n".join(as_text(report)))
     return 0
+
+
+def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
+    """What two pipelines do differently, and what it costs."""
+    first, second = _facts(options, plans, _profiles(options.profile), options.memory)
+    return DiffReport(
+        "stages",
+        tuple(differences(first.plan, second.plan)),
+        (needs_of(first), needs_of(second)),
+        tuple(device_groups(first, second)),
+    )
 
 
 def _facts(
@@ -105,22 +116,15 @@ def _profiles(paths: list[Path]) -> list[Profile | None]:
     return profiles if len(paths) == 2 else (profiles or [None]) * 2
 
 
-def as_text(first: ReportFacts, second: ReportFacts) -> str:
-    """A table of what differs, one of the devices, and one of the plans' totals."""
-    from capture.report.difference import (
-        describe_name,
-        describe_value,
-        device_groups,
-        differences,
-        totals,
-    )
-
-    found = differences(first.plan, second.plan)
+def as_text(report: DiffReport) -> Iterator[str]:
+    """Yield a table of what differs, of plans of stages one of their devices, and one of what both
+    plans need."""
     rows = [
         [describe_name(d.name), describe_value(d.name, d.first), describe_value(d.name, d.second)]
-        for d in found
+        for d in report.differences
     ]
-    lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
+    yield table(["differs", "A", "B"], rows) if rows else "the plans decide alike"
+    yield ""
     devices = [
         [
             str(group.devices[0])
@@ -130,13 +134,16 @@ def as_text(first: ReportFacts, second: ReportFacts) -> str:
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
             "-" if group.change_bytes is None else _change(group.change_bytes),
         ]
-        for group in device_groups(first, second)
+        for group in report.devices
     ]
-    lines += [table(["devices", "stage A", "stage B", "peak A", "peak B", "change"], devices), ""]
-    lines.append(table(["", "A", "B"], totals(first, second)))
-    if first.schedule.step_seconds is None or second.schedule.step_seconds is None:
-        lines += ["", "Step times need measurements of an accelerator: --profile FILE."]
-    return "\n".join(lines)
+    if devices:
+        yield table(["devices", "stage A", "stage B", "peak A", "peak B", "change"], devices)
+        yield ""
+    one, other = (needs.rows() for needs in report.plans)
+    names = dict.fromkeys([*one, *other])
+    yield table(["", "A", "B"], [[n, one.get(n, "-"), other.get(n, "-")] for n in names])
+    if devices and None in [needs.step_seconds for needs in report.plans]:
+        yield "\nStep times need measurements of an accelerator: --profile FILE."
 
 
 def _or_dash(value: Any) -> str:

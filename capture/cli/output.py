@@ -16,15 +16,6 @@ from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.quantities import counted, format_bytes, format_seconds
 
-#: What a plan needs, by the key of documents; None where nothing says it.
-Totals = Mapping[str, float | None]
-_WORDS = {
-    "peak_bytes": "peak per device",
-    "host_peak_bytes": "peak of the host",
-    "step_seconds": "step time (simulated)",
-    "paper_step_seconds": "step time by the paper's rules",
-}
-
 
 def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
     """The document with ``--json``, else the text. A number that is none (the loss of a training
@@ -59,35 +50,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         for row in cells
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def compared(
-    kind: str, decided: Sequence[Mapping[str, str]], needs: Sequence[Totals]
-) -> tuple[dict[str, Any], str]:
-    """The document and the tables of two plans of a kind: what they decide, where they differ, and
-    what each needs."""
-    (one, other), names = decided, decided[0]
-    found = [
-        {"name": name, "first": one[name], "second": other[name]}
-        for name in names
-        if one[name] != other[name]
-    ]
-    document = {
-        "kind": kind,
-        "same_decision": not found,
-        "differences": found,
-        "plans": list(needs),
-    }
-    rows = [[*difference.values()] for difference in found]
-    totals = [[_WORDS[name], *(_total(name, of[name]) for of in needs)] for name in needs[0]]
-    lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
-    return document, "\n".join([*lines, table(["", "A", "B"], totals)])
-
-
-def _total(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return format_bytes(value) if name.endswith("_bytes") else format_seconds(value)
 
 
 def say(options: argparse.Namespace, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from capture.cli import asked, layers
 from capture.cli import options as shared
-from capture.cli.output import Totals, compared, emit, table, warning_lines
+from capture.cli.output import emit, table, warning_lines
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
@@ -24,6 +24,7 @@ from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
 from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
+from capture.report.difference import DiffReport, PlanNeeds, unequal
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
@@ -295,14 +296,11 @@ def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:
     return profile
 
 
-def diff(options: argparse.Namespace, first: PacksPlan, second: PacksPlan) -> int:
-    """What two plans decide and need, where they differ."""
+def diff(options: argparse.Namespace, *plans: PacksPlan) -> DiffReport:
+    """What two plans decide differently, and what each needs."""
     asked.refuse_unread(options, "packs")
-    emit(
-        options,
-        *compared("packs", [_decided(first), _decided(second)], [_needs(first), _needs(second)]),
-    )
-    return 0
+    one, other = map(_needs, plans)
+    return DiffReport("packs", unequal(*map(_decided, plans)), (one, other))
 
 
 def _decided(plan: PacksPlan) -> dict[str, str]:
@@ -321,16 +319,17 @@ def _decided(plan: PacksPlan) -> dict[str, str]:
     }
 
 
-def _needs(plan: PacksPlan) -> Totals:
-    prediction = plan.prediction
-    step = prediction.step if prediction else None
-    paper, memory = (prediction.paper, prediction.memory) if prediction else (None, None)
-    return {
-        "peak_bytes": plan.known_peak_bytes if prediction else None,
-        "host_peak_bytes": memory.host_peak_bytes if memory else None,
-        "step_seconds": step.step_seconds if step else None,
-        "paper_step_seconds": paper.step_seconds if paper else None,
-    }
+def _needs(plan: PacksPlan) -> PlanNeeds:
+    found = plan.prediction
+    if found is None:
+        return PlanNeeds(None, "unknown")
+    return PlanNeeds(
+        plan.known_peak_bytes,
+        "compiled" if plan.compiled else "predicted",
+        step_seconds=None if found.step is None else found.step.step_seconds,
+        host_peak_bytes=None if found.memory is None else found.memory.host_peak_bytes,
+        paper_step_seconds=found.paper.step_seconds,
+    )
 
 
 def _server(options: argparse.Namespace) -> Server:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from capture.cli import asked
 from capture.cli.output import emit, say, table
 from capture.plan.sharding import ShardingPlan
+from capture.report.difference import DiffReport, unequal
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 
@@ -85,16 +86,10 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     return 0
 
 
-def diff(options: argparse.Namespace, first: ShardingPlan, second: ShardingPlan) -> int:
-    """What two of them decide differently, and their totals."""
-    from capture.report.sharding import compare, differences, totals
+def diff(options: argparse.Namespace, *plans: ShardingPlan) -> DiffReport:
+    """What two of them decide differently, and what each needs."""
+    from capture.report.sharding import decision, needs_of
 
     asked.refuse_unread(options, "sharding", "memory")
-    rows = [
-        [found.name, *("-" if side is None else str(side) for side in (found.first, found.second))]
-        for found in differences(first, second)
-    ]
-    lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
-    lines.append(table(["", "A", "B"], totals(first, second, options.memory)))
-    emit(options, compare(first, second, options.memory), "\n".join(lines))
-    return 0
+    one, other = (needs_of(plan, options.memory) for plan in plans)
+    return DiffReport("sharding", unequal(*map(decision, plans)), (one, other))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from capture.documents import write
+from capture.plan.headroom import Headroom
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_rate, format_seconds
@@ -70,6 +71,86 @@ class DeviceGroup:
         }
 
 
+@dataclass(frozen=True)
+class PlanNeeds:
+    """What a plan needs, by the best that is known.
+
+    Attributes:
+        peak_bytes: Peak memory of the device that needs most; None if nobody says.
+        peak_is: Where that is from: compiled, predicted or estimated.
+        headroom: What is left of the limit; None where nobody knows one.
+        step_seconds: Seconds of a step; None if nobody says.
+        seconds_are: Where those are from: simulated, or estimated.
+        examples_per_second: Examples of a step per second.
+        host_peak_bytes: Peak of the host's memory, where the step uses it.
+        paper_step_seconds: Seconds of a step by the paper's rules, where it has some.
+        bubble_fraction: The part of a step in which a stage computes nothing, on average.
+    """
+
+    peak_bytes: int | None
+    peak_is: str
+    headroom: Headroom | None = None
+    step_seconds: float | None = None
+    seconds_are: str = "simulated"
+    examples_per_second: float | None = None
+    host_peak_bytes: int | None = None
+    paper_step_seconds: float | None = None
+    bubble_fraction: float | None = None
+
+    def rows(self) -> dict[str, str]:
+        """Return what is known, for people."""
+        room, found = self.headroom, dict[str, str]()
+        if self.peak_bytes is not None:
+            found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"
+        if room is not None:
+            found["headroom"] = signed_bytes(room.limit_bytes - room.peak_bytes)
+            found["headroom at worst"] = signed_bytes(room.limit_bytes - room.high_bytes)
+            found["verdict"] = room.verdict
+        if self.host_peak_bytes is not None:
+            found["peak of the host"] = format_bytes(self.host_peak_bytes)
+        if self.step_seconds is not None:
+            found[f"step time ({self.seconds_are})"] = format_seconds(self.step_seconds)
+        if self.paper_step_seconds is not None:
+            found["step time by the paper's rules"] = format_seconds(self.paper_step_seconds)
+        if self.examples_per_second is not None:
+            found["examples/s"] = format_rate(self.examples_per_second)
+        if self.bubble_fraction is not None:
+            unit = "" if self.step_seconds is not None else " (unit times)"
+            found["pipeline bubble"] = f"{self.bubble_fraction:.0%}{unit}"
+        return found
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What ``capture diff`` says of two plans of a kind.
+
+    Attributes:
+        kind: Kind of both plans.
+        differences: What they decide differently.
+        plans: What each needs.
+        devices: Of plans of stages, their devices side by side.
+        same_decision: Whether nothing differs.
+    """
+
+    kind: str
+    differences: tuple[Difference, ...]
+    plans: tuple[PlanNeeds, PlanNeeds]
+    devices: tuple[DeviceGroup, ...] = ()
+    same_decision: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "same_decision", not self.differences)
+
+
+def unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Return what is not the same in two decisions, by name."""
+    return tuple(
+        Difference(name, first.get(name), second.get(name))
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    )
+
+
 def differences(first: Plan, second: Plan) -> list[Difference]:
     """Every difference of the question and of the decision, those of the stages last; predictions
     and reasons do not count.
@@ -77,22 +158,17 @@ def differences(first: Plan, second: Plan) -> list[Difference]:
     Where the plans have different numbers of stages, those of a number are compared all the same,
     and the rest is only in one of them.
     """
-    found = [
-        Difference(name, a, b)
-        for name, (a, b) in _paired(_question(first), _question(second)).items()
-        if a != b
-    ]
+    found = [*unequal(_question(first), _question(second))]
     for s in range(max(first.num_stages, second.num_stages)):
         a, b = (plan.stages[s] if s < plan.num_stages else None for plan in (first, second))
         if a is None or b is None:
             found.append(Difference(f"stages[{s}]", a and a.to_json(), b and b.to_json()))
             continue
         # Files leave out what is false.
-        fields = _paired(*({"sequence_parallel": False, **stage.to_json()} for stage in (a, b)))
+        rows = ({"sequence_parallel": False, **stage.to_json()} for stage in (a, b))
         found += [
-            Difference(f"stages[{s}].{name}", *fields[name])
-            for name in _STAGE_FIELDS
-            if fields[name][0] != fields[name][1]
+            replace(each, name=f"stages[{s}].{each.name}")
+            for each in unequal(*({name: row[name] for name in _STAGE_FIELDS} for row in rows))
         ]
     return found
 
@@ -112,10 +188,6 @@ def _question(plan: Plan) -> dict[str, Any]:
         "tensor_parallel_rule": plan.tensor_parallel_rule,
         "num_stages": plan.num_stages,
     }
-
-
-def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (a[name], b[name]) for name in a}
 
 
 def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
@@ -157,10 +229,10 @@ def describe_value(name: str, value: Any) -> str:
 
 def describe_name(name: str) -> str:
     """``stages[2].remat`` as ``stage 2 remat``, ``num_microbatches`` as ``num microbatches``."""
-    where, dot, field = name.rpartition(".")
-    if not dot:
-        return name.replace("stages[", "stage ").replace("]", "").replace("_", " ")
-    return f"{describe_name(where)} {_STAGE_FIELDS[field]}"
+    stage = re.fullmatch(r"stages\[(\d+)\](?:\.(\w+))?", name)
+    if stage is None:
+        return name if "[" in name else name.replace("_", " ")
+    return " ".join(["stage", stage[1], *([_STAGE_FIELDS[stage[2]]] if stage[2] else [])])
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -174,48 +246,14 @@ def _ids(ids: Sequence[int]) -> str:
     return str(ids[0]) if ids[0] == ids[-1] else f"{ids[0]}-{ids[-1]}"
 
 
-def compare(first: ReportFacts, second: ReportFacts) -> dict[str, Any]:
-    """The document of ``capture diff --json``."""
-    return {
-        "same_decision": not differences(first.plan, second.plan),
-        "differences": write(differences(first.plan, second.plan)),
-        "devices": write(device_groups(first, second)),
-        "plans": [
-            {
-                "peak_bytes": facts.fullest.peak_bytes,
-                "verified": facts.verified,
-                "headroom": write(facts.headroom),
-                "step_seconds": facts.schedule.step_seconds,
-                "simulated": True,
-                "mean_waits_fraction": facts.mean_waits,
-            }
-            for facts in (first, second)
-        ],
-    }
-
-
-def totals(first: ReportFacts, second: ReportFacts) -> list[list[str]]:
-    """Rows of name, first, second: the fullest device, what is left of it, and the time of a
-    step."""
-    columns = [_totals(facts) for facts in (first, second)]
-    return [[name, *(column[name] for column in columns)] for name in columns[0]]
-
-
-def _totals(facts: ReportFacts) -> dict[str, str]:
-    room, step = facts.headroom, facts.schedule.step_seconds
-    peak = (
-        f"{format_bytes(facts.fullest.peak_bytes)} "
-        f"({'compiled' if facts.verified else 'predicted'})"
+def needs_of(facts: ReportFacts) -> PlanNeeds:
+    """Return what a plan of stages needs."""
+    seconds = facts.schedule.step_seconds
+    return PlanNeeds(
+        facts.fullest.peak_bytes,
+        "compiled" if facts.verified else "predicted",
+        facts.headroom,
+        seconds,
+        examples_per_second=seconds and facts.plan.global_batch_size / seconds,
+        bubble_fraction=facts.mean_waits,
     )
-    return {
-        "peak per device": peak,
-        "headroom": "-" if room is None else signed_bytes(room.limit_bytes - room.peak_bytes),
-        "headroom at worst": "-"
-        if room is None
-        else signed_bytes(room.limit_bytes - room.high_bytes),
-        "verdict": "-" if room is None else room.verdict,
-        "step time (simulated)": "-" if step is None else format_seconds(step),
-        "examples/s": "-" if step is None else format_rate(facts.plan.global_batch_size / step),
-        "pipeline bubble": f"{facts.mean_waits:.0%}"
-        + ("" if facts.schedule.in_seconds else " (unit times)"),
-    }

@@ -12,7 +12,7 @@ from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import counted, format_bytes, format_rate, format_seconds
-from capture.report.difference import Difference
+from capture.report.difference import PlanNeeds
 from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import category_color, in_order
@@ -196,18 +196,8 @@ def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
     return Figure("at_peak", "Who holds the peak", caption, traces, layout)
 
 
-def differences(first: ShardingPlan, second: ShardingPlan) -> list[Difference]:
-    """Every difference of the decision; numbers and reasons do not count."""
-    one, other = _decision(first), _decision(second)
-    names = dict.fromkeys([*one, *other])
-    return [
-        Difference(name, one.get(name), other.get(name))
-        for name in names
-        if one.get(name) != other.get(name)
-    ]
-
-
-def _decision(plan: ShardingPlan) -> Mapping[str, Any]:
+def decision(plan: ShardingPlan) -> Mapping[str, Any]:
+    """Return what a plan decides, by name; numbers and reasons do not count."""
     where = plan.cluster
     return {
         "workload": None if plan.workload is None else str(plan.workload),
@@ -223,33 +213,13 @@ def _decision(plan: ShardingPlan) -> Mapping[str, Any]:
     }
 
 
-def compare(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> dict[str, Any]:
-    """The document of ``capture diff --json``."""
-    return {
-        "kind": "sharding",
-        "same_decision": not differences(first, second),
-        "differences": write(differences(first, second)),
-        "plans": [
-            {
-                **plan.summary(),
-                "compiled_peak_bytes": plan.compiled_peak_bytes,
-                "headroom": write(plan.headroom(limit)),
-            }
-            for plan in (first, second)
-        ],
-    }
-
-
-def totals(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> list[list[str]]:
-    """Rows of name, first, second."""
-    columns = [_totals(plan, plan.headroom(limit)) for plan in (first, second)]
-    return [[name, *(column[name] for column in columns)] for name in columns[0]]
-
-
-def _totals(plan: ShardingPlan, room: Headroom | None) -> dict[str, str]:
-    return {
-        "peak per device": f"{format_bytes(plan.known_peak_bytes)} ({plan.how_known})",
-        "verdict": "-" if room is None else room.verdict,
-        "step time (estimated)": format_seconds(plan.step_seconds),
-        "examples/s": format_rate(plan.examples_per_second),
-    }
+def needs_of(plan: ShardingPlan, limit: int | None) -> PlanNeeds:
+    """Return what a plan needs."""
+    return PlanNeeds(
+        plan.known_peak_bytes,
+        plan.how_known,
+        plan.headroom(limit),
+        plan.step_seconds,
+        "estimated",
+        plan.examples_per_second,
+    )
