@@ -48,6 +48,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
         "capture.plan.array:ArrayPrediction",
     ),
     "capture verify --json": ("capture.report.verification:VerifyReport",),
+    "capture run --json": ("capture.runtime.run_report:RunReport",),
     "capture diff --json": ("capture.report.difference:DiffReport",),
     "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import emit, say, table, warning_lines
+from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
@@ -237,6 +237,7 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         if (value := getattr(options, name))
     )
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
+    from capture.cli.run import as_text
     from capture.runtime import checkpoint
     from capture.runtime.array_check import run_array
     from capture.runtime.multiplexed import train_array
@@ -254,48 +255,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         restore=options.restore,
         report=lambda text: say(options, text),
     )
-    emit(options, document, run_text(plan, document))
+    emit(options, document, as_text(document, [_set(plan, m) for m in range(plan.num_models)]))
     return 0
-
-
-def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
-    """Memory, and the losses of each model."""
-    rows = [
-        [memory, *("-" if nbytes is None else format_bytes(nbytes) for nbytes in peaks)]
-        for memory, *peaks in (
-            ("device", document["planned_peak_bytes"], document["measured_peak_bytes"]),
-            ("host", document["host"]["predicted_peak_bytes"], document["host_peak_bytes"]),
-        )
-    ]
-    lines = [table(["memory", "predicted peak", "measured peak"], rows)]
-    lines.append(f"measured by {document['meter']}")
-    if not document["is_target"]:
-        lines.append(
-            f"predicted for target {document['target']}, measured on {document['platform']}: not "
-            "to be compared"
-        )
-    moved = document["moved_bytes"]
-    lines.append(
-        f"an update copies {format_bytes(moved['to_host'])} to the host and "
-        f"{format_bytes(moved['to_device'])} back"
-    )
-    losses = zip(*document["losses"], strict=True)
-    rows = [
-        [str(model), _set(plan, model), " ".join(f"{loss:.6f}" for loss in of)]
-        for model, of in enumerate(losses)
-    ]
-    lines.append(table(["model", "with", "losses"], rows))
-    lines += warning_lines(document)
-    if "reference_losses" in document:
-        worst = document["worst_param"]
-        lines.append(
-            "largest relative error beside each model alone: losses "
-            f"{document['max_relative_loss_error']:.1e}, parameters "
-            f"{document['max_relative_param_error']:.1e} ({worst['leaf']} of model "
-            f"{worst['model']}, which one rounding of its gradients moves by "
-            f"{worst['rounding_error']:.1e} when it is alone)"
-        )
-    return "\n".join(lines)
 
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:

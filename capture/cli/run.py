@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -288,8 +289,8 @@ def _refuse_unread(options: argparse.Namespace) -> None:
     PlanError.check(violations)
 
 
-def as_text(document: dict[str, Any]) -> str:
-    """A table of devices and the losses."""
+def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
+    """A table of devices and the losses; of several models, each with what is set for it."""
     predicted, measured = (
         document["predicted_peak_bytes_per_device"],
         document["measured_peak_bytes_per_device"] or [],
@@ -305,7 +306,7 @@ def as_text(document: dict[str, Any]) -> str:
         for d, peak in enumerate(measured)
     ]
     header = ["device", "predicted peak", "measured peak", "prediction off by"]
-    if hosts := document.get("hosts"):
+    if hosts := document["hosts"]:
         host_of = [h for h, host in enumerate(hosts) for _ in range(host["num_devices"])]
         header = ["host", *header]
         rows = [[host_of[d], *row] for d, row in enumerate(rows)]
@@ -313,12 +314,12 @@ def as_text(document: dict[str, Any]) -> str:
         table(header, rows),
         f"measured by {document['meter']}",
     ]
-    if offered := max(document.get("offered_peak_bytes_per_device", [0])):
+    if offered := max(document["offered_peak_bytes_per_device"] or [0]):
         lines.append(
             f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
             "device; predictions are of one process, without it"
         )
-    if (host := document.get("host")) is not None:
+    if (host := document["host"]) is not None:
         said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
         lines.append(
             f"the host held {'?' if held is None else format_bytes(held)}"
@@ -326,7 +327,7 @@ def as_text(document: dict[str, Any]) -> str:
         )
     if (heap := document["allocator"]) is not None:
         lines += _of_malloc(heap)
-    dispatch = document.get("dispatch_seconds")
+    dispatch = document["dispatch_seconds"]
     if dispatch is not None:
         lines.append(
             f"issuing a step's instructions takes {format_seconds(dispatch)} of one core (median "
@@ -337,25 +338,52 @@ def as_text(document: dict[str, Any]) -> str:
             f"predicted for target {document['target']}, measured on {document['platform']}: not "
             "to be compared"
         )
-    if not predicted and "host" not in document:
+    if not predicted and document["host"] is None:
         lines.append(
             "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
             "capture verify PLAN -o PLAN the peaks"
         )
-    lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
-    if "reference_loss" in document:
-        lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
-        errors = []
-        if "max_relative_loss_error" in document:
-            errors.append(f"loss {document['max_relative_loss_error']:.1e}")
-        if "max_relative_gradient_error" in document:
-            worst = document["worst_gradient"]
-            errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
-        lines.append(f"largest relative error: {', '.join(errors)}")
+    if moved := document["moved_bytes"]:
+        lines.append(
+            f"an update copies {format_bytes(moved['to_host'])} to the host and "
+            f"{format_bytes(moved['to_device'])} back"
+        )
+    named = {"loss": document["loss"], "one device": document["reference_loss"]}
+    for name, losses in named.items():
+        if losses is not None and models:
+            each = zip(*losses, strict=True)
+            rows = [[m, models[m], _losses(of)] for m, of in enumerate(each)]
+            lines.append(table(["model", "with", name], rows))
+        elif losses is not None:
+            lines.append(f"{name} {_losses(losses)}")
+    errors = [
+        f"{what} {error:.1e}" + ("" if worst is None else f" ({worst})")
+        for what, error, worst in (
+            ("loss", document["max_relative_loss_error"], None),
+            ("gradients", document["max_relative_gradient_error"], document["worst_gradient"]),
+            ("parameters", document["max_relative_param_error"], _worst(document["worst_param"])),
+        )
+        if error is not None
+    ]
+    lines += [f"largest relative error: {', '.join(errors)}"] if errors else []
     lines += warning_lines(document)
-    if "saved" in document:
+    if document["saved"] is not None:
         lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)
+
+
+def _losses(losses: Sequence[float]) -> str:
+    return " ".join(f"{loss:.6f}" for loss in losses)
+
+
+def _worst(param: Mapping[str, Any] | None) -> str | None:
+    """Which parameter of a model is off most."""
+    if param is None:
+        return None
+    return (
+        f"{param['leaf']} of model {param['model']}, which one rounding of its gradients moves by "
+        f"{param['rounding_error']:.1e} when it is alone"
+    )
 
 
 def _of_malloc(heap: dict[str, Any]) -> list[str]:

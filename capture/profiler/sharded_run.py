@@ -24,6 +24,7 @@ from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AllocatorMeter, buffers
 from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.reference import ReferenceStep, max_relative_error
+from capture.runtime.run_report import RunReport
 from capture.runtime.sharded import Sharded, shard
 from capture.runtime.sharded.mesh import mesh_of
 from capture.tracing import trace
@@ -111,7 +112,7 @@ def execute_plan(
         document["max_relative_loss_error"] = max_relative_error(
             document["loss"], document["reference_loss"]
         )
-    return document | {
+    document |= {
         "kind": "sharding",
         "predicted_peak_bytes_per_device": [plan.known_peak_bytes] * cluster.num_devices,
         "num_devices": cluster.num_devices,
@@ -120,6 +121,7 @@ def execute_plan(
         "is_target": is_target,
         "versions": environment.versions(),
     }
+    return RunReport(**document).document()
 
 
 def _compiled(
@@ -185,7 +187,6 @@ def _train(
     return {
         # Both need the step as one of ``capture.step``, whose ledger books what is allocated.
         "replayed_peak_bytes_per_device": None,
-        "allocator": None,
         "measured_peak_bytes_per_device": list(peaks),
         "meter": meter,
         "ledger_checks": 0,

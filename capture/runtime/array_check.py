@@ -21,6 +21,7 @@ from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
+from capture.runtime.run_report import RunReport
 from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
 from capture.step.program import Copy, Step
@@ -152,21 +153,18 @@ def run_array(
     predicted, target = plan.prediction, Target.load(plan.cluster.target)
     document: dict[str, Any] = {
         "kind": "array",
-        "planned_peak_bytes": predicted and predicted.peak_bytes,
-        "measured_peak_bytes": meter.peak_bytes,
         "predicted_peak_bytes_per_device": predicted and [predicted.peak_bytes],
         "replayed_peak_bytes_per_device": [peak_of(ledgers, 0)[0]],
         "replayed_parts_bytes": dict(peak_of(ledgers, 0)[2]),
         "measured_peak_bytes_per_device": [meter.peak_bytes],
         "meter": meter.meter,
         "ledger_checks": meter.num_checks,
-        "host_peak_bytes": meter.host_peak_bytes,
         "host": {
             "predicted_peak_bytes": predicted and predicted.host_peak_bytes,
             "measured_peak_bytes": meter.host_peak_bytes,
         },
         "moved_bytes": moved,
-        "losses": losses,
+        "loss": losses,
         "warnings": warnings.said,
         "num_compiled": compiled,
         "num_compiled_after_first_step": num_after_first,
@@ -175,13 +173,13 @@ def run_array(
         "platform": training.device.platform,
         "is_target": (target.platform == "cpu") == (training.device.platform == "cpu"),
         "num_steps": state.num_steps,
-        "checkpoint": saved,
+        "saved": saved,
         "versions": environment.versions(),
     }
     if check:
         report("training each model alone")
         document |= _compare(training, state, losses, batches)
-    return document
+    return RunReport(**document).document()
 
 
 def _batches(training: ArrayTraining, t: int) -> Any:
@@ -243,7 +241,7 @@ def _compare(
     ]
     (model, leaf), (worst, of_rounding) = max(errors.items(), key=lambda one: one[1][0])
     return {
-        "reference_losses": by_step,
+        "reference_loss": by_step,
         "max_relative_loss_error": max(loss_errors),
         "max_relative_param_error": worst,
         "worst_param": {"model": model, "leaf": leaf, "rounding_error": of_rounding},

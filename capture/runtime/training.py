@@ -31,6 +31,7 @@ from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import Measurement, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
+from capture.runtime.run_report import RunReport
 from capture.runtime.state import PipelineState, initial_params
 from capture.runtime.streamed import streamed
 from capture.runtime.trace import StepTrace
@@ -239,7 +240,7 @@ def train(
         document["max_relative_loss_error"] = max_relative_error(
             document["loss"], document["reference_loss"]
         )
-    return document
+    return RunReport(**document).document()
 
 
 class _Saves:

@@ -59,10 +59,11 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     assert found["plan"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check")
     assert code == 0 and ran["is_target"]
-    assert ran["planned_peak_bytes"] == ran["measured_peak_bytes"] == found["plan"]["peak_bytes"]
-    assert ran["host"]["predicted_peak_bytes"] == ran["host_peak_bytes"]
+    assert ran["predicted_peak_bytes_per_device"] == [found["plan"]["peak_bytes"]]
+    assert ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
+    assert ran["host"]["predicted_peak_bytes"] == ran["host"]["measured_peak_bytes"]
     assert ran["max_relative_loss_error"] < 1e-6 and ran["num_compiled_after_first_step"] == 0
-    assert [len(step) for step in ran["losses"]] == [2, 2]
+    assert [len(step) for step in ran["loss"]] == [2, 2]
     for verb in (["explain", "plan.json"], ["report", "plan.json"]):
         assert asked(capsys, *verb)[1]["plan"]["kind"] == "array"
     assert asked(capsys, "diff", "plan.json", "plan.json")[1]["same_decision"]
@@ -88,7 +89,10 @@ def test_adapters_share_their_base(folder, capsys):
     )  # fmt: skip
     assert (code, found["plan"]["shared"]) == (0, ["base/*"])
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check", "--save", "run")
-    assert code == 0 and ran["planned_peak_bytes"] == ran["measured_peak_bytes"]
+    assert (
+        code == 0
+        and ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
+    )
     assert ran["max_relative_loss_error"] < 1e-6
     code, later = asked(capsys, "run", "plan.json", "--steps", 1, "--restore", "run")
     assert code == 0 and later["num_steps"] == 3
@@ -132,8 +136,9 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
     assert "3 programs" in found["why"]["summary"]
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check", "--save", "run")
     assert code == 0 and ran["is_target"]
-    assert ran["planned_peak_bytes"] == ran["measured_peak_bytes"] == found["plan"]["peak_bytes"]
-    assert ran["host"]["predicted_peak_bytes"] == ran["host_peak_bytes"]
+    assert ran["predicted_peak_bytes_per_device"] == [found["plan"]["peak_bytes"]]
+    assert ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
+    assert ran["host"]["predicted_peak_bytes"] == ran["host"]["measured_peak_bytes"]
     assert ran["max_relative_loss_error"] < 1e-6 and ran["max_relative_param_error"] < 1e-5
     code, later = asked(capsys, "run", "plan.json", "--steps", 1, "--restore", "run")
     assert code == 0 and later["num_steps"] == 3
@@ -182,7 +187,10 @@ def test_a_sweep_is_planned_from_what_a_worker_has_executed(folder, capsys):
     _, jobs = asked(capsys, "store", "ls", "--store", "store.sqlite")
     assert jobs
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2)
-    assert code == 0 and ran["planned_peak_bytes"] == ran["measured_peak_bytes"]
+    assert (
+        code == 0
+        and ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **{
             name: [each for document in documents for each in document[name] or []]
             for name in _JOINED
-            if name in first
+            if first[name] is not None
         },
         "ledger_checks": sum(document["ledger_checks"] for document in documents),
         "step_seconds": [max(of_hosts) for of_hosts in zip(*seconds, strict=True)],
