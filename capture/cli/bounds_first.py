@@ -14,17 +14,9 @@ from typing import Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.fitting import measuring, name_change, tell
-from capture.cli.output import (
-    attempts_table,
-    emit,
-    front_table,
-    peak_line,
-    stage_table,
-    unused_note,
-)
+from capture.cli.output import Beyond, emit, told
 from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
-from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.options import Option, options_of
@@ -32,7 +24,7 @@ from capture.plan.choices import StageChoice, measured_choices, remat_time_fract
 from capture.plan.prediction import StepTime
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
-from capture.predictor.step_time import describe_time, time_summary
+from capture.predictor.step_time import time_summary
 from profiling_runs.bounds import Bounds, ModelBounds, bounds
 from profiling_runs.collect import split_warnings
 from profiling_runs.failures import causes
@@ -362,22 +354,12 @@ def _told(
         warnings = [*(split_warnings(*split) if warned is None else warned.result())]
     result, time = _with_times(noted(options, result), measurements)
     warnings += _refuted([*(attempt.result for attempt in attempts), result])
-    failures = causes(measurements.failures)
-    document: dict[str, Any] = {
-        **result.to_json(),
-        "warnings": warnings,
-        "failures": list(failures),
-    }
-    if attempts:
-        document["attempts"] = [attempt.to_json() for attempt in attempts]
-    lines = [
-        *([attempts_table(attempts)] if attempts else []),
+    beyond = Beyond(warnings, causes(measurements.failures))
+    notes = [
         *asked.layers_note(of_profile, measurements.backend.num_layers),
         *asking.left_out(),
-        *_lines(options, result, time, document),
-        *(f"warning: {warning}" for warning in warnings),
-        *(f"failed: {failure}" for failure in failures),
     ]
+    document, lines = told(options, result, time, attempts, notes, beyond)
     if _ended(result) == "memory" and not attempts:
         tell(options, lines)  # what follows may compile
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
@@ -397,49 +379,6 @@ def _refuted(results: Sequence[StageAnswer]) -> Sequence[str]:
 
 def _ended(result: StageAnswer) -> str:
     return "" if result.why.proven is None else result.why.proven.ended
-
-
-def _lines(
-    options: argparse.Namespace,
-    result: StageAnswer,
-    time: StepTime | None,
-    document: dict[str, Any],
-) -> Sequence[str]:
-    """Return the answer for people; the plan is saved with its simulated step, which the document
-    has, too."""
-    lines = [f"{result.status}: {result.why.summary}"]
-    if result.plan is None or result.prediction is None:
-        return lines
-    lines += [
-        stage_table(result.plan, result.prediction.stages),
-        peak_line(result.plan, result.prediction),
-    ]
-    lines += [str(result.headroom)] if result.headroom else []
-    if time is not None:
-        document["time"] = write(time)
-        lines.append(describe_time(time))
-        if options.objective is not None:  # else what would be faster was searched
-            lines += unused_note(options, result.headroom, time)
-    if result.compiled:
-        lines += front_table(result.why.front)
-    if result.status == "ok":
-        result.plan.with_(time=time).save(options.output)
-        lines.append(
-            f"plan -> {options.output} ({'' if result.compiled else 'predicted, not compiled; '}"
-            f"search: {result.proof.algorithm}, {result.proof.seconds:.1f} s)"
-        )
-        lines += other_plans(options, result)
-    return lines
-
-
-def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:
-    """Return a line with the names by which verbs take the other plans of a front."""
-    front, plan = result.why.front, result.plan
-    if front is None or plan is None:
-        return []
-    others = (name for name in front.names if plan.of_front(name).decisions != plan.decisions)
-    named = ", ".join(f"{options.output}:{name}" for name in others)
-    return [f"in the same file, for run, verify, report, ...: {named}"] if named else []
 
 
 def _time(plan: Plan, measurements: Measurements) -> StepTime | None:

@@ -8,13 +8,17 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from capture.documents import write
+from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
 from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
+from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds
+from recommender.answer import StageAnswer
 
 
 def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
@@ -61,6 +65,75 @@ def say(options: argparse.Namespace, text: str) -> None:
 def warning_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the warnings of a document, a line each."""
     return [f"warning: {warning}" for warning in document.get("warnings", ())]
+
+
+class Beyond(NamedTuple):
+    """What an answer says beside the plan; a profile has the same."""
+
+    warnings: Sequence[str]
+    failures: Sequence[str]
+
+
+def told(
+    options: argparse.Namespace,
+    result: StageAnswer,
+    time: StepTime | None,
+    attempts: Sequence[Any],
+    notes: Sequence[str],
+    beyond: Beyond | Profile,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return an answer as a document and in lines; its plan is saved with its simulated step.
+
+    Args:
+        options: Where the plan goes, and what was asked.
+        result: With a plan, or why there is none.
+        time: The step of the plan; None where nobody knows rates.
+        attempts: What was tried for it.
+        notes: Lines before the answer.
+        beyond: Warnings and failures; a profile, if the answer is from one.
+    """
+    of_profile = not isinstance(beyond, Beyond)
+    document = {
+        **result.to_json(),
+        "warnings": list(beyond.warnings),
+        "failures": list(beyond.failures),
+    }
+    lines = [attempts_table(attempts)] if attempts else []
+    extrapolated = ", extrapolated" * result.extrapolated
+    lines += [*notes, f"{result.status}{extrapolated}: {result.why.summary}"]
+    if attempts:
+        document["attempts"] = [attempt.to_json() for attempt in attempts]
+    if result.plan is not None and result.prediction is not None:
+        lines += [
+            stage_table(result.plan, result.prediction.stages),
+            peak_line(result.plan, result.prediction),
+            *([str(result.headroom)] if result.headroom else []),
+        ]
+        if time is not None:
+            document["time"] = write(time)
+            lines.append(describe_time(time))
+            if of_profile or options.objective is not None:  # else what is faster was searched
+                lines += unused_note(options, result.headroom, time)
+        if of_profile or result.compiled:
+            lines += front_table(result.why.front)
+        if result.status == "ok":
+            result.plan.with_(time=time).save(options.output)
+            how = "" if result.compiled else "predicted, not compiled; "
+            search = f"search: {result.proof.algorithm}, {format_seconds(result.proof.seconds)}"
+            lines.append(f"plan -> {options.output} ({how}{search})")
+            lines += other_plans(options, result)
+    lines += [f"warning: {warning}" for warning in beyond.warnings]
+    return document, lines + [f"failed: {failure}" for failure in beyond.failures]
+
+
+def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:
+    """Return a line with the names by which verbs take the other plans of a front."""
+    front, plan = result.why.front, result.plan
+    if front is None or plan is None:
+        return []
+    others = (name for name in front.names if plan.of_front(name).decisions != plan.decisions)
+    named = ", ".join(f"{options.output}:{name}" for name in others)
+    return [f"in the same file, for run, verify, report, ...: {named}"] if named else []
 
 
 def stage_table(plan: Any, stages: Sequence[Any]) -> str:

@@ -12,20 +12,11 @@ from capture.cli import asked, bounds_first
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.fixed import FIXED, take_plan
-from capture.cli.output import (
-    attempts_table,
-    emit,
-    front_table,
-    peak_line,
-    say,
-    stage_table,
-    unused_note,
-)
+from capture.cli.output import emit, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close, of_whole, whole_question
-from capture.documents import write
 from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, check_compiler
@@ -34,7 +25,7 @@ from capture.options import Option, at_least, options_of, several
 from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.space import StageSpace
-from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
+from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.quantities import counted, format_bytes
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.listing import list_jobs
@@ -183,41 +174,13 @@ def plan(options: argparse.Namespace) -> int:
     if result.plan is not None and (front := front_of(attempts)) is not None:
         why = replace(result.why, front=front)
         result = replace(result, why=why, plan=result.plan.with_(why=why))
-    document = {
-        **result.to_json(),
-        "warnings": list(profile.warnings),
-        "failures": list(profile.failures),
-    }
-    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why.summary}"
-    lines = [*asked.layers_note(of_profile, profile.cut_into), summary]
-    if attempts:
-        document["attempts"] = [attempt.to_json() for attempt in attempts]
-        lines = [attempts_table(attempts), *lines]
-    if result.plan is not None and result.prediction is not None:
-        lines += [
-            stage_table(result.plan, result.prediction.stages),
-            peak_line(result.plan, result.prediction),
-        ]
-        lines += [str(result.headroom)] if result.headroom else []
-        time = None
-        if has_times(profile):
-            graph = profile.graph_at(result.plan.microbatch_size)
-            timeline = predicted_timeline(result.plan, knowledge.profile)
-            time = time_summary(timeline, result.plan, graph)
-            document["time"] = write(time)
-            lines.append(describe_time(time))
-            lines += unused_note(options, result.headroom, time)
-        lines += front_table(result.why.front)
-        if result.status == "ok":
-            result.plan.with_(time=time).save(options.output)
-            lines.append(
-                f"plan -> {options.output} ("
-                f"{'' if result.compiled else 'predicted, not compiled; '}search: "
-                f"{result.proof.algorithm}, {result.proof.seconds * 1e3:.1f} ms)"
-            )
-    lines += [f"warning: {warning}" for warning in profile.warnings] + [
-        f"failed: {failure}" for failure in profile.failures
-    ]
+    time = None
+    if result.plan is not None and result.prediction is not None and has_times(profile):
+        timeline = predicted_timeline(result.plan, knowledge.profile)
+        graph = profile.graph_at(result.plan.microbatch_size)
+        time = time_summary(timeline, result.plan, graph)
+    notes = asked.layers_note(of_profile, profile.cut_into)
+    document, lines = told(options, result, time, attempts, notes, profile)
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
         tell(options, lines)  # what follows may measure, for as long as the answer took

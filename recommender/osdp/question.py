@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -12,8 +12,6 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
 from capture.options import Asked, several, size
-from capture.plan.sharding import ShardingPlan
-from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
 from capture.step.operator_cost import PAPER_GRANULARITY
 

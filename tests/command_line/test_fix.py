@@ -10,6 +10,7 @@ import pytest
 
 from capture.cli import bounds_first
 from capture.cli.main import main
+from capture.cli.output import other_plans
 from capture.plan.kinds import load_plan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Front
@@ -156,7 +157,7 @@ def test_plans_that_differ_in_schedule_alone_have_names_of_their_own(saved):
     fastest = replace(saved.why.front.names["fastest"], schedule="1f1b", name="fastest")
     other = replace(fastest, schedule="zb-h1", name="knee")
     plan = saved.with_(why=replace(saved.why, front=Front((other, fastest), False)))
-    (line,) = bounds_first._other_plans(
+    (line,) = other_plans(
         SimpleNamespace(output="plan.json"), SimpleNamespace(plan=plan, why=plan.why)
     )
     assert line.endswith(": plan.json:knee")

@@ -9,7 +9,7 @@ import pytest
 from test_fastest_bounds import QUESTION
 from test_front_bounds import Planted
 
-from capture.cli.bounds_first import other_plans
+from capture.cli.output import other_plans
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from recommender.capture import lowest_peak, named, speed
