@@ -15,8 +15,10 @@ import pytest
 from capture.cli.asked import profile_question
 from capture.cli.bounds_first import of_a_profile
 from capture.cli.main import main, parse
+from capture.cli.options import LEFT_OPEN, TARGET
 from capture.cli.output import unused_note
 from capture.cli.progress import SearchProgress
+from capture.cli.stages import OPTIONS
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -157,7 +159,7 @@ def options_of(text):
 
 def asks_for_bounds(text):
     options = options_of(text)
-    close(options)
+    close(options, (*LEFT_OPEN, TARGET, *OPTIONS))
     return not of_a_profile(options, profile_question(vars(options)))
 
 
