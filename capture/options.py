@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -279,7 +280,7 @@ def _option(name: str, field: str, asked: Asked, hint: Any, said: tuple[Any, str
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in union if kind is not NoneType]
     kind, metavar, choices = kinds[0], asked.metavar, asked.choices
-    read: Callable[[str], Any] = kind if kind in (int, float) else str
+    read: Callable[[str], Any] = kind if kind in (int, float, Path) else str
     if asked.again:
         default = None  # to which argparse would add
     elif get_origin(kind) is tuple:

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     cluster = Cluster.parse(CLUSTER)
     environment.prepare(num_devices=cluster.num_devices)
-    from capture.runtime.training import Training, train
+    from capture.runtime.asked import Training
+    from capture.runtime.training import train
 
     spec = WorkloadSpec.parse(WORKLOAD)
     say(options, f"planning {WORKLOAD} for {cluster}: nothing is run")
@@ -89,8 +90,6 @@ def main(options: argparse.Namespace) -> int:
             "stages": [stage.to_json() for stage in plan.stages],
             "predicted_peak_bytes_per_device": ran["predicted_peak_bytes_per_device"],
             "measured_peak_bytes_per_device": ran["measured_peak_bytes_per_device"],
-            "predicted": {"peak_bytes_per_device": ran["predicted_peak_bytes_per_device"]},
-            "measured": {"peak_bytes_per_device": ran["measured_peak_bytes_per_device"]},
             "meter": ran["meter"],
             "loss": ran["loss"],
             "reference_loss": ran["reference_loss"],

@@ -23,11 +23,12 @@ from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
-from capture.options import at_least
+from capture.options import add, at_least, options_of, taken
 from capture.plan.kinds import AnyPlan, kind_of, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
+from capture.runtime.asked import Training
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.driver import run_on_this_machine
 from capture.runtime.hosts.ray_hosts import run_on_ray
@@ -39,36 +40,7 @@ from capture.step.trace_events import from_zero, save_events
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=3,
-        metavar="N",
-        help="updates (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of parameters and data (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare loss and gradients with one device, and the ledger with live arrays",
-    )
-    parser.add_argument(
-        "--save", type=Path, metavar="DIR", help="save the state with Orbax at the end"
-    )
-    parser.add_argument(
-        "--restore",
-        type=Path,
-        metavar="DIR",
-        help="continue from a saved state, also of another plan of the model",
-    )
-    parser.add_argument(
-        "--save-every",
-        type=at_least(1),
-        metavar="K",
-        help="save it after every K steps, too; the next steps do not wait for the disk",
-    )
+    add(parser, *options_of(Training))
     parser.add_argument(
         "--max-restarts",
         type=at_least(0),
@@ -105,12 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "same command on every host (Slurm, Open MPI, or CAPTURE_COORDINATOR=ADDRESS:PORT of host "
         "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment; with CAPTURE_SECRET, the same "
         "text on all, if they are several machines)",
-    )
-    parser.add_argument(
-        "--transport",
-        choices=["sockets", "device_put"],
-        help="with --hosts or --ray: how arrays get from host to host; device_put: by JAX, NCCL on "
-        "GPUs, unprotected from strangers (default: sockets on CPU, else device_put)",
     )
     parser.add_argument(
         "--trace",
@@ -168,7 +134,7 @@ def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
 def trained(options: argparse.Namespace, plan: Plan | PacksPlan) -> int:
     """Train by a plan of stages or of packs, in this process."""
     spec = asked.workload_of(options, plan)
-    from capture.runtime.training import Training, train
+    from capture.runtime.training import train
 
     training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
@@ -203,7 +169,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
         return 0
     environment.prepare(num_devices=max(plan.cluster.nodes))
     from capture.runtime import multihost
-    from capture.runtime.training import Training, train
+    from capture.runtime.training import train
 
     with output_is_ours():
         given = environment.host_of_run() or ()
@@ -222,9 +188,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``capture.runtime.training.Training`` that are asked for."""
-    names = ("seed", "check", "save", "save_every", "restore", "transport")
-    given = {name: getattr(options, name) for name in names}
-    return {"num_steps": options.steps, "trace": options.trace is not None, **given}
+    return taken(Training, vars(options)) | {"trace": options.trace is not None}
 
 
 def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,11 @@ import jax
 import numpy as np
 
 from capture import environment
-from capture.errors import PlanError
 from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
+from capture.runtime.asked import Training
 from capture.runtime.heap import measure_heap
 from capture.runtime.hosts.saved import check_folders, set_aside
 from capture.runtime.hosts.saving import Saver
@@ -41,59 +40,6 @@ from capture.step.program import replay
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a plan is executed.
-
-    Attributes:
-        num_steps: Updates.
-        seed: What parameters and data are drawn with.
-        check: Compare loss and gradients with one device, and the ledger with live arrays.
-        save: Where the state goes at the end, with Orbax.
-        save_every: It goes there after every so many steps, too.
-        restore: Where it comes from, also of another plan of the model.
-        until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
-        trace: Note what the devices do when in the last step, instead of malloc's bytes.
-        fast_compile: See ``Compiler``.
-        transport: Of several hosts, for whoever makes them (``multihost.initialize``).
-
-    Raises:
-        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``,
-            ``run-save-every`` for ``save_every`` without ``save``, ``run-trace`` for ``trace`` of
-            the first step.
-    """
-
-    num_steps: int = 3
-    seed: int = 0
-    check: bool = False
-    save: Path | None = None
-    save_every: int | None = None
-    restore: Path | None = None
-    until: int | None = None
-    trace: bool = False
-    fast_compile: bool = False
-    transport: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.check and self.restore is not None:
-            raise PlanError.of(
-                "--check compares a training from its beginning with one device, and --restore "
-                "continues one; give one of them.",
-                "run-check-restored",
-            )
-        if self.save_every is not None and self.save is None:
-            raise PlanError.of(
-                f"--save-every {self.save_every} has no directory to save in; add --save DIR.",
-                "run-save-every",
-            )
-        if self.trace and self.num_steps < 2:
-            raise PlanError.of(
-                "--trace draws an ordinary step, and the first is under the meters; run at least "
-                "--steps 2.",
-                "run-trace",
-            )
 
 
 def train(

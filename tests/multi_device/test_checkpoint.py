@@ -15,10 +15,10 @@ from pipeline_models import mlp, pipeline, tied
 
 from capture.errors import ExecutionError
 from capture.runtime import checkpoint
+from capture.runtime.asked import Training
 from capture.runtime.hosts.saved import complete_steps
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import max_relative_error
-from capture.runtime.training import Training
 from capture.runtime.training import train as train_plan
 
 OPTIMIZER = optax.chain(

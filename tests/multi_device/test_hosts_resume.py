@@ -15,12 +15,13 @@ from processes import REPOSITORY
 from capture import environment
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.runtime.asked import Training
 from capture.runtime.hosts.addresses import free_port
 from capture.runtime.hosts.driver import LocalProcesses, LocalStarter
 from capture.runtime.hosts.process import HostJob
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.saved import complete_steps
-from capture.runtime.training import Training, train
+from capture.runtime.training import train
 
 WORKLOAD = WorkloadSpec.parse(f"{REPOSITORY / 'tests/pipeline_models.py'}:tied")
 

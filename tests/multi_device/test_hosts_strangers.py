@@ -15,11 +15,12 @@ from strangers import Strangers, ports_of, resident_bytes, with_children
 from capture import environment
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.runtime.asked import Training
 from capture.runtime.hosts.addresses import free_port
 from capture.runtime.hosts.driver import LocalProcesses, LocalStarter
 from capture.runtime.hosts.process import HostJob
 from capture.runtime.hosts.restarts import train_over_hosts
-from capture.runtime.training import Training, train
+from capture.runtime.training import train
 
 WORKLOAD = WorkloadSpec.parse(f"{REPOSITORY / 'tests/pipeline_models.py'}:tied")
 SECRET = "what only the hosts of this run know"

@@ -25,11 +25,12 @@ from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Swaps, Switches
 from capture.runtime import checkpoint
+from capture.runtime.asked import Training
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
 from capture.runtime.streamed import StreamedStep, streamed
-from capture.runtime.training import Training, train
+from capture.runtime.training import train
 from capture.step.ledger import Ledger
 from capture.step.program import Run, Step, replay
 from capture.step.streamed import volumes_bytes

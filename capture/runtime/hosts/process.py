@@ -22,7 +22,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
 
 if TYPE_CHECKING:  # it loads JAX, whose flags are set first
-    from capture.runtime.training import Training
+    from capture.runtime.asked import Training
 
 #: Between two signs of life.
 BEAT_SECONDS = 0.5
@@ -168,7 +168,8 @@ def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
     if job.virtual:
         jax.config.update("jax_platforms", "cpu")
     from capture.runtime import multihost
-    from capture.runtime.training import Training, train
+    from capture.runtime.asked import Training
+    from capture.runtime.training import train
 
     training: Training = Training(**job.training)
     hosts = multihost.initialize(
