@@ -295,7 +295,8 @@ def _option(name: str, field: str, asked: Asked, hint: Any, said: tuple[Any, str
         read = at_least(asked.least)
     text = (text[0].lower() + text[1:] if text[1:2].islower() else text).replace("`", "")
     text = text.rstrip(".").replace("%", "%%")
-    if default not in (None, False, (), "") and "(default" not in text:
+    says_nothing = default is None or default is False or default in ((), "")
+    if not says_nothing and "(default" not in text:
         text += f" (default: {_shown(default)})"
     return Option(
         name,

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from capture.errors import PlanError, ProfileError
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.options import Asked
 from capture.plan.choices import by_degree
 from capture.plan.sampling import random_plans, random_table_plans
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
@@ -41,21 +42,22 @@ class EvaluationQuestion:
         profile: That predictions are made from.
         num_microbatches: Micro-batches of a step.
         schedules: Every plan is looked at under each of them: plain ones, or one that is not.
-        num_plans: Drawn.
+        num_plans: Random plans.
         seed: What the plans are drawn with.
-        memory_limit_bytes: Draw only plans that are predicted to fit this, per device.
+        memory_limit_bytes: Draw only plans that are predicted to fit this limit per device, such as
+            40GB.
         paper: Whether the paper's mode predicts them too, from profiling runs of its own.
-        asked_size: Micro-batch size of the plans; None for that of the profile.
+        asked_size: Micro-batch size of the plans, where another is profiled (with --default-only).
     """
 
     profile: ProfileQuestion
     num_microbatches: int
     schedules: tuple[str, ...] = tuple(PLAIN_SCHEDULES)
-    num_plans: int = 200
-    seed: int = 0
-    memory_limit_bytes: int | None = None
+    num_plans: Annotated[int, Asked("plans", "N", least=1)] = 200
+    seed: Annotated[int, Asked(metavar="S")] = 0
+    memory_limit_bytes: Annotated[int | None, Asked("memory")] = None
     paper: bool = True
-    asked_size: int | None = None
+    asked_size: Annotated[int | None, Asked("ask_size", "B", least=1)] = None
 
     def __post_init__(self) -> None:
         others = [name for name in self.schedules if name not in PLAIN_SCHEDULES]

@@ -17,7 +17,7 @@ from typing import Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
-from capture.options import Option, add, at_least, options_of, size
+from capture.options import Option, add, options_of, taken
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.space import StageSpace
 from profiling_runs.collect import split_warnings
@@ -39,22 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *shared.CHOICES,
         *shared.STORE,
         *shared.PROFILING,
-        Option("plans", "random plans (default: %(default)s)", 200, at_least(1), metavar="N"),
-        Option(
-            "memory",
-            "draw only plans that are predicted to fit this limit per device, such as 40GB",
-            read=size,
-            metavar="SIZE",
-        ),
+        *options_of(EvaluationQuestion),
         Option("default_only", "without the paper's mode and its profiling runs", False),
-        Option(
-            "ask_size",
-            "micro-batch size of the plans, where another is profiled (with --default-only)",
-            None,
-            at_least(1),
-            metavar="B",
-        ),
-        Option("seed", "of the plans (default: %(default)s)", 0, int, metavar="S"),
         shared.output(None, "also write every prediction, as JSON"),
     )
 
@@ -67,11 +53,8 @@ def main(options: argparse.Namespace) -> int:
         of_profile,
         options.microbatches,
         schedules,
-        options.plans,
-        options.seed,
-        options.memory,
-        not options.default_only,
-        options.ask_size,
+        paper=not options.default_only,
+        **taken(EvaluationQuestion, vars(options)),
     )
     measurements = asked.open_measurements(options, of_profile)
     found = evaluate(question, measurements)

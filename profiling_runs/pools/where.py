@@ -24,7 +24,7 @@ class Where:
     Attributes:
         num_workers: Worker processes that measure, at most; 0: this one (default: one per
             processor, at least 2, and on Ray all that it has room for).
-        ray: Ray cluster to measure on: auto (the one this machine is a part of), local, or an
+        ray: Measure on a Ray cluster: auto (the one this machine is a part of), local, or an
             address.
         accelerator_type: With Ray and runs on devices: its name of the target's devices, such as
             A100.
