@@ -201,10 +201,12 @@ class Format:
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if isinstance(version, bool) or version not in self.versions:
-            known = " and ".join(map(str, self.versions))
+            known, advice = " and ".join(map(str, self.versions)), self._advice
+            if type(version) is int and version > self.versions[-1]:
+                advice = "The file is of a newer version: update capture."
             raise self.error.of(
                 f"{self.name} has schema_version={version!r}; this version of capture reads "
-                f"{known}. {self._advice}",
+                f"{known}. {advice}",
                 f"{self.code}-schema",
             )
         fields = {key: value for key, value in data.items() if key != "schema_version"}

@@ -104,6 +104,16 @@ def test_files_of_another_kind_or_of_none(folder):
     assert code_of(lambda: ShardingPlan.from_json(stages)) == "osdp-plan-kind"
 
 
+def test_a_plan_of_a_newer_version_is_refused_by_name(folder):
+    configuration = Configuration(Packs(1, ((0, 1),)), Packs(1, ((0, 1), (1, 2))))
+    packs = PacksPlan(Server.load("gtx1080ti-x4"), 2, 4, "pp", configuration)
+    stages = Plan.load(FILES / "two.plan.json")
+    for plan in (stages, sharding_plan(), packs, array_plan()):
+        Path("new.json").write_text(json.dumps({**plan.to_json(), "schema_version": 9}))
+        with pytest.raises(PlanError, match=r"^'new.json': .*update capture. \[.*plan-schema\]$"):
+            load_plan("new.json")
+
+
 @pytest.mark.parametrize(
     ("load", "file", "message"),
     [

@@ -181,5 +181,5 @@ def test_missing_and_newer_checkpoints(small, tmp_path):
         checkpoint.restore(small, tmp_path)
     assert str(error.value) == (
         f"checkpoint {str(tmp_path / '0')!r} has schema_version=9; this version of capture reads "
-        "1. Save it again with this version. [checkpoint-schema]"
+        "1. The file is of a newer version: update capture. [checkpoint-schema]"
     )

@@ -108,7 +108,18 @@ def test_a_number_that_is_whole_stays_so():
 FORMAT = Format("cake", PlanError, "cake", "bake it again", versions=(1, 2), strict=True)
 
 
-@pytest.mark.parametrize("version", [0, 3, None, "1", True])
+def test_a_file_of_a_newer_version_is_refused_by_name(tmp_path):
+    path = tmp_path / "cake.json"
+    path.write_text(json.dumps({**WHOLE, "schema_version": 3}))
+    with pytest.raises(PlanError) as caught:
+        FORMAT.load(path, lambda data: FORMAT.read(data, Whole))
+    assert str(caught.value) == (
+        f"{str(path)!r}: cake has schema_version=3; this version of capture reads 1 and 2. The "
+        "file is of a newer version: update capture. [cake-schema]"
+    )
+
+
+@pytest.mark.parametrize("version", [0, None, "1", True])
 def test_an_unknown_version_is_refused(version):
     with pytest.raises(PlanError) as caught:
         FORMAT.read({**WHOLE, "schema_version": version}, Whole)

@@ -63,7 +63,7 @@ def test_files_that_are_no_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("document", "version"),
-    [({"schema_version": 3}, "3"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
+    [({"schema_version": 0}, "0"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
 )
 def test_another_schema_version(document, version):
     assert messages(lambda: Plan.from_json(document)) == [
