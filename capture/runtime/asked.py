@@ -37,8 +37,8 @@ class Training:
     seed: Annotated[int, Asked()] = 0
     check: Annotated[bool, Asked()] = False
     save: Annotated[Path | None, Asked(metavar="DIR")] = None
-    save_every: Annotated[int | None, Asked(metavar="K", least=1)] = None
     restore: Annotated[Path | None, Asked(metavar="DIR")] = None
+    save_every: Annotated[int | None, Asked(metavar="K", least=1)] = None
     until: int | None = None
     trace: bool = False
     fast_compile: bool = False
