@@ -339,7 +339,7 @@ def refused(given: Collection[str], system: str, by_system: Systems) -> list[str
     systems that do."""
     known = merged(by_system)
     return [
-        f"{option.flag} is not of --system {system}, but of {' and '.join(of)}; leave it out."
+        f"{option.flag} is not of --system {system}, but of {', '.join(of)}; leave it out."
         for option, of in (known[name] for name in given if name in known)
         if system not in of
     ]
