@@ -129,6 +129,10 @@ class Policy(ABC):
     @abstractmethod
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer: ...
 
+    def early(self, search: Search, look: Look) -> Found | None:
+        """The plan to begin with while other parts are opened; None if nothing."""
+        return None
+
     def beside(self, search: Search) -> Found | None:
         """The plan to compile beside the next one, which does not wait for it; None if nothing."""
         return None
@@ -204,7 +208,7 @@ class Search:
         self._policy, self._all, self._compiler, self._told = policy, parts, compiler, told
         self.effort, self.parts, self.num_compiled = effort, dict[int, OpenPart](), 0
         self.compiled, self._trail = list[Found](), list[Bracket]()
-        self._asked, self._refuted = set[Plan](), list[Refuted]()
+        self._asked, self._refuted, self._has_begun = set[Plan](), list[Refuted](), False
         #: Per micro-batch size, a profile that knows what is compiled.
         self._profiles = dict[int, Profile]()
         self._start, self._spent = time.perf_counter(), processor_seconds()
@@ -237,6 +241,7 @@ class Search:
         if ended := next((reason for reason, holds in reasons.items() if holds), ""):
             return ended
         if to_open is not None:
+            self._begin_early(self._policy.early(self, look))
             self.open(to_open)
             return ""
         chosen = self._policy.next(self, look)
@@ -273,7 +278,7 @@ class Search:
     def _compile(self, found: Found) -> None:
         part, plan = found.part, found.answer.plan
         assert plan is not None, "a plan was found"
-        if self.effort.compiles is None and self.effort.at_once > 1:
+        if self._may_begin:
             self._begin(found)  # what is beside it is looked for meanwhile
             self._begin(self._policy.beside(self))
         said, known = self._compiler.attempt(plan, part.known)
@@ -282,6 +287,17 @@ class Search:
         if said is not None:
             self.num_compiled += said.num_stages_compiled
             self.compiled.append(Found(part, of_compiler(found.answer, said, part.known)))
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether stages may be begun that nothing waits for."""
+        return self.effort.compiles is None and self.effort.at_once > 1
+
+    def _begin_early(self, found: Found | None) -> None:
+        """Begin with the first plan that is estimated: other parts are opened meanwhile."""
+        if self._may_begin and not self._has_begun:
+            self._has_begun = True
+            self._begin(found)
 
     def _begin(self, found: Found | None) -> None:
         if found is not None and found.answer.plan is not None and not self.is_asked(found):

@@ -148,6 +148,9 @@ class Timed(Policy):
         near = within is not None and within <= search.effort.within_fraction
         return Look(best, bracket, {"proven": within == 0, "within": near})
 
+    def early(self, search: Search, look: Look) -> Found | None:
+        return look.found if look.bracket is not None and _may_fit(look.found) else None
+
     def within(self, search: Search) -> float | None:
         """How near compiled plans are to all (``Proven.within_fraction``)."""
         return finite(max(far(corner, search.values) for corner in self._bounds(search)))

@@ -121,6 +121,24 @@ def test_the_least_floor_of_seconds_is_told_before_anything_is_open():
     assert said[0] == "opened", "no floor is nothing to tell"
 
 
+def test_the_first_plan_is_begun_while_other_parts_are_opened():
+    def begun(effort):
+        planted, found = Fast(0), list[int]()
+
+        def noted(part):
+            return lambda: [found.append(len(getattr(planted, "begun", ()))), part.open()][1]
+
+        parts = [replace(part, open=noted(part)) for part in planted.parts()]
+        return refine(ForSpeed(), parts, planted, effort), found
+
+    answer, found = begun(Effort())
+    assert found[0] == 0 < found[1] and len(found) > 2
+    assert {*found[1:]} == {found[1]}, "no other plan before one is asked for"
+    one, none = begun(Effort(at_once=1))
+    assert not any(none) and one.plan.stages == answer.plan.stages
+    assert not any(begun(Effort(compiles=0))[1])
+
+
 def test_a_floor_counts_once_its_part_is_open():
     """Bounds of stages may be looser."""
     planted, brackets = Small(0), []
