@@ -62,6 +62,7 @@ class AdditivePredictor(ComponentTables):
         self._params: dict[ParamSplit, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
         self._arrivals: dict[tuple[ParamSplit, int], np.ndarray] = {}
+        self._passing: dict[tuple[tuple[int, int], int], dict[str, np.ndarray]] = {}
 
     # ---- stages ----------------------------------------------------------------------------------
 
@@ -190,6 +191,14 @@ class AdditivePredictor(ComponentTables):
 
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
+        params = self._stage_params(choice.param_split)
+        of = choice.value_split, microbatch_size
+        if of not in self._passing:
+            self._passing[of] = self._passed_on(choice, microbatch_size)
+        return {"params": params, "gradients": params, **self._passing[of]}
+
+    def _passed_on(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
+        """What of that is no parameter."""
         graph, split = self.graph(microbatch_size), choice.value_split
         shape = (graph.num_layers, graph.num_layers + 1)
         sizes = [graph.value_bytes(v, split) for v in range(len(graph.values))]
@@ -198,13 +207,10 @@ class AdditivePredictor(ComponentTables):
         returned = np.array(
             [sum(sizes[v] for v in values if graph.values[v].differentiable) for values in crossing]
         )
-        params = self._stage_params(choice.param_split)
         leaves = np.array([leaf.shard_bytes(choice.data_parallel) for leaf in graph.batch])
         losses = np.zeros(shape, np.int64)
         losses[:, -1] = sum(sizes[v] for v in graph.layers[-1].outputs)
         return {
-            "params": params,
-            "gradients": params,
             "received": np.broadcast_to(received[:-1, None], shape),
             "gradients_in": np.broadcast_to(returned[None, :], shape),
             "batch": once_per_stage([layer.batch for layer in graph.layers], leaves),

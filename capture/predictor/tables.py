@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -51,11 +51,20 @@ class ComponentTables:
         self._most: dict[ParamSplit, np.ndarray] = {}
         self._whole: dict[ParamSplit, list[int]] = {}
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
+        self._between: dict[tuple[tuple[int, int], int], np.ndarray] = {}
         for config, cost in profile.measurements.items():
             windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
             windows[config.first, config.stop] = self._components(
                 config.first, config.stop, config.choice, config.microbatch_size, cost
             )
+
+    @cached_property
+    def _sizes(self) -> Mapping[StageChoice, Sequence[int]]:
+        """Micro-batch sizes at which choices were measured, ascending."""
+        found: dict[StageChoice, list[int]] = {}
+        for choice, size in sorted(self._windows, key=lambda key: key[1]):
+            found.setdefault(choice, []).append(size)
+        return found
 
     def graph(self, microbatch_size: int) -> LayerGraph:
         if microbatch_size not in self._graphs:
@@ -143,7 +152,7 @@ class ComponentTables:
         """What gradients of shared parameters wait in and measured windows do not show, by row of
         the backward passes that add them, of every stage; nothing of a choice that was not
         measured."""
-        sizes = [size for known, size in self._windows if known == choice]
+        sizes = self._sizes.get(choice, ())
         if not sizes:
             return {}
         nearest = min(sizes, key=lambda size: (size < microbatch_size, abs(size - microbatch_size)))
@@ -258,7 +267,7 @@ class ComponentTables:
         """
         key = (choice, microbatch_size)
         if key not in self._tables:
-            sizes = sorted(size for known, size in self._windows if known == choice)
+            sizes = self._sizes.get(choice, ())
             if microbatch_size in sizes:
                 windows = self._windows[key]
                 total, drift = self._measured_table(choice, microbatch_size)
@@ -277,7 +286,10 @@ class ComponentTables:
         table, num_full = cheap.copy(), num_full_layers(choice.remat)
         running, kept = mixture.running, mixture.kept
         if self.profile.is_lower_bound:
-            passed = _passed(self.graph(microbatch_size), choice)
+            of = choice.value_split, microbatch_size
+            if of not in self._between:
+                self._between[of] = _passed(self.graph(microbatch_size), choice)
+            passed = self._between[of]
             kept = partial(mixture.least_kept, passed=passed)
             running = partial(mixture.least_running, passed=passed)
         for row, component in enumerate(self.components[: self.num_passes]):

@@ -238,7 +238,7 @@ class Memory:
         may stand for each other, so of those the largest counts.
         """
         needed = self._opaque.needed(product)
-        width = self._widths(needed.steps)
+        width = self._widths(needed.steps())
         return sum(
             max(
                 max(width.get(v, 0) for v in values),
@@ -294,12 +294,12 @@ class Memory:
     def _widths(self, steps: Iterable[Step]) -> dict[Any, int]:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""
         found: dict[Any, int] = {}
-        nbytes = self._nbytes
+        nbytes, widest = self._nbytes, found.get
         for reads, makes, sizes, new in steps:
             reach = 0
             for v in reads:
-                if v in found and found[v] > reach:
-                    reach = found[v]
+                if (width := widest(v, 0)) > reach:
+                    reach = width
             for v, size in zip(makes, sizes, strict=True):
                 own = nbytes[v]
                 width = own if own < reach else reach

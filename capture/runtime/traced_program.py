@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -63,7 +63,7 @@ class Needed(NamedTuple):
     """
 
     results: Sequence[Any]
-    steps: Sequence[Step]
+    steps: Callable[[], Sequence[Step]]
     groups: Sequence[tuple[Sequence[Any], Sequence[Any]]]
     arguments: Collection[Any]
 
@@ -270,22 +270,35 @@ class Opaque:
         operands: dict[Any, list[Any]] = {}
         for v in program.inner_reads[product]:
             operands.setdefault(groups.of(v), []).append(v)
-        steps = []
-        for at in reversed(others):
-            begins = at in self.products
-            # What is computed of a result that is there need not be.
-            there = results if begins else ()
-            makes = [v for v in equations[at].outvars if v in wanted and v not in there]
-            if makes:
-                reads = () if begins else program.inner_reads[at]
-                steps.append(Step.of(reads, makes, begins * _ALL))
-                wanted.update(reads)
+
+        @cache
+        def steps() -> Sequence[Step]:
+            return self._steps(reversed(others), {*wanted}, results)
+
         return Needed(
             [*results],
-            steps[::-1],
+            steps,
             [(values, operands.get(group, ())) for group, values in read.items()],
             {v for at in behind for v in program.given_reads[at]},
         )
+
+    def _steps(
+        self, backwards: Iterable[int], wanted: set[Any], results: Collection[Any]
+    ) -> Sequence[Step]:
+        """Of some operations, the last ones first, those that what is wanted follows from."""
+        found = []
+        for at in backwards:
+            begins = at in self.products
+            # What is computed of a result that is there need not be.
+            there = results if begins else ()
+            makes = [
+                v for v in self._program.equations[at].outvars if v in wanted and v not in there
+            ]
+            if makes:
+                reads = () if begins else self._program.inner_reads[at]
+                found.append(Step.of(reads, makes, begins * _ALL))
+                wanted.update(reads)
+        return found[::-1]
 
     def _joins(self, at: int) -> Sequence[Any]:
         """What an operation reads and makes, but for results that are products' as they are: what

@@ -95,7 +95,7 @@ class TimeModel:
         """One execution on every device of a stage."""
         sent = sum(map(self.collective_seconds, work.collectives))
         if work.kernels is not None:
-            return sum(one.count * self.kernel_seconds(one) for one in work.kernels) + sent
+            return self._all_kernels(work.kernels) + sent
         flops_per_second = self.rates.reached_flops_per_second(work.dtype, work.precision)
         bytes_per_second = self.rates.reached_bytes_per_second
         products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
@@ -106,6 +106,19 @@ class TimeModel:
         group = (sent.group_size, sent.stride)
         seconds = self.links.seconds(sent.kind, sent.nbytes, *group)
         return sent.count * (seconds - sent.is_part * self.links.seconds(sent.kind, 0, *group))
+
+    def _all_kernels(self, kernels: tuple[Kernel, ...]) -> float:
+        """Those of a program, one after the other. Programs that differ in what they send often
+        have the same ones, as one object."""
+        if id(kernels) not in self._sums:
+            seconds = sum(one.count * self.kernel_seconds(one) for one in kernels)
+            self._sums[id(kernels)] = kernels, seconds
+        return self._sums[id(kernels)][1]
+
+    @cached_property
+    def _sums(self) -> dict[int, tuple[tuple[Kernel, ...], float]]:
+        """The kernels of programs, which so stay what their number says, and their seconds."""
+        return {}
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """One kernel, alone on its device."""
