@@ -295,7 +295,7 @@ class Search:
 
     def _begin_early(self, found: Found | None) -> None:
         """Begin with the first plan that is estimated: other parts are opened meanwhile."""
-        if self._may_begin and not self._has_begun:
+        if found is not None and self._may_begin and not self._has_begun:
             self._has_begun = True
             self._begin(found)
 

@@ -149,7 +149,9 @@ class Timed(Policy):
         return Look(best, bracket, {"proven": within == 0, "within": near})
 
     def early(self, search: Search, look: Look) -> Found | None:
-        return look.found if look.bracket is not None and _may_fit(look.found) else None
+        headroom = look.found.answer.headroom
+        is_sure = headroom is None or headroom.verdict == "fits"
+        return look.found if look.bracket is not None and is_sure else None
 
     def within(self, search: Search) -> float | None:
         """How near compiled plans are to all (``Proven.within_fraction``)."""

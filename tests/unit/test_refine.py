@@ -15,6 +15,7 @@ from test_fastest_bounds import QUESTION as FOR_SPEED
 from test_fastest_bounds import Timed
 
 from capture.measured.bounds import Bounds
+from capture.plan.headroom import Headroom
 from capture.processor_time import processor_seconds
 from recommender import recommend
 from recommender.capture.lowest_peak import LowestPeak
@@ -121,15 +122,25 @@ def test_the_least_floor_of_seconds_is_told_before_anything_is_open():
     assert said[0] == "opened", "no floor is nothing to tell"
 
 
+class Doubtful(ForSpeed):
+    """The first plan may not fit."""
+
+    def early(self, search, look):
+        headroom = Headroom(2, "given", 1, 3, 0.9, False)
+        unsure = look.found._replace(answer=replace(look.found.answer, headroom=headroom))
+        is_first = len(search.parts) == 1
+        return super().early(search, look._replace(found=unsure) if is_first else look)
+
+
 def test_the_first_plan_is_begun_while_other_parts_are_opened():
-    def begun(effort):
+    def begun(effort, policy=ForSpeed):
         planted, found = Fast(0), list[int]()
 
         def noted(part):
             return lambda: [found.append(len(getattr(planted, "begun", ()))), part.open()][1]
 
         parts = [replace(part, open=noted(part)) for part in planted.parts()]
-        return refine(ForSpeed(), parts, planted, effort), found
+        return refine(policy(), parts, planted, effort), found
 
     answer, found = begun(Effort())
     assert found[0] == 0 < found[1] and len(found) > 2
@@ -137,6 +148,8 @@ def test_the_first_plan_is_begun_while_other_parts_are_opened():
     one, none = begun(Effort(at_once=1))
     assert not any(none) and one.plan.stages == answer.plan.stages
     assert not any(begun(Effort(compiles=0))[1])
+    _, found = begun(Effort(), Doubtful)
+    assert found[:2] == [0, 0] and found[2], "the next one that fits is begun"
 
 
 def test_a_floor_counts_once_its_part_is_open():
