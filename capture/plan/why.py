@@ -135,6 +135,7 @@ class Bracket:
         num_points: Compiled plans of a front, where that is searched for; then the bytes are of its
             smallest plan, and the seconds of its fastest.
         within_fraction: How near these are to the front, as in ``Proven``.
+        expected_step_seconds: Until one is compiled, of the plan that is estimated to be fastest.
     """
 
     seconds: float
@@ -146,6 +147,7 @@ class Bracket:
     most_step_seconds: float | None = None
     num_points: int | None = None
     within_fraction: float | None = None
+    expected_step_seconds: float | None = None
 
     def __str__(self) -> str:
         begins = f"{self.seconds:.{1 if self.seconds < 100 else 0}f} s"
@@ -177,6 +179,8 @@ class Bracket:
         if least is None:
             return ""
         bound = f"no plan is faster than {format_seconds(least)}"
+        if self.expected_step_seconds is not None:
+            return f"best estimate {format_seconds(self.expected_step_seconds)}; {bound}"
         if most is None:
             return bound
         nbytes = f", {format_bytes(self.most_bytes)}" if self.num_points is None else ""

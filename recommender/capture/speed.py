@@ -144,6 +144,7 @@ class Timed(Policy):
             None if fastest is None else seconds_of(fastest),
             len(_undominated(plans)) if self._has_front else None,
             within if self._has_front else None,
+            None if self._has_front or fastest is not None else seconds_of(best),
         )
         near = within is not None and within <= search.effort.within_fraction
         return Look(best, bracket, {"proven": within == 0, "within": near})

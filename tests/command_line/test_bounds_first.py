@@ -373,12 +373,14 @@ def test_a_search_for_speed_is_told_in_the_words_of_the_question(capsys):
     progress.known(bracket)
     progress.jobs("bounds from tracing", 18, 40)
     progress.jobs("bounds from tracing", 40, 40)
+    progress.known(replace(bracket, expected_step_seconds=1.25))
     best = replace(bracket, num_compiled=2, most_bytes=61 * 10**9, most_step_seconds=1.31)
     progress.known(best)
     progress.jobs("stages of the plan", 1, 2)
     assert capsys.readouterr().err.splitlines() == [
         "0.5 s: no plan is faster than 1.02 s",
         "18 of 40 kinds of stage known",
+        "0.5 s: best estimate 1.25 s; no plan is faster than 1.02 s",
         "0.5 s, 2 compiled: best so far 1.31 s, 61 GB; no plan is faster than 1.02 s",
         "compiled 1 of 2 stages",
     ]
