@@ -13,9 +13,11 @@ from capture.environment import without_collecting
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds, UpdateCost
 from capture.model.graph import content_hash
+from capture.profiler import other_splits
 from capture.profiler.bounded_passes import BoundedPasses
 from capture.profiler.compile import CompileBackend
 from capture.profiler.lines import lines_of
+from capture.runtime import least_traffic
 from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
@@ -63,7 +65,8 @@ class BoundsBackend:
 
     def measure(self, config: StageConfig) -> StageBounds:
         """The bounds of a stage config."""
-        return self.of_passes(config, self.of_ends(config))
+        found = self.of_passes(config, self.of_ends(config))
+        return replace(found, least=other_splits.together(found.least))
 
     def of_ends(self, config: StageConfig, traces: StageTraces | None = None) -> EndBounds:
         """Bounds of the end of a step alone, which depends on parameters and optimizer; from the
@@ -115,7 +118,9 @@ class BoundsBackend:
             most,
             update_bytes=_traced(programs.update).least_bytes,
             summarize_bytes=_traced(summarize).least_bytes if summarize else 0,
-            update_work=programs.with_zeros(_traced(programs.update).least_work),
+            update_work=programs.with_zeros(
+                least_traffic.together(_traced(programs.update).least_work)
+            ),
         )
         return EndBounds(least, most)
 

@@ -40,13 +40,13 @@ from capture.profiler.compile import CompileBackend
 from capture.profiler.lines import Line, lines_of
 from capture.profiler.other_splits import (
     gathering_again,
-    in_even_parts,
     keeping,
-    of_examples,
     put_together,
     sending,
     splitting,
+    together,
 )
+from capture.runtime.least_traffic import along_sequence, of_examples
 from capture.runtime.traced_stage import StageTraces
 from capture.step.interface import stage_values
 
@@ -342,7 +342,9 @@ class LayerFacts:
             # What products add to gradients need not be read and written once more.
             work = of_examples(plain.least.backward_work)
             plain = replace(plain, least=replace(plain.least, backward_work=work))
-        return self._of_split_params(window, choice, plain) if choice.shard_params else plain
+        if choice.shard_params:
+            plain = self._of_split_params(window, choice, plain)
+        return replace(plain, least=together(plain.least))
 
     def _of_split_params(
         self, window: Window, choice: StageChoice, plain: StageBounds
@@ -447,8 +449,8 @@ class LayerFacts:
             keeping(plain.least, kept),
             forward_bytes=min(plain.least.forward_bytes, whole.least.forward_bytes // degree),
             backward_bytes=min(plain.least.backward_bytes, whole.least.backward_bytes // degree),
-            forward_work=in_even_parts(plain.least.forward_work, degree),
-            backward_work=in_even_parts(plain.least.backward_work, degree),
+            forward_work=along_sequence(plain.least.forward_work, degree),
+            backward_work=along_sequence(plain.least.backward_work, degree),
         )
         most = replace(
             keeping(plain.most, kept), backward_work=gathering_again(plain.most.backward_work)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from capture.measured.stage_cost import StageCost, UpdateCost
 from capture.measured.work import ProgramWork
 from capture.plan.choices import StageChoice
+from capture.runtime import least_traffic
 
 
 def keeping(cost: StageCost, nbytes: int) -> StageCost:
@@ -24,29 +25,8 @@ def sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> P
 
 
 def splitting(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """The least work as ``of_examples``, of a program whose replicas send as ``sending``."""
-    return sending(of_examples(work), own, degree)
-
-
-def of_examples(work: ProgramWork | None) -> ProgramWork | None:
-    """The least work of a program, of which the traffic of what is the same on all replicas, its
-    last kernel, is no part any more."""
-    if work is None or work.kernels is None:
-        return None
-    traffic = [kernel for kernel in work.kernels if not kernel.dtype]
-    kernels = [kernel for kernel in work.kernels if kernel.dtype]
-    return replace(work, kernels=(*kernels, *traffic[:1]))
-
-
-def in_even_parts(work: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """The least work of a program whose traffic beside products is split over devices."""
-    if work is None or work.kernels is None:
-        return None
-    kernels = [
-        kernel if kernel.dtype else replace(kernel, nbytes=kernel.nbytes // degree)
-        for kernel in work.kernels
-    ]
-    return replace(work, kernels=tuple(kernels))
+    """The least work as ``least_traffic.of_examples``, with replicas that send as ``sending``."""
+    return sending(least_traffic.of_examples(work), own, degree)
 
 
 def gathering_again(work: ProgramWork | None) -> ProgramWork | None:
@@ -59,6 +39,15 @@ def gathering_again(work: ProgramWork | None) -> ProgramWork | None:
     ]
     sums = [one for one in again if one.stride == 1]
     return replace(work, collectives=(*work.collectives, *sums))
+
+
+def together(least: StageCost) -> StageCost:
+    """The least cost with as many kernels for the traffic as a program is sure to have."""
+    return replace(
+        least,
+        forward_work=least_traffic.together(least.forward_work),
+        backward_work=least_traffic.together(least.backward_work),
+    )
 
 
 def put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:

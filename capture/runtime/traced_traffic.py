@@ -21,9 +21,22 @@ from typing import Any
 import numpy as np
 
 from capture.measured.work import Kernel
-from capture.partition.tensor_parallel import DATA_AXIS
+from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.residuals import ValueSplit
+from capture.runtime.traced_moves import Moves
 from capture.runtime.traced_program import TracedProgram, variables
+from capture.runtime.traced_rereads import (
+    NONE,
+    ReadAgain,
+    Way,
+    Ways,
+    in_parts,
+    joined,
+    kernel_ends,
+    shared_sums,
+    stored,
+    summed,
+)
 from capture.runtime.views import item_bytes
 from capture.tracing.recompute import (
     ARITHMETIC,
@@ -165,6 +178,7 @@ class Traffic:
         summed: Those of them whose results are parts of a sum over devices: nothing follows in
             them.
         computed: Bytes of values that are computed and cannot be read as anything else.
+        reads_again: Whether to count what is read more than once.
     """
 
     program: TracedProgram
@@ -172,6 +186,7 @@ class Traffic:
     products: Collection[int]
     summed: Collection[int]
     computed: Mapping[Any, int]
+    reads_again: bool = True
     _written: dict[Any, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,8 +204,9 @@ class Traffic:
             self._written[value] = max(self._written.get(value, 0), nbytes)
 
     def least(self) -> list[Kernel]:
-        """Return what is written and read at least: of what replicas split, and of what is the same
-        on each (parameters and gradients), with a count of 0 where there is none of it."""
+        """Return what is written and read at least: of what replicas split, and then of what is the
+        same on each (parameters and gradients), both of what tensor parallelism splits and of what
+        it does not, with a count of 0 where there is none of it."""
         read: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
         wanted = self._wanted()
@@ -204,16 +220,75 @@ class Traffic:
                 for source, nbytes in found.items():
                     read[source] = max(read.get(source, 0), nbytes)
             sources.update(dict.fromkeys(equation.outvars, {} if is_sum else found))
-        split, parts = self._split_over_replicas, [0, 0]
-        for value, nbytes in (*self._written.items(), *read.items()):
-            parts[split is not None and value not in split] += nbytes
+        again: Mapping[Any, int] = {}
+        moved: dict[Any, int] = {}
+        if self.reads_again:
+            again = self._read_again(wanted)
+            moves = Moves(self.program, self.split, self._ends.of)
+            for value, base in moves.operands(self.products).items():
+                if value in self._written or base in self._written:
+                    continue
+                if nbytes := self._read(value, {}).get(base, self.split.least_bytes(value)):
+                    moved[value] = nbytes
+                    read[base] = max(read.get(base, 0), nbytes)
+        parts = [0] * 4
+        for value, nbytes in (
+            *self._written.items(),
+            *read.items(),
+            *again.items(),
+            *moved.items(),
+        ):
+            parts[self._part(value)] += nbytes
         return [Kernel(nbytes, count=int(nbytes > 0)) for nbytes in parts]
 
-    @property
-    def _split_over_replicas(self) -> Collection[Any] | None:
-        """The values that may be split over replicas; None where there are none."""
-        axes = self.split.axes
-        return next((axis.reached for axis in axes if axis.name == DATA_AXIS), None)
+    def _part(self, value: Any) -> int:
+        """The place of a value in ``least``."""
+        is_split = [
+            next((value in axis.reached for axis in self.split.axes if axis.name == name), True)
+            for name in (DATA_AXIS, MODEL_AXIS)
+        ]
+        return 2 * (not is_split[0]) + (not is_split[1])
+
+    def _read_again(self, wanted: Collection[Any]) -> Mapping[Any, int]:
+        """Values in memory that are read once more, and the bytes of that."""
+        program, split, again = self.program, self.split, ReadAgain()
+        ends, ways = program.once(kernel_ends), dict[Any, Ways]()
+        shared = program.once(shared_sums, frozenset(self._written))
+        made = {value for base, _, value in self._ends.operands if base in self._written}
+        for at, equation in enumerate(program.equations):
+            name, outs = equation.primitive.name, equation.outvars
+            if at not in self.products and name not in _KNOWN:
+                continue
+            reads = variables(equation.invars)
+            if at in self.products:
+                # What stands in memory anyway is read by the product, and by no kernel before it.
+                each = [summed(self._ways(v, ways), ends=v in made) for v in reads]
+                ways.update(dict.fromkeys(outs, joined(each)))
+                continue
+            found = joined([self._ways(v, ways) for v in reads])
+            if name in REDUCTIONS:
+                if any(v in wanted for v in outs):
+                    again.read(found)
+                found = summed(found, at in ends, at in shared)
+            else:
+                nbytes = sum(map(split.least_bytes, outs))
+                if name in _PARTS:
+                    found = in_parts(found, nbytes)
+                if any(v in self._written for v in outs):
+                    again.read(found)
+                found = stored(found, nbytes)
+            if found:
+                ways.update(dict.fromkeys(outs, found))
+        return again.nbytes()
+
+    def _ways(self, value: Any, ways: Mapping[Any, Ways]) -> Ways:
+        """How a value depends on what stands in memory, itself if it does."""
+        known = ways.get(value, NONE)
+        read = self._read(value, {})
+        if not read and value not in self._ends.of and value not in self._ends.made:
+            return known
+        found = {source: one.nothing for source, one in known.items()}
+        return found | {s: Way(0, False, nbytes, nbytes) for s, nbytes in read.items()}
 
     def _wanted(self) -> set[Any]:
         """All that the written values are computed from, between what stands in memory."""
@@ -246,8 +321,8 @@ class Traffic:
             if one not in self._ends.made:
                 return {}
             narrow = min(item_bytes(value), self._narrowest)
-            most = min(split.least_bytes(value), split.least_bytes(one))
-            return {one: most * narrow // item_bytes(value)}
+            most = split.least_bytes(value) * narrow // item_bytes(value)
+            return {one: min(most, split.least_bytes(one))}
         if value in self._ends.made:
             itemsize = self.program.views.written_itemsize.get(value, item_bytes(value))
             return {value: split.least_bytes(value) * itemsize // item_bytes(value)}

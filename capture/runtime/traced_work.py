@@ -49,7 +49,7 @@ class TracedWork:
         self._products = Products(program, split, keeps_products)
         large = self._products.large
         summed = [at for at, product in large.items() if product.summed]
-        self._traffic = Traffic(program, split, large, summed, computed)
+        self._traffic = Traffic(program, split, large, summed, computed, keeps_products)
         axes, stride = {axis.name: axis for axis in split.axes}, 1
         self._exchanges: list[Exchanges] = []
         for name, degree in reversed([*mesh_shape.items()]):
