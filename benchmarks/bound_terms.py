@@ -3,6 +3,10 @@ term: totals hide a term that is too high.
 
     python -m benchmarks.bound_terms h100 v5e -o benchmarks/results/2026-01-31-bound-terms.json
     python -m benchmarks.bound_terms h100 --models gpt moe --limit 20
+    python -m benchmarks.bound_terms h100 --known benchmarks/results/2026-01-31-bound-terms.json
+
+The last compiles nothing: it holds what is traced today against what RESULT has of compiled
+programs.
 
 Layers and pairs of layers of many models, small and large, are compiled with tensor parallelism,
 replicas, ZeRO, sequence parallelism and every remat. Of each program, forward, backward and update,
@@ -80,6 +84,8 @@ USES = (
 PROGRAMS = ("forward", "backward", "update")
 #: Of sums of the same numbers in another order.
 ROUNDING = 1e-9
+#: Of numbers in documents, which have seven digits.
+KNOWN_ROUNDING = 1e-6
 NUM_DEVICES = 8
 
 
@@ -124,6 +130,18 @@ def compared(between: Any, cost: Any, model: TimeModel) -> dict[str, dict[str, l
     return found
 
 
+def too_high(
+    found: Mapping[str, Mapping[str, list[float]]], rounding: float = ROUNDING
+) -> list[str]:
+    """The terms whose bounds are above what is compiled."""
+    return [
+        f"{program} {term}"
+        for program, each in found.items()
+        for term, (least, compiled) in each.items()
+        if term != "estimate" and least > compiled * (1 + rounding)
+    ]
+
+
 def spans(num_layers: int) -> list[tuple[int, int]]:
     """Single layers, first, inner and last, and a pair."""
     middle = num_layers // 2
@@ -164,13 +182,19 @@ class Stages:
                 yield row | {"refused": str(error)}
                 continue
             found = compared(between, cost, self._model)
-            above = [
-                f"{program} {term}"
-                for program, each in found.items()
-                for term, (least, compiled) in each.items()
-                if term != "estimate" and least > compiled * (1 + ROUNDING)
-            ]
-            yield row | {"programs": found, "above": above}
+            yield row | {"programs": found, "above": too_high(found)}
+
+    def held_against(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """A row with what is traced now, of what was compiled then."""
+        first, last = known["layers"]
+        [*degrees, sequence] = known["use"]
+        config = StageConfig(first, last + 1, choice_of((*degrees, sequence)), self.size)
+        between = self._bounds.measure(config)
+        found = compared(between, between.most, self._model)
+        for program, each in found.items():
+            for term, pair in each.items():
+                pair[1] = known["programs"][program][term][1]
+        return {**known, "programs": found, "above": too_high(found)}
 
 
 def summary(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -203,6 +227,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="+")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--limit", type=int, help="so many models and uses, of every target")
+    parser.add_argument("--known", type=Path, metavar="RESULT", help="take what is compiled of it")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
     targets = [Target.load(name) for name in options.targets]
@@ -211,6 +236,7 @@ def main() -> int:
     document: dict[str, Any] = {"benchmark": "bound_terms", "targets": {}}
     if options.output is not None and options.output.exists():
         document = json.loads(options.output.read_text())
+    compiled = json.loads(options.known.read_text())["targets"] if options.known else None
     for target in targets:
         known = document["targets"].setdefault(target.name, {"rows": []})
         done = {(row["model"], tuple(row["use"])) for row in known["rows"]}
@@ -220,7 +246,14 @@ def main() -> int:
                 continue
             start = time.perf_counter()
             stages = open_models.setdefault(model, Stages(model, target))
-            rows = [{"model": model, **row} for row in stages.rows(use)]
+            if compiled is None:
+                rows = [{"model": model, **row} for row in stages.rows(use)]
+            else:
+                rows = [
+                    stages.held_against(row)
+                    for row in compiled[target.name]["rows"]
+                    if (row["model"], tuple(row["use"])) == (model, use) and "programs" in row
+                ]
             known["rows"] += rows
             above = [f"{row['layers']} {said}" for row in rows for said in row.get("above", ())]
             took = time.perf_counter() - start
@@ -229,7 +262,7 @@ def main() -> int:
                 "date": date.today().isoformat(),
                 "versions": environment.versions(target.platform),
                 "summary": summary(known["rows"]),
-            }
+            } | ({"compiled_in": options.known.name} if options.known else {})
             if options.output is not None:
                 options.output.write_text(json.dumps(document) + "\n")
         print(json.dumps({target.name: known.get("summary")}, indent=1))
