@@ -194,7 +194,7 @@ class Stages:
         for program, each in found.items():
             for term, pair in each.items():
                 pair[1] = known["programs"][program][term][1]
-        return {**known, "programs": found, "above": too_high(found)}
+        return {**known, "programs": found, "above": too_high(found, KNOWN_ROUNDING)}
 
 
 def summary(rows: list[Mapping[str, Any]]) -> dict[str, Any]:

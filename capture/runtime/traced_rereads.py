@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from capture.runtime.traced_program import TracedProgram, variables
+from capture.tracing.jaxprs import is_variable
 from capture.tracing.recompute import (
     ARITHMETIC,
     FUNCTIONS,
@@ -52,11 +53,6 @@ class Way(NamedTuple):
     is_shared: bool
     nbytes: int
     stored: int
-
-    @property
-    def nothing(self) -> Way:
-        """As of what depends on it, and reads nothing of it."""
-        return self._replace(nbytes=0, stored=0)
 
 
 Ways = Mapping[Any, Way]
@@ -96,13 +92,15 @@ def in_parts(ways: Ways, nbytes: int) -> Ways:
 
 
 def summed(ways: Ways, ends: bool = False, shares: bool = False) -> Ways:
-    """Return the same of a sum, which ends a kernel, or is needed for several values."""
-    return {
-        source: Way(
-            one.turn + (ends and one.nbytes > 0), one.is_shared or (shares and one.nbytes > 0), 0, 0
-        )
-        for source, one in ways.items()
-    }
+    """Return the same of what is made of a value and reads no more of all that: of a sum, which
+    ends a kernel, or is needed for several values."""
+    found = {}
+    for source, (turn, is_shared, nbytes, _) in ways.items():
+        turn += ends and nbytes > 0
+        is_shared |= shares and nbytes > 0
+        if turn or is_shared:
+            found[source] = Way(turn, is_shared, 0, 0)
+    return found
 
 
 class ReadAgain:
@@ -143,19 +141,20 @@ def kernel_ends(program: TracedProgram) -> Collection[int]:
 def shared_sums(program: TracedProgram, written: Collection[Any]) -> Collection[int]:
     """Return the positions of the long sums over rows that several of some values follow from,
     through no product."""
-    found, reached = set[int](), dict[Any, frozenset[Any]]()
-    none = frozenset[Any]()
+    found, reached = set[int](), dict[Any, set[Any]]()
     for at in sorted(program.useful, reverse=True):
         equation = program.equations[at]
         name = equation.primitive.name
-        after = none.union(*(reached.get(v, none) for v in equation.outvars))
-        after |= {v for v in equation.outvars if v in written}
+        after = {v for v in equation.outvars if v in written}
+        for value in equation.outvars:
+            after |= reached.pop(value, set())
         if len(after) > 1 and name in REDUCTIONS and _is_long(equation):
             found.add(at)
         if not after or name not in _ELEMENTS | REDUCTIONS | MOVES:
             continue
         for value in program.reads[at]:
-            reached[value] = reached.get(value, none) | after
+            if len(known := reached.setdefault(value, set())) < 2:
+                known |= after
     return found
 
 
@@ -184,6 +183,8 @@ def _is_met_again(program: TracedProgram, at: int) -> bool:
     """Whether what follows from a sum meets what it is a sum of, both through operations of one
     large operand: the form of a softmax."""
     equation = program.equations[at]
+    if not is_variable(equation.invars[0]):
+        return False
     size = equation.invars[0].aval.size
     behind, waiting = _behind(program, equation.invars[0], size), [*equation.outvars]
     seen = set[int]()

@@ -257,7 +257,7 @@ class Traffic:
         made = {value for base, _, value in self._ends.operands if base in self._written}
         for at, equation in enumerate(program.equations):
             name, outs = equation.primitive.name, equation.outvars
-            if at not in self.products and name not in _KNOWN:
+            if at not in self.products and (name not in _KNOWN or wanted.isdisjoint(outs)):
                 continue
             reads = variables(equation.invars)
             if at in self.products:
@@ -267,8 +267,7 @@ class Traffic:
                 continue
             found = joined([self._ways(v, ways) for v in reads])
             if name in REDUCTIONS:
-                if any(v in wanted for v in outs):
-                    again.read(found)
+                again.read(found)
                 found = summed(found, at in ends, at in shared)
             else:
                 nbytes = sum(map(split.least_bytes, outs))
@@ -287,8 +286,7 @@ class Traffic:
         read = self._read(value, {})
         if not read and value not in self._ends.of and value not in self._ends.made:
             return known
-        found = {source: one.nothing for source, one in known.items()}
-        return found | {s: Way(0, False, nbytes, nbytes) for s, nbytes in read.items()}
+        return {**summed(known)} | {s: Way(0, False, nbytes, nbytes) for s, nbytes in read.items()}
 
     def _wanted(self) -> set[Any]:
         """All that the written values are computed from, between what stands in memory."""

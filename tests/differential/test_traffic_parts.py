@@ -76,6 +76,15 @@ def test_what_two_values_need_a_sum_for_is_read_twice():
     assert squares(both, 3) == 2 + 1 + 2  # reads z and writes another operand, too
 
 
+def test_a_sum_of_a_constant_is_none_of_rows():
+    def scaled(x, y):
+        # A number of a program that is called stands for what is summed there.
+        total = jax.jit(lambda number: jax.lax.reduce_sum(number, axes=()))(3.0)
+        return jnp.exp(x * total) @ y
+
+    assert squares(scaled) == 2
+
+
 def test_less_that_is_computed_on_the_way_may_be_stored_for_the_second_time():
     def sums(a, b, y):
         x = a + b
