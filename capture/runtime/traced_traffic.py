@@ -207,9 +207,21 @@ class Traffic:
         """Return what is written and read at least: of what replicas split, and then of what is the
         same on each (parameters and gradients), both of what tensor parallelism splits and of what
         it does not, with a count of 0 where there is none of it."""
+        wanted = self._wanted()
+        read = self._read_once(wanted)
+        found: list[Mapping[Any, int]] = [self._written, read]
+        if self.reads_again:
+            found += [self._read_again(wanted), self._moved(read)]
+        parts = [0] * 4
+        for each in found:
+            for value, nbytes in each.items():
+                parts[self._part(value)] += nbytes
+        return [Kernel(nbytes, count=int(nbytes > 0)) for nbytes in parts]
+
+    def _read_once(self, wanted: set[Any]) -> dict[Any, int]:
+        """Values in memory that are read, and the bytes of that."""
         read: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
-        wanted = self._wanted()
         for equation in self.program.equations:
             out = equation.outvars[0] if equation.outvars else None
             if out is None or out in self._ends.made or wanted.isdisjoint(equation.outvars):
@@ -220,26 +232,19 @@ class Traffic:
                 for source, nbytes in found.items():
                     read[source] = max(read.get(source, 0), nbytes)
             sources.update(dict.fromkeys(equation.outvars, {} if is_sum else found))
-        again: Mapping[Any, int] = {}
+        return read
+
+    def _moved(self, read: dict[Any, int]) -> Mapping[Any, int]:
+        """Operands that are written because they have to lie otherwise, and the bytes of that; what
+        they are of is read."""
         moved: dict[Any, int] = {}
-        if self.reads_again:
-            again = self._read_again(wanted)
-            moves = Moves(self.program, self.split, self._ends.of)
-            for value, base in moves.operands(self.products).items():
-                if value in self._written or base in self._written:
-                    continue
-                if nbytes := self._read(value, {}).get(base, self.split.least_bytes(value)):
-                    moved[value] = nbytes
-                    read[base] = max(read.get(base, 0), nbytes)
-        parts = [0] * 4
-        for value, nbytes in (
-            *self._written.items(),
-            *read.items(),
-            *again.items(),
-            *moved.items(),
-        ):
-            parts[self._part(value)] += nbytes
-        return [Kernel(nbytes, count=int(nbytes > 0)) for nbytes in parts]
+        moves = Moves(self.program, self.split, self._ends.of)
+        for value, base in moves.operands(self.products).items():
+            if value not in self._written and base not in self._written:
+                nbytes = self._read(value, {}).get(base, self.split.least_bytes(value))
+                moved[value] = nbytes
+                read[base] = max(read.get(base, 0), nbytes)
+        return moved
 
     def _part(self, value: Any) -> int:
         """The place of a value in ``least``."""
@@ -249,7 +254,7 @@ class Traffic:
         ]
         return 2 * (not is_split[0]) + (not is_split[1])
 
-    def _read_again(self, wanted: Collection[Any]) -> Mapping[Any, int]:
+    def _read_again(self, wanted: set[Any]) -> Mapping[Any, int]:
         """Values in memory that are read once more, and the bytes of that."""
         program, split, again = self.program, self.split, ReadAgain()
         ends, ways = program.once(kernel_ends), dict[Any, Ways]()
