@@ -178,7 +178,7 @@ class LayerFacts:
             longest: Most layers of a window.
         """
         windows = {w for w in self.windows.values() if w[1] - w[0] <= longest}
-        if self.is_by_example:  # of all numbers of examples most follow from a few
+        if self.is_by_example and self._lines_pay:  # all numbers of examples follow from a few
             asked = [*asked]
             examples = {*self._sizes, *(size // choice.data_parallel for choice, size in asked)}
             asked = list(product({_on_one_replica(choice) for choice, _ in asked}, examples))
@@ -207,6 +207,14 @@ class LayerFacts:
             self._take(batch)
             done += len(batch.configs)
             progress(done, total)
+
+    @property
+    def _lines_pay(self) -> bool:
+        """Whether passes of many numbers of examples follow from others, or none is known: where
+        sizes are powers of two, those of examples are often those of weights, and each is traced
+        when it is asked for."""
+        follow = [line.follows(examples) for line, examples in self._lines.values()]
+        return 4 * sum(follow) >= len(follow)
 
     def _take(self, batch: BoundedPasses) -> None:
         """Know passes; what is not known and does not follow from others is traced."""

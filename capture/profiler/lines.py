@@ -65,6 +65,10 @@ class Line:
             self._numbers(each)
         self._look_between(examples[0], examples[-1], {configs[examples[0]].microbatch_size})
 
+    def follows(self, examples: int) -> bool:
+        """Whether so many are on a line between others."""
+        return examples in self._ends
+
     def at(self, examples: int) -> StageBounds:
         """The bounds with so many examples on a device."""
         found = None

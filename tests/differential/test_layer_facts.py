@@ -271,3 +271,30 @@ def test_few_examples_keep_no_more_than_a_cut_of_their_own():
             kept_bytes(facts.graph_at(size), 0, 1, choice, each.least) for each in (found, traced)
         ]
         assert kept[0] <= kept[1], (remat, size)
+
+
+class Following:
+    """A line that all numbers of examples are on, or none."""
+
+    def __init__(self, follows):
+        self._follows = follows
+
+    def follows(self, examples):
+        return self._follows
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_numbers_of_examples_that_nobody_asked_for_are_traced_only_where_lines_pay(follows):
+    batches = []
+
+    def share(asked, here):
+        batches.extend(asked)
+        return iter(())
+
+    backend = CompileBackend(MODELS["gpt"](), store=Store(), num_devices=NUM_DEVICES)
+    facts = LayerFacts(backend, {1, 2, 4, 8}, NUM_DEVICES, share)
+    facts.is_by_example = True
+    facts._lines[StageConfig(0, 1, StageChoice(), 1)] = Following(follows), 1
+    facts.learn([(StageChoice(2, 1, "none"), 8)])
+    examples = {c.microbatch_size // c.choice.data_parallel for b in batches for c in b.configs}
+    assert examples == ({1, 2, 4, 8} if follows else {4})
