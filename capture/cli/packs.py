@@ -239,7 +239,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     step = plan.prediction.step if plan.prediction else None
     report = VerifyReport(
         "packs",
-        plan.machine.name,
+        plan.known_cluster.target,
         found,
         None if step is None else tuple(step.device_peak_bytes),
         tuple(rows),

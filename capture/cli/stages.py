@@ -21,7 +21,7 @@ from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, check_compiler
 from capture.measured.profile import Profile
-from capture.options import Option, at_least, options_of, several
+from capture.options import Option, at_least, options_of, several, taken
 from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.space import StageSpace
@@ -238,19 +238,13 @@ def _question(
     """What the options ask for; ``given`` is as the user typed them."""
     global_batch, num_microbatches = asked.read_batch(vars(options))
     default = options.parser.get_default
+    batch = {"global_batch": global_batch, "microbatches": num_microbatches}
     return PlanQuestion(
         of_profile.cluster,
-        global_batch,
-        num_microbatches,
-        options.schedule,
-        options.memory,
-        options.objective,
-        options.mode,
-        options.algorithm,
-        of_profile.space,
-        options.merge_layers,
-        options.remat if num_full_layers(options.remat or "") else None,
-        tuple(name for name, value in vars(given).items() if value != default(name)),
+        space=of_profile.space,
+        remat=options.remat if num_full_layers(options.remat or "") else None,
+        chosen=tuple(name for name, value in vars(given).items() if value != default(name)),
+        **taken(PlanQuestion, vars(options) | batch),
     )
 
 
