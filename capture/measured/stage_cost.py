@@ -100,8 +100,8 @@ class StageBounds:
     Attributes:
         least: No compiled cost is below it, in any field.
         most: With as much as was ever seen beside what stands in memory.
-        sizes: Per program, the bytes per device of donated arguments, and of results: only those of
-            one size may share memory.
+        sizes: Per program, the bytes per device of donated arguments, and then of results, which
+            may have the memory of one of as many bytes.
     """
 
     least: StageCost

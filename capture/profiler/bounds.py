@@ -141,7 +141,7 @@ class BoundsBackend:
             backward_work=backward.least_work,
             update_work=ends.least.update_work,
         )
-        return StageBounds(least, most, (forward.sizes, backward.sizes))
+        return StageBounds(least, most, (*forward.sizes, *backward.sizes))
 
     def _programs(self, config: StageConfig, traces: StageTraces | None) -> TracedStage:
         programs = self._backend.programs(

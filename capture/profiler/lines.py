@@ -40,9 +40,16 @@ class _Numbers(NamedTuple):
     sizes: list[list[int]]
 
     @property
-    def equal(self) -> list[list[int]]:
-        """Which of the sizes of a program are equal."""
-        return [[*map(sizes.index, sizes)] for sizes in self.sizes]
+    def equal(self) -> set[tuple[int, int, int]]:
+        """Which arguments have as many bytes as which results, program by program."""
+        programs = zip(self.sizes[::2], self.sizes[1::2], strict=True)
+        return {
+            (at, i, j)
+            for at, (given, made) in enumerate(programs)
+            for i, one in enumerate(given)
+            for j, other in enumerate(made)
+            if one == other
+        }
 
 
 class Line:
@@ -87,10 +94,12 @@ class Line:
             is_new = self._configs[each].microbatch_size not in sizes
             return is_new, abs(log(each / sqrt(low * high)))
 
-        middle = min(inside, key=rank)
+        on_line = [each for each in inside if self._on_line(each, low, high) is not None]
+        middle = min(on_line or inside, key=rank)
         sizes.add(self._configs[middle].microbatch_size)
         if _agree(self._on_line(middle, low, high), self._numbers(middle)):
-            self._ends |= dict.fromkeys((each for each in inside if each != middle), (low, high))
+            self._ends |= dict.fromkeys((each for each in on_line if each != middle), (low, high))
+            all(map(self._numbers, set(inside) - set(on_line)))
         else:
             self._look_between(low, middle, sizes)
             self._look_between(middle, high, sizes)
@@ -157,7 +166,7 @@ def _filled(form: Any, numbers: Iterator[int]) -> Any:
 def _between(low: _Numbers, high: _Numbers, part: tuple[int, int]) -> _Numbers | None:
     """What is on the line between two, after a part of it; None where there is none, or nothing
     whole on it."""
-    if (low.form, low.equal) != (high.form, high.equal):
+    if low.form != high.form or [*map(len, low.sizes)] != [*map(len, high.sizes)]:
         return None
     exact = _part(low.exact, high.exact, part)
     sizes = [_part(*each, part) for each in zip(low.sizes, high.sizes, strict=True)]
@@ -166,7 +175,8 @@ def _between(low: _Numbers, high: _Numbers, part: tuple[int, int]) -> _Numbers |
     done, total = part
     peaks = [a - ((a - b) * done) // total for a, b in zip(low.peaks, high.peaks, strict=True)]
     found = _Numbers(low.form, exact, peaks, sizes)  # type: ignore[arg-type]
-    return found if found.equal == low.equal else None
+    by_chance = found.equal - (low.equal & high.equal)
+    return None if by_chance else found
 
 
 def _part(low: Sequence[int], high: Sequence[int], part: tuple[int, int]) -> list[int] | None:

@@ -55,13 +55,13 @@ class BoundedProgram(Executable):
         least_bytes: The lower bound of the same.
         least_outputs: Those of its results, one by one.
         least_work: What the program does at least; None where that is not counted.
-        sizes: As of ``StageBounds``.
+        sizes: Bytes per device of donated arguments, and of results.
     """
 
     least_bytes: int = 0
     least_outputs: tuple[int, ...] = ()
     least_work: ProgramWork | None = None
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Bounder:
             least_bytes=memory.least(),
             least_outputs=tuple(least),
             least_work=None if work is None else work.least(),
-            sizes=(*(shard_bytes(each) for _, each in donated), *least),
+            sizes=(tuple(shard_bytes(each) for _, each in donated), tuple(least)),
         )
 
 

@@ -88,11 +88,18 @@ def test_a_result_that_has_the_size_of_an_argument_by_chance_is_on_no_line():
     """It may be written there, and the program needs less."""
 
     def truth(n):
-        sizes = ((), (4096, 4096, 64 * n, 64 * n))
+        sizes = ((), (), (4096, 4096), (64 * n, 4096 + 128 * n))
         return bounds(n, 40 * n + 4096 * (64 * n != 4096), 90 * n, sizes=sizes)
 
     found, num_traced = asked(truth)
-    assert found == {n: truth(n) for n in EXAMPLES} and num_traced == 3
+    assert found == {n: truth(n) for n in EXAMPLES} and num_traced == 4
+
+
+def test_programs_with_other_results_are_on_no_line():
+    def truth(n):
+        return bounds(n, 40 * n, 90 * n, sizes=((1,), (2,) * (1 + (n > 100))))
+
+    assert asked(truth)[0] == {n: truth(n) for n in EXAMPLES}
 
 
 def test_expected_peaks_may_be_a_little_more_and_no_less():
