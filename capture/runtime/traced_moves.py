@@ -5,6 +5,9 @@ its columns, one of them side by side; and the matrices of a batch at one distan
 results so, those of a batch one after the other. Heads of attention are made beside each other and
 read apart: they are moved. So are arguments of the program, which lie in the order of their
 dimensions.
+
+Examples of replicas have to be one of the dimensions of each batch. Those of experts are not: what
+they read may be sent between devices, and lie as they read it on arrival.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from capture.partition.tensor_parallel import DATA_AXIS
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import TracedProgram
 from capture.runtime.views import Run
@@ -51,6 +55,8 @@ class Moves:
                 if not is_variable(value) or (made := self._made_of(value)) is None:
                     continue
                 base, runs = made
+                if not self._is_by_example(value, batch, base):
+                    continue
                 orders = self._orders(value, base, runs)
                 if orders and not any(self._is_read(value, o, summed, batch) for o in orders):
                     found.setdefault(base, value)
@@ -82,6 +88,23 @@ class Moves:
             if read.aval.shape != value.aval.shape:
                 return None
             value = read
+
+    def _is_by_example(self, value: Any, batch: Sequence[int], base: Any) -> bool:
+        """Whether the products that make and read a value have examples in their batches, if they
+        have any, where these are split over replicas.
+
+        Args:
+            value: The operand.
+            batch: Its dimensions of the batch.
+            base: What it is of, an argument or the result of a product.
+        """
+        axis = next((axis for axis in self._split.axes if axis.name == DATA_AXIS), None)
+        if axis is None:
+            return True
+        maker = self._program.flow.maker(base)
+        made = () if maker is None else range(len(maker.params["dimension_numbers"][1][0]))
+        pairs = ((value, batch), (base, made))
+        return all(not dims or axis.dims.get(one) in dims for one, dims in pairs)
 
     def _orders(self, value: Any, base: Any, runs: Sequence[Run]) -> Sequence[Order]:
         """The orders in which the dimensions of a value may lie; none where that is not known."""

@@ -131,6 +131,16 @@ def test_heads_that_are_made_together_are_moved_to_be_read_apart():
     assert sum(traffic(heads, *HEADS, mesh=(2, 1), specs=examples)) == tanh / 2
 
 
+def test_experts_may_find_what_they_read_as_they_read_it():
+    def experts(x, w):
+        return jnp.einsum("gecm,emh->gech", x, w)
+
+    shapes = [(4, 8, 64, 64), (8, 64, 64)]
+    specs = [PartitionSpec(DATA_AXIS), PartitionSpec(DATA_AXIS)]
+    assert sum(traffic(experts, *shapes)) > 0, "on one device"
+    assert sum(traffic(experts, *shapes, mesh=(2, 1), specs=specs)) == 0
+
+
 def test_arguments_are_moved_that_lie_in_another_order():
     def apart(q, k):
         return jnp.einsum("bqhd,bkhd->bhqk", q, k)
