@@ -224,7 +224,9 @@ class Search:
                 ended = self._round()
             except KeyboardInterrupt:
                 interrupts.forget()
-                if not self._trail:
+                if (
+                    not self._trail and not self.compiled
+                ):  # a bound that is refuted clears the trail
                     raise
                 ended = "interrupted"
         if ended == "search":

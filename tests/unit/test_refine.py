@@ -176,6 +176,25 @@ def test_nothing_that_is_refuted_leaves_a_floor():
     assert found.peak_bytes == peaks[best] < sorted(peaks)[1], "though its floor was wrong"
 
 
+def test_an_interrupt_keeps_a_compiled_plan_though_bounds_were_refuted():
+    """Then no floor is known of the part that is opened next, and no bracket was told."""
+    planted = Small(1)
+    wrong = {
+        config: replace(cost, forward_bytes=3 * cost.forward_bytes)
+        for config, cost in planted.least.measurements.items()
+    }
+    planted.least = replace(planted.least, measurements=wrong)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    one, other, *_ = planted.parts()
+    other = replace(other, open=interrupted, least_bytes=10**9)
+    found = refine(LowestPeak(), [replace(one, least_bytes=1), other], planted)
+    assert found.compiled and found.why.proven.ended == "interrupted"
+    assert found.why.proven.refuted
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_no_plan_of_any_part_is_faster_than_is_said(seed):
     planted = Fast(seed)
