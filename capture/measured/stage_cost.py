@@ -102,11 +102,14 @@ class StageBounds:
         most: With as much as was ever seen beside what stands in memory.
         sizes: Per program, the bytes per device of donated arguments, and then of results, which
             may have the memory of one of as many bytes.
+        common_bytes: Of what is kept at least, what all replicas have alike, such as statistics of
+            a batch: where parameters are split over replicas, a compiler may split it, too.
     """
 
     least: StageCost
     most: StageCost
     sizes: tuple[tuple[int, ...], ...] = ()
+    common_bytes: int = 0
 
 
 #: Of a stage whose programs need nothing, or are not known.

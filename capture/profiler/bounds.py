@@ -13,6 +13,7 @@ from capture.environment import without_collecting
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds, UpdateCost
 from capture.model.graph import content_hash
+from capture.partition.tensor_parallel import DATA_AXIS
 from capture.profiler import other_splits
 from capture.profiler.bounded_passes import BoundedPasses
 from capture.profiler.compile import CompileBackend
@@ -22,7 +23,7 @@ from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 17
+BOUNDS_VERSION = 18
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -129,10 +130,16 @@ class BoundsBackend:
     ) -> StageBounds:
         programs = self._programs(config, traces)
         forward, backward = _traced(programs.forward), _traced(programs.backward)
-        most, num_stored = programs.cost_given_update(ends.most), len(programs.residuals.stored)
+        most, stored = programs.cost_given_update(ends.most), programs.residuals.stored
+        kept = forward.least_outputs[len(forward.least_outputs) - len(stored) :]
+        common = sum(
+            nbytes
+            for value, nbytes in zip(stored, kept, strict=True)
+            if DATA_AXIS not in programs.residuals.spec(value)
+        )
         least = replace(
             most,
-            residual_bytes=sum(forward.least_outputs[-num_stored:]) if num_stored else 0,
+            residual_bytes=sum(kept),
             forward_bytes=forward.least_bytes,
             backward_bytes=backward.least_bytes,
             update_bytes=ends.least.update_bytes,
@@ -141,7 +148,8 @@ class BoundsBackend:
             backward_work=backward.least_work,
             update_work=ends.least.update_work,
         )
-        return StageBounds(least, most, (*forward.sizes, *backward.sizes))
+        found = StageBounds(least, most, (*forward.sizes, *backward.sizes), common)
+        return other_splits.of_split_params(found, config.choice)
 
     def _programs(self, config: StageConfig, traces: StageTraces | None) -> TracedStage:
         programs = self._backend.programs(

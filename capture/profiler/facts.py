@@ -41,6 +41,7 @@ from capture.profiler.lines import Line, lines_of
 from capture.profiler.other_splits import (
     gathering_again,
     keeping,
+    of_split_params,
     put_together,
     sending,
     splitting,
@@ -364,7 +365,7 @@ class LayerFacts:
             names = ("forward_work", "backward_work")
             return {name: of(getattr(cost, name), getattr(own, name)) for name in names}
 
-        degree = choice.tensor_parallel
+        degree, plain = choice.tensor_parallel, of_split_params(plain, choice)
         most = works(plain.most, sent.most, partial(sending, degree=degree))
         return StageBounds(
             replace(
@@ -383,16 +384,16 @@ class LayerFacts:
         replica by itself where a minimum cut depends on them."""
         found = self._trace(passes)
         for one in self._alone(passes):
-            other, least = self._trace(one).least, found.least
-            fewer = other if self._kept(one) < self._kept(passes) else least
+            alone, least = self._trace(one), found.least
+            fewer = alone if self._kept(one) < self._kept(passes) else found
             least = replace(
-                fewer,
-                forward_bytes=min(least.forward_bytes, other.forward_bytes),
-                backward_bytes=min(least.backward_bytes, other.backward_bytes),
+                fewer.least,
+                forward_bytes=min(least.forward_bytes, alone.least.forward_bytes),
+                backward_bytes=min(least.backward_bytes, alone.least.backward_bytes),
                 forward_work=least.forward_work,
                 backward_work=least.backward_work,
             )
-            return replace(found, least=least)
+            return replace(found, least=least, common_bytes=fewer.common_bytes)
         return found
 
     def _alone(self, passes: _Traced) -> list[_Traced]:
@@ -463,7 +464,8 @@ class LayerFacts:
         most = replace(
             keeping(plain.most, kept), backward_work=gathering_again(plain.most.backward_work)
         )
-        return StageBounds(least, most)
+        common = max(plain.common_bytes, ceil(whole.common_bytes / degree))
+        return replace(plain, least=least, most=most, common_bytes=common)
 
 
 def _sizes(examples: Iterable[int]) -> dict[int, int]:

@@ -132,7 +132,7 @@ def _numbers(bounds: StageBounds, tensor_parallel: int) -> _Numbers:
     """The numbers of bounds, of any number of replicas the same."""
     document = write(bounds)
     sizes = document.pop("sizes")
-    for cost in document.values():
+    for cost in (document["least"], document["most"]):
         for name in ("forward_work", "backward_work"):
             for sent in (cost.get(name) or {}).get("collectives", ()):
                 if sent["stride"] == tensor_parallel and sent["group_size"] > 1:

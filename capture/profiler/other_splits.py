@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from capture.measured.stage_cost import StageCost, UpdateCost
+from capture.measured.stage_cost import StageBounds, StageCost, UpdateCost
 from capture.measured.work import ProgramWork
 from capture.plan.choices import StageChoice
 from capture.runtime import least_traffic
@@ -13,6 +13,16 @@ from capture.runtime import least_traffic
 def keeping(cost: StageCost, nbytes: int) -> StageCost:
     """A cost that keeps so much for the backward pass, all named residuals."""
     return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
+
+
+def of_split_params(bounds: StageBounds, choice: StageChoice) -> StageBounds:
+    """Bounds of a stage that may split what its replicas have in common, where it splits parameters
+    over them; of any number of replicas the same."""
+    if not choice.shard_params:
+        return bounds
+    least = bounds.least
+    nbytes = max(0, least.residual_bytes - bounds.common_bytes)
+    return replace(bounds, least=replace(least, residual_bytes=nbytes), common_bytes=0)
 
 
 def sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:

@@ -224,9 +224,7 @@ class Search:
                 ended = self._round()
             except KeyboardInterrupt:
                 interrupts.forget()
-                if (
-                    not self._trail and not self.compiled
-                ):  # a bound that is refuted clears the trail
+                if self._look.bracket is None and not self.compiled:
                     raise
                 ended = "interrupted"
         if ended == "search":

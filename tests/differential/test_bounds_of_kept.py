@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from processes import REPOSITORY
 
@@ -37,3 +39,20 @@ def test_long_stages_keep_no_less_than_their_bound_however_tensors_are_split(rem
             kept = kept_bytes(graph, first, stop, choice, cost)
             bound = int(predictor.memory(choice, SIZE).kept[first, stop])
             assert 0 < bound <= kept, (choice, first, stop)
+
+
+@pytest.mark.parametrize("model", ["wide_resnet", "resnet"])
+def test_where_parameters_are_split_so_may_be_what_replicas_have_in_common(model):
+    """Statistics of a batch, per channel: for H100 they are split as the scales that follow."""
+    spec = WorkloadSpec.parse(f"{REPOSITORY / 'models' / model}.py:{model}?size=tiny")
+    choices = tuple(StageChoice(4, 1, remat, True, True) for remat in ("none", "cheap"))
+    cluster, size = Cluster((4,), "h100"), 4 * SIZE
+    question = ProfileQuestion(spec, cluster, size, choices=choices, calibration_plans=0)
+    measurements = open_measurements(question, store=Store(None))
+    predictor = AdditivePredictor(bounds(question, measurements).least)
+    graph = measurements.backend.sharding(size).graph(choices)
+    for choice, window in product(choices, [(0, 1), (1, 2), (0, graph.num_layers)]):
+        cost = measurements.backend.measure(StageConfig(*window, choice, size))
+        kept = kept_bytes(graph, *window, choice, cost)
+        bound = int(predictor.memory(choice, size).kept[window])
+        assert 0.9 * kept < bound <= kept, (choice, window)

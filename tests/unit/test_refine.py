@@ -193,6 +193,10 @@ def test_an_interrupt_keeps_a_compiled_plan_though_bounds_were_refuted():
     found = refine(LowestPeak(), [replace(one, least_bytes=1), other], planted)
     assert found.compiled and found.why.proven.ended == "interrupted"
     assert found.why.proven.refuted
+    # Of a part without a floor nothing is known, so that no bracket was told; there is a plan.
+    unknown = [replace(each, least_bytes=0) for each in (one, other)]
+    found = refine(LowestPeak(), unknown, planted)
+    assert found.plan is not None and not found.compiled and found.why.uncompiled
 
 
 @pytest.mark.parametrize("seed", range(2))
