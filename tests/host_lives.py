@@ -18,26 +18,27 @@ from capture.errors import Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.runtime.hosts.process import Alive, Done, Failed, HostJob, Said, serve
+from capture.runtime.run_report import RunReport
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
 JOB, SECOND = (
     HostJob(PLAN, WorkloadSpec.parse("a.py:b"), {}, "127.0.0.1:1", 2, host, ()) for host in (0, 1)
 )
 #: What one host says of its training, in short.
-ALONE = {
-    "measured_peak_bytes_per_device": [1, 2],
-    "ledger_checks": 3,
-    "step_seconds": [],
-    "loss": [],
-    **dict.fromkeys(
-        (
-            "allocator",
-            "resident_set_peak_bytes",
-            "resident_set_before_bytes",
-            "dispatch_seconds",
-        )
-    ),
-}
+ALONE = RunReport(
+    kind="stages",
+    target="cpu",
+    platform="cpu",
+    is_target=True,
+    num_devices=2,
+    predicted_peak_bytes_per_device=[1000, 1000],
+    replayed_peak_bytes_per_device=[1000, 1000],
+    measured_peak_bytes_per_device=[1, 2],
+    meter="live arrays",
+    ledger_checks=3,
+    loss=[],
+    step_seconds=[],
+).document()
 
 
 def done(job: HostJob, connection: Connection, parent: int) -> None:

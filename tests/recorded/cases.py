@@ -281,7 +281,7 @@ def verify(bench: Bench) -> dict[str, Any]:
         "peaks": document["peak_bytes_per_device"],
         "stages": [
             [stage["peak_bytes"], stage["instant"], stage["parts_bytes"]]
-            for stage in document["stages"]
+            for stage in document["peaks"]
         ],
         "headroom": document["headroom"],
         "programs": sorted(emitted),
@@ -400,7 +400,7 @@ def verify_for_h100(bench: Bench) -> dict[str, Any]:
         "peaks": document["peak_bytes_per_device"],
         "stages": [
             [stage["peak_bytes"], stage["instant"], stage["parts_bytes"]]
-            for stage in document["stages"]
+            for stage in document["peaks"]
         ],
         "headroom": document["headroom"],
         "time": document["time"],

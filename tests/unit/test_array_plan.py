@@ -10,7 +10,7 @@ import pytest
 from refusals import codes_of
 
 from capture import Cluster, WorkloadSpec
-from capture.cli.array import models_of
+from capture.cli.array import Varied, models_of
 from capture.plan.array import (
     ArrayPlan,
     ArrayPrediction,
@@ -130,7 +130,7 @@ def test_a_wrong_document_is_refused(change, code):
 
 def test_models_are_every_combination_of_what_varies(tmp_path):
     varied = [("learning_rate", (0.1, 0.2)), ("seed", (0.0, 1.0))]
-    found = models_of("4", varied)
+    found = models_of("4", [Varied(*each) for each in varied])
     assert [(m.seed, dict(m.hyperparameters)) for m in found] == [
         (0, {"learning_rate": 0.1}),
         (1, {"learning_rate": 0.1}),
@@ -138,7 +138,7 @@ def test_models_are_every_combination_of_what_varies(tmp_path):
         (1, {"learning_rate": 0.2}),
     ]
     assert models_of("2", []) == [Member(0), Member(1)]
-    sizes = models_of(None, [("batch_size", (2.0, 4.0))])
+    sizes = models_of(None, [Varied("batch_size", (2.0, 4.0))])
     assert [repr(m.batch_size) for m in sizes] == ["2", "4"]
     file = tmp_path / "sweep.json"
     file.write_text('[{"learning_rate": 0.5, "seed": 3}]')
@@ -163,4 +163,4 @@ def test_models_are_every_combination_of_what_varies(tmp_path):
     ],
 )
 def test_models_that_are_not_named_are_refused(models, varied, code):
-    assert code in codes_of(lambda: models_of(models, varied))
+    assert code in codes_of(lambda: models_of(models, [Varied(*each) for each in varied]))

@@ -169,8 +169,8 @@ def test_stages_on_parts_of_several_nodes_are_refused():
 
 
 def test_documents_of_hosts_are_one():
-    alone = {"allocator": 1, "resident_set_peak_bytes": 2, "resident_set_before_bytes": 3}
-    alone |= {"dispatch_seconds": 0.5}
+    alone = host_lives.ALONE | {"allocator": 1, "resident_set_peak_bytes": 2}
+    alone |= {"resident_set_before_bytes": 3, "dispatch_seconds": 0.5}
     first = alone | {"measured_peak_bytes_per_device": [5, 6], "ledger_checks": 7}
     first |= {"step_seconds": [1.0, 4.0], "loss": [0.5, 0.25], "reference_loss": [0.5, 0.25]}
     second = first | {"measured_peak_bytes_per_device": [8], "step_seconds": [2.0, 3.0]}

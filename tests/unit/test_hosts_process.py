@@ -85,15 +85,7 @@ def test_a_loss_that_is_no_number_is_null_in_the_document_of_all(capsys):
 
 
 def test_a_run_says_where_its_state_is():
-    document = {
-        "predicted_peak_bytes_per_device": [1000, 1000],
-        "measured_peak_bytes_per_device": [1000, 1000],
-        "is_target": True,
-        "meter": "live arrays",
-        "allocator": None,
-        "loss": [0.5],
-        "saved": "run/12",
-    }
+    document = ALONE | {"loss": [0.5], "saved": "run/12"}
     assert as_text(document).splitlines()[-2:] == ["loss 0.500000", "state -> run/12"]
 
 
