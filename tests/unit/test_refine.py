@@ -161,13 +161,19 @@ def test_a_floor_counts_once_its_part_is_open():
     assert {bracket.least_bytes for bracket in brackets} == {least}
 
 
-def test_nothing_that_is_refuted_leaves_a_floor():
+def refuted_by_compilers() -> Small:
+    """Bounds of forward passes that are too high."""
     planted = Small(1)
     wrong = {
         config: replace(cost, forward_bytes=3 * cost.forward_bytes)
         for config, cost in planted.least.measurements.items()
     }
     planted.least = replace(planted.least, measurements=wrong)
+    return planted
+
+
+def test_nothing_that_is_refuted_leaves_a_floor():
+    planted = refuted_by_compilers()
     peaks = [recommend(planted.all, asked).peak_bytes for asked in questions(FOR_MEMORY)]
     best, parts = peaks.index(min(peaks)), planted.parts()
     parts[best] = replace(parts[best], least_bytes=10**9)
@@ -178,12 +184,7 @@ def test_nothing_that_is_refuted_leaves_a_floor():
 
 def test_an_interrupt_keeps_a_compiled_plan_though_bounds_were_refuted():
     """Then no floor is known of the part that is opened next, and no bracket was told."""
-    planted = Small(1)
-    wrong = {
-        config: replace(cost, forward_bytes=3 * cost.forward_bytes)
-        for config, cost in planted.least.measurements.items()
-    }
-    planted.least = replace(planted.least, measurements=wrong)
+    planted = refuted_by_compilers()
 
     def interrupted():
         raise KeyboardInterrupt
