@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -191,6 +192,20 @@ class Asked:
     choices: Sequence[str] | None = None
     again: bool = False
     in_files: bool = True
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a file of TOML has.
+
+    Raises:
+        ValueError: If it cannot be read or is no TOML, with the rest of a sentence on the file.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"is not TOML: {error}") from None
 
 
 def read_keys(

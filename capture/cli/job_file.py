@@ -17,7 +17,6 @@ Where jobs run, and what is reported of them, is said on the command line, not i
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -29,7 +28,7 @@ from capture.cli import layers
 from capture.cli import options as shared
 from capture.cli.asked import Values, profile_question
 from capture.errors import CaptureError, ProfileError, Violation
-from capture.options import Option, merged, read_keys, refused, size
+from capture.options import Option, merged, read_keys, read_toml, refused, size
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.question import ProfileQuestion
 
@@ -124,15 +123,9 @@ def read_job_file(path: Path, beside: Values = MappingProxyType({})) -> list[Pro
             and the codes of the question of a profile.
     """
     try:
-        data = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ProfileError.of(
-            f"job file {str(path)!r} cannot be read: {error.strerror}.", "jobs-file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ProfileError.of(
-            f"job file {str(path)!r} is not TOML: {error}.", "jobs-file"
-        ) from None
+        data = read_toml(path)
+    except ValueError as error:
+        raise ProfileError.of(f"job file {str(path)!r} {error}.", "jobs-file") from None
     tables = data.get("profile", [])
     if not isinstance(tables, list) or not tables or data.keys() - {"defaults", "profile"}:
         raise ProfileError.of(

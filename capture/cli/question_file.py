@@ -15,7 +15,6 @@ What the command line says beside the file counts in its place. Where this machi
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from capture.cli.output import say
 from capture.errors import PlanError, Violation
 from capture.machine.target import resolved_target
 from capture.model.workload import WorkloadSpec
-from capture.options import Option, read_keys
+from capture.options import Option, read_keys, read_toml
 from capture.plan.files import with_paths
 from capture.plan.kinds import kind_of, load_plan
 from recommender.answer import Answer
@@ -57,10 +56,13 @@ def opened(options: argparse.Namespace, known: Collection[Option]) -> argparse.N
         return options
     given = argparse.Namespace(workload=other, trust=options.trust)
     if named.endswith(".toml"):
-        values = _read(Path(named), _toml(Path(named)), known)
-        spec = WorkloadSpec.parse(other or values.pop("workload")) if "workload" in values else None
-        if spec is not None and other is None:
-            spec = spec.in_file(named).resolved_from(Path(named).parent).admitted(options.trust)
+        values, spec = _read(Path(named), _toml(Path(named)), known), None
+        own = values.pop("workload", None)
+        if other is not None:
+            spec = WorkloadSpec.parse(other)
+        elif own is not None:
+            spec = WorkloadSpec.parse(own).in_file(named).resolved_from(Path(named).parent)
+            spec = spec.admitted(options.trust)
         found = _again(options, values)
     else:
         plan = load_plan(named)
@@ -108,15 +110,9 @@ def _again(options: argparse.Namespace, values: Mapping[str, Any]) -> argparse.N
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        given = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise PlanError.of(
-            f"question {str(path)!r} cannot be read: {error.strerror}.", "question-file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError.of(
-            f"question {str(path)!r} is not TOML: {error}.", "question-file"
-        ) from None
+        given = read_toml(path)
+    except ValueError as error:
+        raise PlanError.of(f"question {str(path)!r} {error}.", "question-file") from None
     return with_paths(given, lambda name: resolved_target(name, path.parent))
 
 

@@ -16,16 +16,10 @@ from capture.runtime.opaque import OpaqueProducts
 from capture.runtime.views import Views
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
-from capture.tracing.recompute import (
-    ARITHMETIC,
-    FUNCTIONS,
-    LONG_FUNCTIONS,
-    REDUCTIONS,
-    RENAMED,
-)
+from capture.tracing.recompute import ELEMENTWISE, REDUCTIONS
 
 #: Computed inside of what reads the result.
-_FUSED = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS | {"pad", "rev", "slice", "transpose"}
+_FUSED = ELEMENTWISE | {"pad", "rev", "slice", "transpose"}
 #: More elements than any value has.
 _ALL = sys.maxsize
 T = TypeVar("T")

@@ -25,18 +25,10 @@ from typing import Any, NamedTuple
 
 from capture.runtime.traced_program import TracedProgram, variables
 from capture.tracing.jaxprs import is_variable
-from capture.tracing.recompute import (
-    ARITHMETIC,
-    FUNCTIONS,
-    LONG_FUNCTIONS,
-    MOVES,
-    REDUCTIONS,
-    RENAMED,
-)
+from capture.tracing.recompute import ELEMENTWISE, MOVES, REDUCTIONS
 
 #: Elements that are summed up to one, from which on a sum has a kernel of its own.
 _LONG = 128
-_ELEMENTS = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS
 
 
 class Way(NamedTuple):
@@ -150,7 +142,7 @@ def shared_sums(program: TracedProgram, written: Collection[Any]) -> Collection[
             after |= reached.pop(value, set())
         if len(after) > 1 and name in REDUCTIONS and _is_long(equation):
             found.add(at)
-        if not after or name not in _ELEMENTS | REDUCTIONS | MOVES:
+        if not after or name not in ELEMENTWISE | REDUCTIONS | MOVES:
             continue
         for value in program.reads[at]:
             if len(known := reached.setdefault(value, set())) < 2:
@@ -173,7 +165,7 @@ def _is_result(program: TracedProgram, value: Any) -> bool:
             return True
         for reader in program.readers.get(one, ()):
             out = reader.outvars[0]
-            if reader.primitive.name in _ELEMENTS and out.aval.size == value.aval.size:
+            if reader.primitive.name in ELEMENTWISE and out.aval.size == value.aval.size:
                 waiting += [out] if out not in seen else []
                 seen.add(out)
     return False
@@ -191,7 +183,7 @@ def _is_met_again(program: TracedProgram, at: int) -> bool:
     while waiting:
         value = waiting.pop()
         for reader in program.readers.get(value, ()):
-            if reader.primitive.name not in _ELEMENTS | REDUCTIONS or id(reader) in seen:
+            if reader.primitive.name not in ELEMENTWISE | REDUCTIONS or id(reader) in seen:
                 continue
             seen.add(id(reader))
             large = [
@@ -210,7 +202,7 @@ def _behind(program: TracedProgram, value: Any, size: int) -> set[Any]:
     """A value, and those that it follows from through operations of one large operand."""
     found = {value}
     while (maker := program.flow.maker(value)) is not None:
-        if maker.primitive.name not in _ELEMENTS:
+        if maker.primitive.name not in ELEMENTWISE:
             break
         large = [v for v in variables(maker.invars) if 2 * program.products.distinct(v) > size]
         if len({*large}) != 1:

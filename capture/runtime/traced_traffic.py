@@ -39,7 +39,7 @@ from capture.runtime.traced_rereads import (
 )
 from capture.runtime.views import item_bytes
 from capture.tracing.recompute import (
-    ARITHMETIC,
+    ELEMENTWISE,
     FUNCTIONS,
     LONG_FUNCTIONS,
     MOVES,
@@ -48,7 +48,7 @@ from capture.tracing.recompute import (
 )
 
 #: Computed element by element: may be the end of the product that it reads.
-_ELEMENTS = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS | {"transpose"}
+_ELEMENTS = ELEMENTWISE | {"transpose"}
 #: A library's product may add a matrix to its result.
 _ADDED = RENAMED | {"add", "add_any", "sub", "neg", "transpose"}
 #: What no library is known to end a product with.

@@ -53,6 +53,8 @@ FUNCTIONS = _names("""
 LONG_FUNCTIONS = _names("""
     bessel_i0e bessel_i1e digamma erf_inv iota_2x32_shape lgamma philox2x32 philox4x32 polynomial
     random_bits random_fold_in random_seed random_split threefry2x32 threefry4x32""")
+#: All that is computed element by element, or is another view.
+ELEMENTWISE = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS
 #: Write their results to memory.
 MOVES = _names("""
     concatenate dynamic_slice dynamic_update_slice gather pad relayout rev slice stack

@@ -189,12 +189,13 @@ def _open_smallest(search: Search) -> None:
 def _open_others(search: Search, found: Found) -> bool:
     """Open the parts of other schedules with the micro-batches of a plan of several stages, whose
     devices may hold less by them; whether there are any."""
-    size, is_alone = found.part.size, len(found.answer.proof.stages) == 1
+    if len(found.answer.proof.stages) == 1:
+        return False
     others = {n: part for n, part in search.unopened.items() if not part.is_plain}
-    numbers = [n for n, part in others.items() if part.question.microbatch_size == size]
-    for number in [] if is_alone else numbers:
+    numbers = [n for n, part in others.items() if part.question.microbatch_size == found.part.size]
+    for number in numbers:
         search.open(number)
-    return bool(numbers) and not is_alone
+    return bool(numbers)
 
 
 def _limits(least: int, most: int) -> tuple[int, ...]:

@@ -99,6 +99,15 @@ def test_what_names_code_is_trusted_or_refused(folder, capsys):
     plan(capsys, "question.toml")
 
 
+def test_a_workload_beside_a_question_counts_where_that_names_none(folder, capsys):
+    lines = Path("question.toml").read_text().splitlines()
+    rest = [line for line in lines if not line.startswith("workload")]
+    assert len(rest) < len(lines)
+    Path("question.toml").write_text("\n".join(rest))
+    plan(capsys, "question.toml", "--workload", "tiny.py:model")
+    assert load_plan("plan.json").workload.function == "model"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
