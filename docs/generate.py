@@ -47,6 +47,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
         "capture.plan.array:Decision",
         "capture.plan.array:ArrayPrediction",
     ),
+    "capture plan --json": ("recommender.plan_report:PlanReport",),
     "capture verify --json": ("capture.report.verification:VerifyReport",),
     "capture run --json": ("capture.runtime.run_report:RunReport",),
     "capture diff --json": ("capture.report.difference:DiffReport",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from capture.documents import fields_of
 from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
@@ -81,13 +80,6 @@ class Answer(Generic[P, S]):
     def __str__(self) -> str:
         said = self.why.summary
         return said if self.status == "ok" else f"{self.status}: {said}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **fields_of(self, "status", "extrapolated", "compiled", "plan", "prediction"),
-            "search": self.proof.to_json(),
-            **fields_of(self, "why", "headroom"),
-        }
 
 
 #: Of plans of stages.

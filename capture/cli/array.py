@@ -20,6 +20,7 @@ from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
+from capture.documents import write
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.trust import remember
@@ -28,10 +29,12 @@ from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds
-from capture.report.difference import DiffReport, PlanNeeds, unequal
+from capture.report.difference import DiffReport, unequal
+from capture.report.needs import PlanNeeds
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, Kind
+from recommender.plan_report import PlanReport
 
 if TYPE_CHECKING:
     from capture.report.array import ArrayFacts
@@ -215,7 +218,8 @@ def plan(options: argparse.Namespace) -> int:
             f"plan -> {options.output} (search: {proof.algorithm}, "
             f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)})"
         )
-    emit(options, answer.to_json(), "\n".join(lines))
+    report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
+    emit(options, write(report), "\n".join(lines))
     return 0 if answer.status == "ok" else 1
 
 
@@ -364,7 +368,7 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
 def diff(options: argparse.Namespace, *plans: ArrayPlan) -> DiffReport:
     """What two plans decide differently, and what each needs."""
     asked.refuse_unread(options, "array")
-    one, other = map(_needs, plans)
+    one, other = map(PlanNeeds.of, plans)
     return DiffReport("array", unequal(*map(_decided, plans)), (one, other))
 
 
@@ -379,18 +383,6 @@ def _decided(plan: ArrayPlan) -> dict[str, str]:
         "recomputed": _named(plan, "recompute"),
         "limit": "-" if plan.memory_limit_bytes is None else format_bytes(plan.memory_limit_bytes),
     }
-
-
-def _needs(plan: ArrayPlan) -> PlanNeeds:
-    found = plan.prediction
-    if found is None:
-        return PlanNeeds(None, "unknown")
-    return PlanNeeds(
-        found.peak_bytes,
-        "compiled",
-        step_seconds=found.step_seconds,
-        host_peak_bytes=found.host_peak_bytes,
-    )
 
 
 def _named(plan: ArrayPlan, choice: str) -> str:

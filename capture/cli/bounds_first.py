@@ -17,6 +17,7 @@ from capture.cli.fitting import measuring, name_change, tell
 from capture.cli.output import Beyond, emit, told
 from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
+from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.options import Option, options_of
@@ -359,12 +360,13 @@ def _told(
         *asked.layers_note(of_profile, measurements.backend.num_layers),
         *asking.left_out(),
     ]
-    document, lines = told(options, result, time, attempts, notes, beyond)
+    report, lines = told(options, result, time, attempts, notes, beyond)
     if _ended(result) == "memory" and not attempts:
         tell(options, lines)  # what follows may compile
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
-        lines = [name_change(document, asking.cheapest_change(most), "fits")]
-    emit(options, document, "\n".join(lines))
+        report = replace(report, cheapest_change=asking.cheapest_change(most))
+        lines = [name_change(report.cheapest_change, "fits")]
+    emit(options, write(report), "\n".join(lines))
     if _ended(result) == "interrupted":
         return 130
     asks_no_compiler = options.quick or options.compiles == 0

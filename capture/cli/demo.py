@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
         "global_batch_size": question.global_batch_size,
         "num_microbatches": question.num_microbatches,
         "schedule": question.schedule,
-        "search": recommended.to_json()["search"],
+        "search": recommended.proof.to_json(),
         "why": recommended.why.to_json(),
     }
     for name, plan in plans.items():

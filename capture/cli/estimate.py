@@ -68,7 +68,9 @@ def main(options: argparse.Namespace) -> int:
         "targets": [vars(each) for each in fewest],
         "warnings": split_warnings(workload, options.microbatch_size),
     }
-    emit(options, document, "\n".join([*_lines(need, fewest), *warning_lines(document)]))
+    emit(
+        options, document, "\n".join([*_lines(need, fewest), *warning_lines(document["warnings"])])
+    )
     return 0
 
 

@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
     document = {**found.to_json(), "workload": options.workload, "warnings": warnings}
     if options.output is not None:
         options.output.write_text(json.dumps({**document, "predictions": found.predictions}))
-    emit(options, document, "\n".join([as_text(document), *warning_lines(document)]))
+    emit(options, document, "\n".join([as_text(document), *warning_lines(document["warnings"])]))
     return 0
 
 

@@ -74,7 +74,9 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
     found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
     warnings = split_warnings(measurements.backend.workload, plan.microbatch_size)
     document = {**found.to_json(), "warnings": warnings}
-    emit(options, document, "\n".join([changes_text(document), *warning_lines(document)]))
+    emit(
+        options, document, "\n".join([changes_text(document), *warning_lines(document["warnings"])])
+    )
     return 0
 
 

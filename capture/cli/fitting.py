@@ -73,9 +73,8 @@ def measuring(
     return Measuring(of_profile.remat, of_profile.shard_optimizer, measured, state_bytes)
 
 
-def name_change(document: dict[str, Any], change: FittingChange | None, fits: str) -> str:
-    """Add it to the document; a line for people."""
-    document["why"] = {**document["why"], "cheapest_change": change and change.to_json()}
+def name_change(change: FittingChange | None, fits: str) -> str:
+    """Return a line for people."""
     return (
         f"cheapest change: {change.summary}"
         if change

@@ -15,12 +15,14 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.whole import close
+from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.options import options_of, taken
 from capture.report.sharding import HEADER, rows
 from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
+from recommender.plan_report import PlanReport
 
 SYSTEM = "osdp"
 #: What it reads.
@@ -80,26 +82,16 @@ def plan(options: argparse.Namespace) -> int:
         left_out="--no-verify",
     )
     size = result.plan.batch_size if result.plan else question.batch_size or 1
-    facts = {
-        **result.to_json(),
-        "verified": result.compiled,
-        "warnings": split_warnings(question.workload, size, "examples of a device"),
-    }
-    if result.plan is None:
-        emit(options, facts, "\n".join([str(result), *warning_lines(facts)]))
-        return 1
-    found = replace(result.plan, workload=spec, asked=options.asked)
-    found.save(options.output)
-    facts |= {
-        "estimated_peak_bytes": found.peak_bytes,
-        "compiled_peak_bytes": found.compiled_peak_bytes,
-        "interval_bytes": found.interval_bytes and list(found.interval_bytes),
-        "unverified_why": result.why.uncompiled,
-        "plan": found.to_json(),
-    }
-    lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
-    emit(options, facts, "\n".join([*lines, *warning_lines(facts)]))
-    return 0
+    warnings = split_warnings(question.workload, size, "examples of a device")
+    lines = [str(result)]
+    if result.plan is not None:
+        found = replace(result.plan, workload=spec, asked=options.asked)
+        found.save(options.output)
+        lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
+        result = replace(result, plan=found)
+    document = write(PlanReport.of("sharding", result, warnings=warnings))
+    emit(options, document, "\n".join([*lines, *warning_lines(warnings)]))
+    return 0 if result.plan is not None else 1
 
 
 def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:

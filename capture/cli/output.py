@@ -8,9 +8,9 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from capture.documents import write
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
@@ -19,6 +19,7 @@ from capture.plan.why import FrontPoint
 from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import StageAnswer
+from recommender.plan_report import PlanReport
 
 
 def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
@@ -62,9 +63,9 @@ def say(options: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def warning_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return the warnings of a document, a line each."""
-    return [f"warning: {warning}" for warning in document.get("warnings", ())]
+def warning_lines(warnings: Sequence[str]) -> list[str]:
+    """Return warnings for people, a line each."""
+    return [f"warning: {warning}" for warning in warnings]
 
 
 class Beyond(NamedTuple):
@@ -81,8 +82,8 @@ def told(
     attempts: Sequence[Any],
     notes: Sequence[str],
     beyond: Beyond | Profile,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return an answer as a document and in lines; its plan is saved with its simulated step.
+) -> tuple[PlanReport, list[str]]:
+    """Return an answer as a report and in lines; its plan is saved with its simulated step.
 
     Args:
         options: Where the plan goes, and what was asked.
@@ -93,16 +94,18 @@ def told(
         beyond: Warnings and failures; a profile, if the answer is from one.
     """
     of_profile = not isinstance(beyond, Beyond)
-    document = {
-        **result.to_json(),
-        "warnings": list(beyond.warnings),
-        "failures": list(beyond.failures),
-    }
+    if result.plan is not None and time is not None:
+        result = replace(result, plan=result.plan.with_(time=time))
+    report = PlanReport.of(
+        "stages",
+        result,
+        attempts=attempts,
+        warnings=beyond.warnings,
+        failures=beyond.failures,
+    )
     lines = [attempts_table(attempts)] if attempts else []
     extrapolated = ", extrapolated" * result.extrapolated
     lines += [*notes, f"{result.status}{extrapolated}: {result.why.summary}"]
-    if attempts:
-        document["attempts"] = [attempt.to_json() for attempt in attempts]
     if result.plan is not None and result.prediction is not None:
         lines += [
             stage_table(result.plan, result.prediction.stages),
@@ -110,20 +113,19 @@ def told(
             *([str(result.headroom)] if result.headroom else []),
         ]
         if time is not None:
-            document["time"] = write(time)
             lines.append(describe_time(time))
             if of_profile or options.objective is not None:  # else what is faster was searched
                 lines += unused_note(options, result.headroom, time)
         if of_profile or result.compiled:
             lines += front_table(result.why.front)
         if result.status == "ok":
-            result.plan.with_(time=time).save(options.output)
+            result.plan.save(options.output)
             how = "" if result.compiled else "predicted, not compiled; "
             search = f"search: {result.proof.algorithm}, {format_seconds(result.proof.seconds)}"
             lines.append(f"plan -> {options.output} ({how}{search})")
             lines += other_plans(options, result)
-    lines += [f"warning: {warning}" for warning in beyond.warnings]
-    return document, lines + [f"failed: {failure}" for failure in beyond.failures]
+    lines += warning_lines(beyond.warnings)
+    return report, lines + [f"failed: {failure}" for failure in beyond.failures]
 
 
 def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:

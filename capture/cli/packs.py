@@ -14,17 +14,19 @@ from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
+from capture.documents import write
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
 from capture.options import Option, options_of, size, taken
-from capture.plan.headroom import Headroom
+from capture.plan.headroom import Headroom, Peaks
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
 from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
-from capture.report.difference import DiffReport, PlanNeeds, unequal
+from capture.report.difference import DiffReport, unequal
+from capture.report.needs import PlanNeeds
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
@@ -32,6 +34,7 @@ from profiling_runs.layers import with_model_hash
 from profiling_runs.packs import PackCompiler
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.recommendation import PacksAnswer, not_compiled
+from recommender.plan_report import PlanReport
 
 SYSTEM = layers.SYSTEM
 #: Of a workload; of layers alone nothing can be compiled.
@@ -127,19 +130,22 @@ def plan(options: argparse.Namespace) -> int:
             f"{counted(len(answer.proof.points), 'simulation')}, "
             f"{format_seconds(answer.proof.seconds)})"
         )
-    document = {**answer.to_json(), "assumed": server.assumed, "warnings": ()}
+    report = PlanReport.of("packs", answer, assumed=server.assumed)
     if measured is not None:
-        document["warnings"] = split_warnings(measured.task, _largest(answer.plan))
-        lines += warning_lines(document)
-        document["layers"] = layers.document_of(question.profile)
+        report = replace(
+            report,
+            warnings=split_warnings(measured.task, _largest(answer.plan)),
+            layers=layers.document_of(question.profile),
+        )
+        lines += warning_lines(report.warnings)
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
         beside = replace(question, swaps=AS_THEY_ARE).problem(mode)
         found = REGISTERED["baselines"]["packs"](beside, configuration)
-        document["baselines"] = [row.to_json() for row in found]
+        report = replace(report, baselines=found)
         lines.append(baseline_table(found))
-    emit(options, document, "\n".join(lines))
+    emit(options, write(report), "\n".join(lines))
     return 0 if answer.status == "ok" else 1
 
 
@@ -243,7 +249,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
         found,
         None if step is None else tuple(step.device_peak_bytes),
         tuple(rows),
-        Headroom.of(found, [(peak, peak) for peak in found], 1, limit, None),
+        Headroom.of(Peaks.compiled(*found), limit),
         ledger.peak_of("host").peak_bytes,
         warnings=split_warnings(spec.load(), _largest(plan)),
     )
@@ -320,16 +326,8 @@ def _decided(plan: PacksPlan) -> dict[str, str]:
 
 
 def _needs(plan: PacksPlan) -> PlanNeeds:
-    found = plan.prediction
-    if found is None:
-        return PlanNeeds(None, "unknown")
-    return PlanNeeds(
-        plan.known_peak_bytes,
-        "compiled" if plan.compiled else "predicted",
-        step_seconds=None if found.step is None else found.step.step_seconds,
-        host_peak_bytes=None if found.memory is None else found.memory.host_peak_bytes,
-        paper_step_seconds=found.paper.step_seconds,
-    )
+    paper = None if plan.prediction is None else plan.prediction.paper.step_seconds
+    return replace(PlanNeeds.of(plan), paper_step_seconds=paper)
 
 
 def _server(options: argparse.Namespace) -> Server:

@@ -200,7 +200,11 @@ def _one(
     if isinstance(question, LayersQuestion):
         assert isinstance(result, LayerProfile), "of layers"
         document["warnings"] = split_warnings(question.task, max(result.bwd.u))
-        lines = [*layers.as_text(result), f"layers -> {named['output']}", *warning_lines(document)]
+        lines = [
+            *layers.as_text(result),
+            f"layers -> {named['output']}",
+            *warning_lines(document["warnings"]),
+        ]
         return {**document, **layers.document_of(result)}, "\n".join(lines)
     assert isinstance(result, Profile), "of windows"
     document |= _of_windows(question, result)
@@ -244,5 +248,5 @@ def _as_text(document: dict[str, Any]) -> str:
             f"{document['num_failed_runs']} failed"
         )
     lines += document["notes"]
-    lines += warning_lines(document)
+    lines += warning_lines(document["warnings"])
     return "\n".join(lines + [f"failed: {failure}" for failure in document["failures"]])

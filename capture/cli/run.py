@@ -330,7 +330,7 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
         if error is not None
     ]
     lines += [f"largest relative error: {', '.join(errors)}"] if errors else []
-    lines += warning_lines(document)
+    lines += warning_lines(document["warnings"])
     if document["saved"] is not None:
         lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from capture.cli import asked
 from capture.cli.output import emit, say, table
 from capture.plan.sharding import ShardingPlan
 from capture.report.difference import DiffReport, unequal
+from capture.report.needs import PlanNeeds
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 
@@ -88,8 +89,8 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
 def diff(options: argparse.Namespace, *plans: ShardingPlan) -> DiffReport:
     """What two of them decide differently, and what each needs."""
-    from capture.report.sharding import decision, needs_of
+    from capture.report.sharding import decision
 
     asked.refuse_unread(options, "sharding", "memory")
-    one, other = (needs_of(plan, options.memory) for plan in plans)
+    one, other = (PlanNeeds.of(plan, options.memory) for plan in plans)
     return DiffReport("sharding", unequal(*map(decision, plans)), (one, other))

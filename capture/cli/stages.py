@@ -17,6 +17,7 @@ from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close, of_whole, whole_question
+from capture.documents import write
 from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, check_compiler
@@ -46,6 +47,7 @@ from recommender.capture.extent import (
 from recommender.capture.knowledge import MOST_PLANS, Knowledge
 from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
+from recommender.plan_report import PlanReport
 from recommender.question import (
     AUTOSTAGE,
     PlanQuestion,
@@ -180,7 +182,7 @@ def plan(options: argparse.Namespace) -> int:
         graph = profile.graph_at(result.plan.microbatch_size)
         time = time_summary(timeline, result.plan, graph)
     notes = asked.layers_note(of_profile, profile.cut_into)
-    document, lines = told(options, result, time, attempts, notes, profile)
+    report, lines = told(options, result, time, attempts, notes, profile)
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
         tell(options, lines)  # what follows may measure, for as long as the answer took
@@ -192,8 +194,8 @@ def plan(options: argparse.Namespace) -> int:
         )
         measure = None if measurements is None else _measuring(of_profile, measurements)
         change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
-        lines = [name_change(document, change, "fits")]
-    emit(options, document, "\n".join(lines))
+        report, lines = replace(report, cheapest_change=change), [name_change(change, "fits")]
+    emit(options, write(report), "\n".join(lines))
     return 0 if result.status == "ok" else 1
 
 
@@ -278,13 +280,14 @@ def _refused(
     if found.status == "ok" or (not found.stages and options.smallest_cluster):
         return None
     result = beyond_memory(found)
-    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
+    report, lines = PlanReport.of("stages", result), [f"infeasible: {result.why.summary}"]
     if found.stages and limit is not None:
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
         measure = _measuring(of_profile, measurements)
         change = cheapest_change(question, num_layers, None, measure)
-        lines.append(name_change(document, change, "can fit"))
-    emit(options, document, "\n".join(lines))
+        report = replace(report, cheapest_change=change)
+        lines.append(name_change(change, "can fit"))
+    emit(options, write(report), "\n".join(lines))
     return 1
 
 

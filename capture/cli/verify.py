@@ -11,9 +11,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
 from capture.documents import write
-from capture.machine.target import Target
 from capture.options import add
-from capture.plan.headroom import Headroom
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
@@ -36,7 +34,7 @@ def main(options: argparse.Namespace) -> int:
     if options.output is not None:
         verified.save(options.output)
     document = write(report)
-    emit(options, document, "\n".join([*as_text(report), *warning_lines(document)]))
+    emit(options, document, "\n".join([*as_text(report), *warning_lines(report.warnings)]))
     return 0 if report.status == "ok" else 1
 
 
@@ -47,6 +45,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
 
     found = verify(plan, measurements)
     peaks, timeline = found.peak_bytes_per_device, found.timeline()
+    verified = plan.with_(verification=found.verified)
     report = VerifyReport(
         "stages",
         plan.cluster.target,
@@ -61,19 +60,13 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
             )
             for s, stage in enumerate(plan.stages)
         ),
-        Headroom.of(
-            peaks,
-            [(peak, peak) for peak in peaks],
-            1.0,
-            options.memory,
-            Target.load(plan.cluster.target).memory,
-        ),
+        verified.headroom(options.memory),
         time=None if timeline is None else time_summary(timeline, plan, found.graph),
         source=found.provenance,
         num_compiled=found.num_compiled,
         warnings=split_warnings(measurements.backend.workload, plan.microbatch_size),
     )
-    return report, plan.with_(verification=found.verified, time=report.time)
+    return report, verified.with_(time=report.time)
 
 
 def as_text(report: VerifyReport) -> Iterator[str]:

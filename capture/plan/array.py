@@ -60,7 +60,7 @@ from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.files import ClusterRow, PlanFile
-from capture.plan.headroom import Headroom
+from capture.plan.headroom import Peaks
 from capture.plan.why import Why
 
 ARRAY_PLAN = documents.Format(
@@ -314,21 +314,25 @@ class ArrayPlan(PlanFile):
         return 0 if self.prediction is None else self.prediction.host_peak_bytes
 
     @property
-    def compiled(self) -> bool:
-        """Whether its own programs were compiled: always, where it is predicted."""
-        return self.prediction is not None
+    def peaks(self) -> Peaks | None:
+        """Of the replay of its step, with its programs as they were compiled."""
+        return None if self.prediction is None else Peaks.compiled(self.prediction.peak_bytes)
 
     @property
-    def known_peak_bytes(self) -> int:
-        """Of the device; 0 if nothing is predicted."""
-        return self.prediction.peak_bytes if self.prediction else 0
+    def host_peak_bytes(self) -> int | None:
+        """Peak memory of the host, where what is swapped rests."""
+        return None if self.prediction is None else self.prediction.host_peak_bytes
 
-    def headroom(self, memory_limit_bytes: int) -> Headroom | None:
-        """What the prediction leaves of a limit."""
-        if self.prediction is None:
-            return None
-        peak = self.known_peak_bytes
-        return Headroom.of([peak], [(peak, peak)], 1, memory_limit_bytes, None)
+    @property
+    def own_limit_bytes(self) -> int | None:
+        """What was given when it was made."""
+        return self.memory_limit_bytes
+
+    @property
+    def step_estimate(self) -> tuple[float, str] | None:
+        """An update of every model."""
+        found = self.prediction
+        return None if found is None else (found.step_seconds, "simulated")
 
     def admitted(self, trust: bool = False) -> ArrayPlan:
         """Return the plan, if what its models name beside its own workload may be loaded.

@@ -13,6 +13,7 @@ from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, relative_target, resolved_target
 from capture.model.workload import WorkloadSpec, name_of, of_document
+from capture.plan.headroom import Headroom, Peaks
 
 T = TypeVar("T")
 P = TypeVar("P", bound="PlanFile")
@@ -133,6 +134,46 @@ class PlanFile:
     def num_devices(self) -> int | None:
         """How many devices it runs on; None if it names none."""
         return None if self.cluster is None else self.cluster.num_devices
+
+    @property
+    def peaks(self) -> Peaks | None:
+        """Peak memory of its devices, by the best that is known; None if nobody says."""
+        raise NotImplementedError
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Peak of the device that needs most, by the best that is known; 0 if nothing is."""
+        return 0 if self.peaks is None else max(self.peaks.per_device)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its own programs were compiled."""
+        return self.peaks is not None and self.peaks.how == "compiled"
+
+    @property
+    def own_limit_bytes(self) -> int | None:
+        """Bytes of a device that it was made for; None where that is what the target says."""
+        return None
+
+    def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
+        """What it leaves of a limit; without one, of its own, or of what the target's devices can
+        use. None where nobody knows a limit or peaks."""
+        if self.peaks is None:
+            return None
+        limit = self.own_limit_bytes if memory_limit_bytes is None else memory_limit_bytes
+        memory = None if self.cluster is None else Target.load(self.cluster.target).memory
+        return Headroom.of(self.peaks, limit, memory)
+
+    @property
+    def step_estimate(self) -> tuple[float, str] | None:
+        """Seconds of a step, and how they are known: simulated, or estimated; None if nobody
+        says."""
+        raise NotImplementedError
+
+    @property
+    def host_peak_bytes(self) -> int | None:
+        """Peak memory of the host; None where the step does not use it."""
+        return None
 
     @property
     def step_examples(self) -> int:

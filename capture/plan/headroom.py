@@ -13,6 +13,33 @@ Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"
 
 
 @dataclass(frozen=True)
+class Peaks:
+    """Peak memory of every device, by the best that is known.
+
+    Attributes:
+        per_device: Bytes, in the order of the devices; one number stands for devices that are
+            alike.
+        interval_per_device: Likewise, low and high.
+        how: Where the peaks are from, for people: "compiled", "predicted", ...
+        coverage: Calibrated probability that a device stays within its interval; None without
+            calibration, 1 for compiled peaks.
+        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled,
+            and not compiled either.
+    """
+
+    per_device: tuple[int, ...]
+    interval_per_device: Sequence[tuple[int, int]]
+    how: str
+    coverage: float | None
+    extrapolated: bool = False
+
+    @classmethod
+    def compiled(cls, *per_device: int) -> Peaks:
+        """Return those that a compiler or a replay says."""
+        return cls(per_device, [(peak, peak) for peak in per_device], "compiled", 1.0)
+
+
+@dataclass(frozen=True)
 class Headroom:
     """A plan's peak against the memory that a device has.
 
@@ -21,10 +48,7 @@ class Headroom:
         source: Where the limit is from: the user, or the terms of the target.
         peak_bytes: Need of the device that needs most.
         high_bytes: Upper end of the interval of the device whose upper end is highest.
-        coverage: Calibrated probability that a device stays within its interval; None without
-            calibration, 1 for compiled peaks.
-        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled,
-            and not compiled either.
+        coverage, extrapolated: As of ``Peaks``.
     """
 
     limit_bytes: int
@@ -36,37 +60,23 @@ class Headroom:
 
     @classmethod
     def of(
-        cls,
-        peaks: Sequence[int],
-        intervals: Sequence[tuple[int, int]],
-        coverage: float | None,
-        limit_bytes: int | None,
-        memory: DeviceMemory | None,
-        *,
-        extrapolated: bool = False,
+        cls, peaks: Peaks, limit_bytes: int | None, memory: DeviceMemory | None = None
     ) -> Headroom | None:
         """None where neither the user nor the target says how much memory there is.
 
         Args:
-            peaks, intervals: Per device.
-            coverage: Probability for which the intervals were calibrated; None if they were not.
+            peaks: Of a plan.
             limit_bytes: The user's; else the target's is taken.
             memory: What the target's devices can use; None if nobody says.
-            extrapolated: See the attribute.
         """
         if limit_bytes is None and memory is None:
             return None
-        limit = (
-            limit_bytes
-            if limit_bytes is not None
-            else memory.usable_bytes
-            if memory is not None
-            else 0
-        )
-        source = "given" if limit_bytes is not None else str(memory)
-        return cls(
-            limit, source, max(peaks), max(high for _, high in intervals), coverage, extrapolated
-        )
+        limit, source = limit_bytes, "given"
+        if limit is None:
+            assert memory is not None, "one of them is known"
+            limit, source = memory.usable_bytes, str(memory)
+        high = max(high for _, high in peaks.interval_per_device)
+        return cls(limit, source, max(peaks.per_device), high, peaks.coverage, peaks.extrapolated)
 
     @property
     def verdict(self) -> Verdict:

@@ -35,7 +35,7 @@ from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.files import ClusterRow, PlanFile
-from capture.plan.headroom import Headroom
+from capture.plan.headroom import Peaks
 from capture.plan.task_graph import (
     ALL_ON,
     AS_THEY_ARE,
@@ -210,14 +210,32 @@ class PacksPlan(PlanFile):
         return int(self.machine.host_memory_bytes.value)
 
     @property
-    def compiled(self) -> bool:
-        """Whether its own packs were compiled."""
-        return self.prediction is not None and self.prediction.compiled is not None
+    def peaks(self) -> Peaks | None:
+        """By the compiler, or by the prediction, which nothing calibrates."""
+        found = self.prediction
+        if found is None:
+            return None
+        peaks = tuple(found.memory.device_peak_bytes) if found.memory else (found.peak_bytes,)
+        if found.compiled is not None:
+            return Peaks.compiled(*peaks)
+        return Peaks(peaks, [(peak, peak) for peak in peaks], "predicted", None, extrapolated=True)
 
     @property
-    def known_peak_bytes(self) -> int:
-        """Of the device that needs most; 0 if nothing is predicted."""
-        return self.prediction.peak_bytes if self.prediction else 0
+    def host_peak_bytes(self) -> int | None:
+        """Peak memory of the host, of the same instructions."""
+        known = None if self.prediction is None else self.prediction.memory
+        return None if known is None else known.host_peak_bytes
+
+    @property
+    def own_limit_bytes(self) -> int:
+        """What the packs were planned for."""
+        return int(self.machine.usable_bytes.value)
+
+    @property
+    def step_estimate(self) -> tuple[float, str] | None:
+        """Of the plan's own instructions."""
+        step = None if self.prediction is None else self.prediction.step
+        return None if step is None else (step.step_seconds, "simulated")
 
     def tasks(self) -> TaskGraph:
         """Of all ranks."""
@@ -229,18 +247,6 @@ class PacksPlan(PlanFile):
             self.minibatch_size,
             self.switches,
             swaps=self.swaps,
-        )
-
-    def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """What the plan leaves of a limit, or of what packs were planned for, by the compiler or by
-        the prediction, which nothing calibrates."""
-        if self.prediction is None:
-            return None
-        peak, memory = self.known_peak_bytes, self.machine.usable_bytes.value
-        limit = int(memory) if memory_limit_bytes is None else memory_limit_bytes
-        sure = 1.0 if self.compiled else None
-        return Headroom.of(
-            [peak], [(peak, peak)], sure, limit, None, extrapolated=not self.compiled
         )
 
     @property

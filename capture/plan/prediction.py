@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture.documents import fields_of, read, write
-from capture.machine.target import DeviceMemory
-from capture.plan.headroom import Headroom
+from capture.plan.headroom import Peaks
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,15 @@ class Prediction:
         compiled as it is."""
         return any(stage.extrapolated for stage in self.stages)
 
-    def headroom(self, limit_bytes: int | None, memory: DeviceMemory | None) -> Headroom | None:
-        """What it leaves of a limit, or of the target's memory; None where neither is known."""
-        intervals = self.interval_bytes_per_device
-        return Headroom.of(
+    @property
+    def peaks(self) -> Peaks:
+        """What it says of every device."""
+        return Peaks(
             self.peak_bytes_per_device,
-            intervals,
+            self.interval_bytes_per_device or [(n, n) for n in self.peak_bytes_per_device],
+            "predicted",
             self.coverage,
-            limit_bytes,
-            memory,
-            extrapolated=self.extrapolated,
+            self.extrapolated,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -31,10 +31,9 @@ from typing import Any
 from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.files import ClusterRow, PlanFile
-from capture.plan.headroom import Headroom
+from capture.plan.headroom import Peaks
 from capture.quantities import format_bytes
 
 SHARDING_PLAN = documents.Format(
@@ -192,38 +191,20 @@ class ShardingPlan(PlanFile):
         return self.batch_size * (1 if self.cluster is None else self.cluster.num_devices)
 
     @property
-    def compiled(self) -> bool:
-        """Whether its train step was compiled."""
-        return self.compiled_peak_bytes is not None
+    def peaks(self) -> Peaks:
+        """By the compiler, else the estimate and its interval, which has no probability: it never
+        just fits."""
+        if self.compiled_peak_bytes is not None:
+            return Peaks.compiled(self.compiled_peak_bytes)
+        peak, how, interval = self.peak_bytes, "estimated, not compiled", self.interval_bytes
+        if interval is not None:
+            how += f": {format_bytes(interval[0])} to {format_bytes(interval[1])}"
+        return Peaks((peak,), [interval or (peak, peak)], how, None, extrapolated=True)
 
     @property
-    def known_peak_bytes(self) -> int:
-        """Peak of every device, by the best that is known."""
-        return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
-
-    @property
-    def how_known(self) -> str:
-        """Where ``known_peak_bytes`` is from: the compiler, or an estimate with its interval."""
-        if self.compiled:
-            return "compiled"
-        if self.interval_bytes is None:
-            return "estimated, not compiled"
-        low, high = map(format_bytes, self.interval_bytes)
-        return f"estimated, not compiled: {low} to {high}"
-
-    def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """What the compiled peak leaves, else the estimate and its interval, which has no
-        probability: it never just fits."""
-        peak = self.known_peak_bytes
-        memory = None if self.cluster is None else Target.load(self.cluster.target).memory
-        return Headroom.of(
-            [peak],
-            [(peak, peak) if self.compiled else self.interval_bytes or (peak, peak)],
-            1.0 if self.compiled else None,
-            memory_limit_bytes,
-            memory,
-            extrapolated=not self.compiled,
-        )
+    def step_estimate(self) -> tuple[float, str]:
+        """By the model of costs."""
+        return self.step_seconds, "estimated"
 
     @property
     def seconds_per_example(self) -> float:

@@ -18,6 +18,7 @@ from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec, of_document
 from capture.plan.choices import REMAT_TEXT, is_remat
 from capture.plan.files import ClusterRow, PlanFile
+from capture.plan.headroom import Peaks
 from capture.plan.prediction import Prediction, StepTime, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
 from capture.plan.stage import Stage, StageRow
@@ -115,15 +116,16 @@ class Plan(PlanFile):
         return make_schedule(self.schedule, num_groups, self.num_microbatches)
 
     @property
-    def compiled(self) -> bool:
-        """Whether its own stages were compiled."""
-        return self.verification is not None
+    def peaks(self) -> Peaks | None:
+        """By the compiler of the target, else by the prediction."""
+        if self.verification is not None:
+            return Peaks.compiled(*self.verification.peak_bytes_per_device)
+        return None if self.prediction is None else self.prediction.peaks
 
     @property
-    def known_peak_bytes(self) -> int:
-        """Peak of the device that needs most, by the best that is known; 0 if nothing is."""
-        known = self.verification or self.prediction
-        return 0 if known is None else known.peak_bytes
+    def step_estimate(self) -> tuple[float, str] | None:
+        """As it was simulated when the plan was made."""
+        return None if self.time is None else (self.time.step_seconds, "simulated")
 
     def with_(self, **changes: Any) -> Plan:
         """A copy with other fields, validated again."""

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from capture.documents import fields_of, write
 from capture.errors import PlanError
-from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import Prediction, StepTime
@@ -225,21 +224,11 @@ def report_facts(
             "report-prediction",
         )
     stages, calibrated = _stages(plan, plan.prediction), plan.prediction.coverage
-    peaks = _per_device(plan, [stage.peak_bytes for stage in stages])
-    if plan.verification is None:
-        ends, coverage = _per_device(plan, [stage.interval_bytes for stage in stages]), calibrated
-    else:
-        ends, coverage = [(peak, peak) for peak in peaks], 1.0
-    extrapolated = plan.verification is None and is_extrapolated(plan)
-    memory = Target.load(plan.cluster.target).memory
-    headroom = Headroom.of(
-        peaks, ends, coverage, memory_limit_bytes, memory, extrapolated=extrapolated
-    )
     front = plan.why.front if plan.why else None
     return ReportFacts(
         plan,
         stages,
-        headroom,
+        plan.headroom(memory_limit_bytes),
         calibrated,
         plan.prediction.source,
         schedule_facts(plan, profile),
@@ -388,15 +377,6 @@ def _check_length(items: Sequence[Any], wanted: int, path: str, each: str = "") 
             "Correct it, or predict it again with capture predict PLAN --profile FILE -o PLAN.",
             "plan-corrupt",
         )
-
-
-def _per_device(plan: Plan, per_stage: Sequence[Any]) -> list[Any]:
-    of_device = {
-        device: value
-        for stage, value in zip(plan.stages, per_stage, strict=True)
-        for device in stage.devices
-    }
-    return [of_device[device] for device in range(plan.cluster.num_devices)]
 
 
 def levels(samples: Sequence[tuple[float, int]], end_seconds: float) -> list[tuple[float, int]]:

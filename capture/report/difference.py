@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from capture.plan.headroom import Headroom
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes, format_rate, format_seconds
 from capture.report.data import ReportFacts
-from capture.report.words import signed_bytes
+from capture.report.needs import PlanNeeds
 
 #: Of a stage: its name in the document, and for people.
 _STAGE_FIELDS = {
@@ -69,55 +67,6 @@ class DeviceGroup:
             "peak_bytes": list(self.peak_bytes),
             "change_bytes": self.change_bytes,
         }
-
-
-@dataclass(frozen=True)
-class PlanNeeds:
-    """What a plan needs, by the best that is known.
-
-    Attributes:
-        peak_bytes: Peak memory of the device that needs most; None if nobody says.
-        peak_is: Where that is from: compiled, predicted or estimated.
-        headroom: What is left of the limit; None where nobody knows one.
-        step_seconds: Seconds of a step; None if nobody says.
-        seconds_are: Where those are from: simulated, or estimated.
-        examples_per_second: Examples of a step per second.
-        host_peak_bytes: Peak of the host's memory, where the step uses it.
-        paper_step_seconds: Seconds of a step by the paper's rules, where it has some.
-        bubble_fraction: The part of a step in which a stage computes nothing, on average.
-    """
-
-    peak_bytes: int | None
-    peak_is: str
-    headroom: Headroom | None = None
-    step_seconds: float | None = None
-    seconds_are: str = "simulated"
-    examples_per_second: float | None = None
-    host_peak_bytes: int | None = None
-    paper_step_seconds: float | None = None
-    bubble_fraction: float | None = None
-
-    def rows(self) -> dict[str, str]:
-        """Return what is known, for people."""
-        room, found = self.headroom, dict[str, str]()
-        if self.peak_bytes is not None:
-            found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"
-        if room is not None:
-            found["headroom"] = signed_bytes(room.limit_bytes - room.peak_bytes)
-            found["headroom at worst"] = signed_bytes(room.limit_bytes - room.high_bytes)
-            found["verdict"] = room.verdict
-        if self.host_peak_bytes is not None:
-            found["peak of the host"] = format_bytes(self.host_peak_bytes)
-        if self.step_seconds is not None:
-            found[f"step time ({self.seconds_are})"] = format_seconds(self.step_seconds)
-        if self.paper_step_seconds is not None:
-            found["step time by the paper's rules"] = format_seconds(self.paper_step_seconds)
-        if self.examples_per_second is not None:
-            found["examples/s"] = format_rate(self.examples_per_second)
-        if self.bubble_fraction is not None:
-            unit = "" if self.step_seconds is not None else " (unit times)"
-            found["pipeline bubble"] = f"{self.bubble_fraction:.0%}{unit}"
-        return found
 
 
 @dataclass(frozen=True)
@@ -247,13 +196,13 @@ def _ids(ids: Sequence[int]) -> str:
 
 
 def needs_of(facts: ReportFacts) -> PlanNeeds:
-    """Return what a plan of stages needs."""
+    """Return what a plan of stages needs, with the step that is drawn."""
     seconds = facts.schedule.step_seconds
-    return PlanNeeds(
-        facts.fullest.peak_bytes,
-        "compiled" if facts.verified else "predicted",
-        facts.headroom,
-        seconds,
+    return replace(
+        PlanNeeds.of(facts.plan),
+        headroom=facts.headroom,
+        step_seconds=seconds,
+        seconds_are="simulated",
         examples_per_second=seconds and facts.plan.global_batch_size / seconds,
         bubble_fraction=facts.mean_waits,
     )

@@ -12,7 +12,6 @@ from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import counted, format_bytes, format_rate, format_seconds
-from capture.report.difference import PlanNeeds
 from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import category_color, in_order
@@ -43,7 +42,7 @@ def title(plan: ShardingPlan) -> str:
 
 def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
     """What a device needs and how that is known, the modes, and the speed."""
-    how = "by the compiler of the target" if plan.compiled else plan.how_known
+    how = "by the compiler of the target" if plan.compiled else plan.peaks.how
     modes = [f"{n} {mode}" for mode, n in plan.summary()["operators_by_mode"].items()]
     said = [
         f"A device needs {format_bytes(plan.known_peak_bytes)} at its peak ({how}).",
@@ -211,15 +210,3 @@ def decision(plan: ShardingPlan) -> Mapping[str, Any]:
             for i, (name, mode) in enumerate(zip(plan.names, plan.modes, strict=True))
         },
     }
-
-
-def needs_of(plan: ShardingPlan, limit: int | None) -> PlanNeeds:
-    """Return what a plan needs."""
-    return PlanNeeds(
-        plan.known_peak_bytes,
-        plan.how_known,
-        plan.headroom(limit),
-        plan.step_seconds,
-        "estimated",
-        plan.examples_per_second,
-    )

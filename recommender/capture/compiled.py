@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import Verified
@@ -26,9 +25,8 @@ def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -
     of the simulated step, as they are shown: plans are ranked by these."""
     assert result.plan is not None, "only plans are verified"
     peaks = verification.peak_bytes_per_device
-    memory = Target.load(result.plan.cluster.target).memory
-    limit = result.headroom.limit_bytes if result.headroom else None
-    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
+    plan = same_model(result.plan, profile).with_(verification=verification)
+    headroom = plan.headroom(result.memory_limit_bytes)
     if headroom is not None and result.headroom is not None:
         headroom = replace(headroom, source=result.headroom.source)
     proof = result.proof
@@ -42,7 +40,7 @@ def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -
         why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
     else:
         why = replace(why, summary=_peak(result.plan, peaks))
-    plan = same_model(result.plan, profile).with_(verification=verification, why=why)
+    plan = plan.with_(why=why)
     return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=proof)
 
 

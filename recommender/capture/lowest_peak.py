@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from capture.errors import ProfileError, said_once
-from capture.machine.target import Target
 from capture.measured.profile import REFUSED_BYTES, StageConfig
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
@@ -146,12 +145,9 @@ def expected(part: OpenPart, result: SearchResult, plan: Plan | None = None) -> 
         why = Why("" if result.why is None else result.why.message, code="memory-limit")
         return Answer("infeasible", None, result, why)
     plan = plan_of(part.known, part.question, result.stages) if plan is None else plan
-    prediction = predict_plan(part.most, plan)
-    memory = Target.load(plan.cluster.target).memory
-    headroom = prediction.headroom(part.question.memory_limit_bytes, memory)
     why = Why(f"{counted(plan.num_stages, 'stage')}.")
-    plan = plan.with_(prediction=prediction, why=why)
-    return Answer(result.status, plan, result, why, headroom)
+    plan = plan.with_(prediction=predict_plan(part.most, plan), why=why)
+    return Answer(result.status, plan, result, why, plan.headroom(part.question.memory_limit_bytes))
 
 
 def answer(search: Search, best: Found, why: Why, within: float | None) -> StageAnswer:

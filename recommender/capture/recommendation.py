@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from capture.errors import PlanError
-from capture.machine.target import Target
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
@@ -98,8 +97,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     )
     why = replace(why, front=front)
     plan = plan.with_(prediction=prediction, why=why)
-    headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
-    return Answer(result.status, plan, result, why, headroom)
+    return Answer(result.status, plan, result, why, plan.headroom(question.memory_limit_bytes))
 
 
 def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -> StageAnswer:
@@ -119,10 +117,8 @@ def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -
         why = _why(result, prediction, question, profile, len(search.choices))
     if objective == "pareto":
         why = replace(why, front=_front_of_table(search, question, profile))
-    headroom = prediction.headroom(
-        question.memory_limit_bytes, Target.load(question.cluster.target).memory
-    )
-    return Answer(result.status, plan.with_(why=why), result, why, headroom)
+    plan = plan.with_(why=why)
+    return Answer(result.status, plan, result, why, plan.headroom(question.memory_limit_bytes))
 
 
 def _front_of_table(search: TableSearch, question: PlanQuestion, profile: Profile) -> Front:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
@@ -164,30 +163,6 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
         from capture.runtime.multiplexed import train_array
 
         return train_array(self.workload, self.plan, devices, workloads=self.workloads)
-
-    def to_json(self) -> dict[str, Any]:
-        """With the other ways beside the plan, and what others would do."""
-        best = self.proof.best.evaluation
-        facts: dict[str, Any] = {
-            "simulated": True,
-            "seconds_from": self.plan and self.plan.seconds_from,
-            "lower_bound_seconds": self.proof.bound_seconds,
-            "recompute_fraction": best.recompute_fraction,
-        }
-        written = super().to_json()
-        if self.plan is not None and self.plan.prediction is not None:
-            found = self.plan.prediction
-            names = ("peak_bytes", "host_peak_bytes", "step_seconds")
-            facts |= {name: getattr(found, name) for name in names}
-            facts["bytes"] = {
-                "retain": found.retained_bytes,
-                "swap": found.swapped_bytes,
-                "recompute": found.recomputed_bytes,
-            }
-            written["plan"] = {**written["plan"], **facts}
-        written["saturation"] = write(self.plan.saturation) if self.plan is not None else []
-        written["ways"] = [one.to_json() for one in self.proof.candidates]
-        return {**written, "baselines": [one.to_json() for one in self.proof.baselines]}
 
 
 def mutwo(

@@ -166,7 +166,7 @@ def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:
         f"{count} {name}" for name, count in plan.summary()["operators_by_mode"].items()
     )
     estimated = format_bytes(plan.peak_bytes)
-    memory = f"{estimated} per device ({plan.how_known}, by what other steps needed; {uncompiled})"
+    memory = f"{estimated} per device ({plan.peaks.how}, by what other steps needed; {uncompiled})"
     if plan.compiled_peak_bytes is not None:
         compiled = format_bytes(plan.compiled_peak_bytes)
         memory = f"{compiled} per device as compiled for {target} (estimated: {estimated})"

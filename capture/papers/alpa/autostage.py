@@ -36,7 +36,6 @@ from capture.alpa.memory import require_float32, with_master_copy
 from capture.alpa.placement import Shape, alpa_placement
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.why import Why
@@ -277,7 +276,7 @@ def autostage(
         )
     why = Why(summary, code=None if fits else "autostaging")
     plan = plan.with_(prediction=prediction, why=why)
-    headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
+    headroom = plan.headroom(question.memory_limit_bytes)
     return Answer("ok" if fits else "infeasible", plan, result, why, headroom)
 
 
