@@ -68,7 +68,7 @@ def compared(name: str, cluster: str, schedule: str, folder: Path) -> dict[str, 
     verified = ["--profile", profile, "--verify", "3", "-o", plan, "--json"]
     from_profile = json.loads(run("plan", *asked, *verified)["printed"])
     proven = on_bounds["why"]["proven"]
-    found = max(on_bounds["prediction"]["peak_bytes_per_device"])
+    found = max(on_bounds["plan"]["prediction"]["peak_bytes_per_device"])
     other = max(from_profile["plan"]["verification"]["peak_bytes_per_device"])
     return {
         "name": name,

@@ -143,7 +143,7 @@ def told(document: Mapping[str, Any]) -> dict[str, Any]:
     plan, proven = document["plan"], document["why"].get("proven") or {}
     return {
         "status": "ok",
-        "step_seconds": document["time"]["step_seconds"],
+        "step_seconds": document["needs"]["step_seconds"],
         "peak_bytes": max(plan["verification"]["peak_bytes_per_device"]),
         "microbatches": plan["num_microbatches"],
         "schedule": plan["schedule"],

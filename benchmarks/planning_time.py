@@ -192,7 +192,7 @@ def measure(case: Case, folder: Path, workers: int) -> dict[str, Any]:
     document = json.loads(planned.pop("printed"))
     for step in steps.values():
         del step["printed"]
-    prediction = document["prediction"]
+    prediction = document["plan"]["prediction"]
     return {
         **asdict(case),
         **steps,
@@ -201,8 +201,8 @@ def measure(case: Case, folder: Path, workers: int) -> dict[str, Any]:
         "num_stages": len(document["plan"]["stages"]),
         "predicted_peak_bytes": max(prediction["peak_bytes_per_device"]),
         "compiled_peak_bytes": max(document["plan"]["verification"]["peak_bytes_per_device"]),
-        "headroom": document["headroom"],
-        "step_seconds": document.get("time", {}).get("step_seconds"),
+        "headroom": document["needs"]["headroom"],
+        "step_seconds": document["needs"]["step_seconds"],
     }
 
 
@@ -246,8 +246,8 @@ def as_proven(document: dict[str, Any]) -> dict[str, Any]:
         "within_fraction": proven["within_fraction"],
         "ended": proven["ended"],
         "first_bracket_bytes": [proven["trail"][0][name] for name in ("least_bytes", "most_bytes")],
-        "peak_bytes": max(document["prediction"]["peak_bytes_per_device"]),
-        "step_seconds": document.get("time", {}).get("step_seconds"),
+        "peak_bytes": max(document["plan"]["prediction"]["peak_bytes_per_device"]),
+        "step_seconds": document["needs"]["step_seconds"],
     }
 
 

@@ -48,6 +48,8 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
         "capture.plan.array:ArrayPrediction",
     ),
     "capture plan --json": ("recommender.plan_report:PlanReport",),
+    "capture explain --json": ("capture.report.explanation:ExplainReport",),
+    "capture report --json": ("capture.report.explanation:PageReport",),
     "capture verify --json": ("capture.report.verification:VerifyReport",),
     "capture run --json": ("capture.runtime.run_report:RunReport",),
     "capture diff --json": ("capture.report.difference:DiffReport",),

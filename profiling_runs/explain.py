@@ -11,9 +11,12 @@ from capture.documents import fields_of, write
 from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.plan.choices import Remat
+from capture.plan.prediction import Verified
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
 from capture.processor_time import processor_seconds
+from capture.report.explanation import ExplainReport
+from capture.report.needs import PlanNeeds
 from capture.step.attribution import Attribution, attribute, group
 from profiling_runs.measurements import Measurements
 from profiling_runs.verify import verify
@@ -71,7 +74,9 @@ class Explanation:
         """None where none saves anything."""
         return next((change for change in self.changes if change.saves_bytes > 0), None)
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def report(self) -> ExplainReport:
+        """In plain data."""
         stages = [
             {
                 "stage_id": s,
@@ -87,12 +92,18 @@ class Explanation:
             for s, (stage, found) in enumerate(zip(self.plan.stages, self.stages, strict=True))
         ]
         why = self.plan.why
-        return {
-            **fields_of(self, "peak_bytes", "peak_bytes_per_device", "source"),
-            "found": None if why is None else why.found or None,
-            "stages": stages,
-            **fields_of(self, "changes", "untried", "best_change"),
-        }
+        compiled = self.plan.with_(verification=Verified(self.peak_bytes_per_device))
+        return ExplainReport(
+            kind="stages",
+            needs=PlanNeeds.of(compiled),
+            peak_bytes_per_device=self.peak_bytes_per_device,
+            stages=stages,
+            source=self.source,
+            found=None if why is None else why.found or None,
+            changes=self.changes,
+            untried=self.untried,
+            best_change=self.best_change,
+        )
 
 
 def explain(

@@ -10,7 +10,6 @@ from capture.plan.why import Why
 from capture.report.needs import PlanNeeds
 from recommender.answer import Answer
 from recommender.capture.changes import FittingChange
-from recommender.capture.extent import Attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,8 @@ class PlanReport:
         search: How it was found, and how far that is proven.
         why: The choice, or what is missing.
         cheapest_change: What to change for a plan to fit; None if one fits, or nothing was found.
-        attempts: Searches of several extents, schedules or numbers of micro-batches.
+        attempts: Searches of several extents, schedules or numbers of micro-batches: of each its
+            cluster, batch and schedule, its status, peak and step.
         baselines: What other systems would do, where that was asked for.
         layers: Of packs, the layers that were measured for them.
         assumed: Of packs, what of the server was not given.
@@ -46,7 +46,7 @@ class PlanReport:
     search: Mapping[str, Any]
     why: Why
     cheapest_change: FittingChange | None = None
-    attempts: Sequence[Attempt] = ()
+    attempts: Sequence[Mapping[str, Any]] = ()
     baselines: Sequence[Any] = ()
     layers: Mapping[str, Any] | None = None
     assumed: Mapping[str, Any] = field(default_factory=dict)

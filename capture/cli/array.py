@@ -6,12 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from capture import environment
 from capture.cli import asked
@@ -30,6 +30,7 @@ from capture.plan.array import ArrayPlan, Member
 from capture.profiler.array_pass import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.difference import DiffReport, unequal
+from capture.report.explanation import ExplainReport, PageReport
 from capture.report.needs import PlanNeeds
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
@@ -279,36 +280,34 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
         if rows
         else "all feature maps are retained"
     )
-    document: dict[str, Any] = {"plan": plan.to_json()}
+    report = ExplainReport(kind="array", needs=PlanNeeds.of(plan))
     lines = [*plan_lines(plan), moved]
     if writes:
-        _write(options, plan, document, lines)
-    emit(options, document, "\n".join(lines))
+        report = _written(options, plan, report, lines)
+    emit(options, write(report), "\n".join(lines))
     return 0
 
 
-def _write(
-    options: argparse.Namespace, plan: ArrayPlan, document: dict[str, Any], lines: list[str]
-) -> None:
-    """Write the page and the trace, and add to the document and the lines what is in them."""
+def _written(
+    options: argparse.Namespace, plan: ArrayPlan, report: ExplainReport, lines: list[str]
+) -> ExplainReport:
+    """Write the page and the trace; return the report with what is in them, and add that to the
+    lines."""
     from capture.report.array import HEADER, page
     from capture.report.array import rows as rows_of
     from capture.step.trace_events import save_trace
 
     facts, written = _facts(options, plan), dict[str, str]()
-    document["bundles"] = rows_of(facts)
     lines.append(table(HEADER, rows_of(facts)))
     if options.output is not None:
-        limit = plan.memory_limit_bytes
-        room = None if limit is None else plan.headroom(limit)
-        text = page(facts, plan_lines(plan), room, interactive=options.interactive)
+        text = page(facts, plan_lines(plan), plan.headroom(), interactive=options.interactive)
         options.output.write_text(text, encoding="utf-8")
         written["page"] = str(options.output)
     if options.trace is not None:
         save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
         written["trace"] = str(options.trace)
     lines += [f"{what} -> {path}" for what, path in written.items()]
-    document["written"] = written
+    return replace(report, bundles=rows_of(facts), written=written)
 
 
 def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
@@ -324,10 +323,10 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "array-page",
         )
     asked.refuse_unread(options, "array", "memory")
-    limit = options.memory or plan.memory_limit_bytes
-    room = None if limit is None else plan.headroom(limit)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
-    emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
+    needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
+    lines += [str(needs.headroom)] if needs.headroom else []
+    report = PageReport(kind="array", title=heading, summary="\n".join(lines), needs=needs)
+    emit(options, write(report), "\n".join([heading, *lines]))
     return 0
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table, warning_lines
+from capture.documents import write
 from capture.options import Option, add, at_least
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
@@ -61,7 +63,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
 
     def told(explanation: Explanation) -> None:
         if not options.json:
-            print(stages_text(explanation.to_json()), flush=True)
+            print(stages_text(write(explanation.report)), flush=True)
         say(
             options,
             f"trying single changes of the plan for {options.seconds} s of the processor "
@@ -73,7 +75,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
 
     found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
     warnings = split_warnings(measurements.backend.workload, plan.microbatch_size)
-    document = {**found.to_json(), "warnings": warnings}
+    document = write(replace(found.report, warnings=warnings))
     emit(
         options, document, "\n".join([changes_text(document), *warning_lines(document["warnings"])])
     )

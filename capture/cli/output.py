@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from capture.documents import write
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
@@ -99,7 +100,7 @@ def told(
     report = PlanReport.of(
         "stages",
         result,
-        attempts=attempts,
+        attempts=write(attempts),
         warnings=beyond.warnings,
         failures=beyond.failures,
     )

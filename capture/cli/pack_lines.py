@@ -8,7 +8,7 @@ from pathlib import Path
 from capture.cli.output import table
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import LAYERS_ABOVE_PACKS
-from capture.quantities import format_bytes, format_rate, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from recommender.harmony.result import Baseline
 
 
@@ -26,6 +26,12 @@ def baseline_table(found: Sequence[Baseline]) -> str:
         for row in found
     ]
     return table(["beside it", "a step", "swapped", "device", "host", "cannot run because"], rows)
+
+
+def title(plan: PacksPlan) -> str:
+    model = plan.model if plan.workload is None else str(plan.workload)
+    examples = counted(plan.minibatch_size, "example")
+    return f"{model} on {plan.machine.name}, {plan.mode}, packs of layers, {examples} a step"
 
 
 def pack_table(plan: PacksPlan) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
-from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
+from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
@@ -26,6 +26,7 @@ from capture.plan.task_graph import AS_THEY_ARE, Swaps
 from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
 from capture.report.difference import DiffReport, unequal
+from capture.report.explanation import ExplainReport, PageReport
 from capture.report.needs import PlanNeeds
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
@@ -203,9 +204,10 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
         for task in graph.tasks
     ]
     header = ["task", "kind", "layers", "on", "examples", "input by", "gradient by", "output by"]
-    document = {
-        "plan": plan.to_json(),
-        "tasks": [
+    report = ExplainReport(
+        kind="packs",
+        needs=PlanNeeds.of(plan),
+        tasks=[
             {
                 "task_id": task.id,
                 "kind": task.kind,
@@ -219,8 +221,8 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
             }
             for task in graph.tasks
         ],
-    }
-    emit(options, document, "\n".join([table(header, rows), *prediction_lines(plan)]))
+    )
+    emit(options, write(report), "\n".join([table(header, rows), *prediction_lines(plan)]))
     return 0
 
 
@@ -269,7 +271,7 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
         )
     read = ("memory", "trace", *(["profile"] if options.trace else []))
     asked.refuse_unread(options, "packs", *read)
-    room, written = plan.headroom(options.memory), {}
+    needs, written = PlanNeeds.of(plan, options.memory), {}
     if options.trace is not None:
         profile = _profile_of(options, plan)
         from capture.predictor.pack_step import packs_timeline
@@ -278,10 +280,13 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
         timeline = packs_timeline(plan.tasks(), profile, plan.machine)
         save_trace(timeline.simulation, options.trace, timeline.processes)
         written["trace"] = str(options.trace)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": written}
-    lines = [pack_table(plan), *prediction_lines(plan), *([str(room)] if room else [])]
+    said = [*prediction_lines(plan), *([str(needs.headroom)] if needs.headroom else [])]
+    report = PageReport(
+        kind="packs", title=title(plan), summary="\n".join(said), needs=needs, written=written
+    )
+    lines = [pack_table(plan), *said]
     lines += [f"{what} -> {path}" for what, path in written.items()]
-    emit(options, document, "\n".join(lines))
+    emit(options, write(report), "\n".join(lines))
     return 0
 
 

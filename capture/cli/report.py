@@ -13,10 +13,12 @@ from pathlib import Path
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from capture.documents import write
 from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
+from capture.report.explanation import PageReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,7 @@ def main(options: argparse.Namespace) -> int:
 def stages(options: argparse.Namespace, plan: Plan) -> int:
     """A table of the stages, or the page."""
     from capture.report.data import report_facts
+    from capture.report.difference import needs_of
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
     limit = options.memory
@@ -69,12 +72,14 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
 
         save_trace(facts.schedule.simulation, options.trace, facts.schedule.processes)
         written["trace"] = str(options.trace)
-    document = {
-        "title": title(facts),
-        "summary": paragraph(facts),
-        **facts.to_json(),
-        "written": written,
-    }
+    report = PageReport(
+        kind="stages",
+        title=title(facts),
+        summary=paragraph(facts),
+        needs=needs_of(facts),
+        written=written,
+        **facts.rows(),
+    )
     said = (
         [paragraph(facts)]
         if options.output
@@ -82,7 +87,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
     )
     emit(
         options,
-        document,
+        write(report),
         "\n".join([*said, *(f"{what} -> {path}" for what, path in written.items())]),
     )
     return 0

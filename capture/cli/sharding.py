@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from capture.cli import asked
 from capture.cli.output import emit, say, table
+from capture.documents import write
 from capture.plan.sharding import ShardingPlan
 from capture.report.difference import DiffReport, unequal
+from capture.report.explanation import ExplainReport, PageReport
 from capture.report.needs import PlanNeeds
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
@@ -61,29 +63,38 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
 def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Operators, those that hold most first."""
-    from capture.report.sharding import HEADER, document, paragraph, rows
+    from capture.report.sharding import HEADER, operator_rows, paragraph, rows
 
     asked.refuse_unread(options, "sharding")
-    room = plan.headroom()
-    lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, room)]
-    emit(options, document(plan, room), "\n".join(lines))
+    needs = PlanNeeds.of(plan)
+    found = ExplainReport(kind="sharding", needs=needs, operators=operator_rows(plan))
+    lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, needs.headroom)]
+    emit(options, write(found), "\n".join(lines))
     return 0
 
 
 def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """A table, or the page."""
-    from capture.report.sharding import HEADER, document, page, paragraph, rows, title
+    from capture.report.sharding import HEADER, operator_rows, page, paragraph, rows, title
 
     asked.refuse_unread(options, "sharding", "memory", "output")
-    room, written = plan.headroom(options.memory), {}
+    needs, written = PlanNeeds.of(plan, options.memory), {}
+    room = needs.headroom
     if options.output is not None:
         text = page(plan, room, interactive=options.interactive)
         options.output.write_text(text, encoding="utf-8")
         written["page"] = str(options.output)
     lines = [title(plan), table(HEADER, rows(plan))] if not written else []
     lines += [paragraph(plan, room), *(f"{what} -> {path}" for what, path in written.items())]
-    facts = {"title": title(plan), "summary": paragraph(plan, room), **document(plan, room)}
-    emit(options, {**facts, "written": written}, "\n".join(lines))
+    found = PageReport(
+        kind="sharding",
+        title=title(plan),
+        summary=paragraph(plan, room),
+        needs=needs,
+        operators=operator_rows(plan),
+        written=written,
+    )
+    emit(options, write(found), "\n".join(lines))
     return 0
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from capture.documents import fields_of, write
+from capture.documents import fields_of
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
@@ -166,7 +166,8 @@ class ReportFacts:
     def verified(self) -> bool:
         return self.plan.verification is not None
 
-    def to_json(self) -> dict[str, Any]:
+    def rows(self) -> dict[str, Any]:
+        """Return stages, schedule and front as plain data."""
         limit = None if self.headroom is None else self.headroom.limit_bytes
         return {
             "stages": [
@@ -184,7 +185,6 @@ class ReportFacts:
                 }
                 for stage, waits in zip(self.stages, self.schedule.waits_fraction, strict=True)
             ],
-            "headroom": write(self.headroom),
             "schedule": {
                 "clock": self.schedule.clock,
                 "simulated": True,

@@ -113,20 +113,12 @@ def _cells(cost: OperatorCost | None) -> list[str]:
     return [*map(format_bytes, sizes), at_peak, format_seconds(cost.seconds)]
 
 
-def document(plan: ShardingPlan, room: Headroom | None) -> dict[str, Any]:
-    """What ``capture explain --json`` and ``capture report --json`` say."""
-    operators = [
+def operator_rows(plan: ShardingPlan) -> list[dict[str, Any]]:
+    """Return what ``--json`` says of every operator."""
+    return [
         {"name": name, "mode": str(mode), "params": list(params), "cost": write(cost)}
         for (name, mode, cost), params in zip(operators_of(plan), plan.params, strict=True)
     ]
-    return {
-        "kind": "sharding",
-        **plan.summary(),
-        "compiled_peak_bytes": plan.compiled_peak_bytes,
-        "interval_bytes": plan.interval_bytes and list(plan.interval_bytes),
-        "headroom": write(room),
-        "operators": operators,
-    }
 
 
 def page(plan: ShardingPlan, room: Headroom | None, *, interactive: bool = False) -> str:

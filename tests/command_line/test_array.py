@@ -47,34 +47,34 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     ]  # fmt: skip
     code, free = asked(capsys, *common)
     assert (code, free["status"]) == (0, "ok")
-    names = {row["name"] for row in free["ways"]}
+    names = {row["name"] for row in free["plan"]["candidates"]}
     assert names <= {"multiplexed 1+1", "all fused", "none fused"} and "all fused" in names
     assert {"sequential jit", "HFTA-NoMemOpt"} <= {row["name"] for row in free["baselines"]}
-    fastest = min(free["ways"], key=lambda row: row["step_seconds"])
-    assert free["plan"]["step_seconds"] == fastest["step_seconds"]
-    limit = free["plan"]["peak_bytes"] * 3 // 5
+    fastest = min(free["plan"]["candidates"], key=lambda row: row["step_seconds"])
+    assert free["needs"]["step_seconds"] == fastest["step_seconds"]
+    limit = free["needs"]["peak_bytes"] * 3 // 5
     code, found = asked(capsys, *common, "--memory", limit)
     assert (code, found["status"]) == (0, "ok")
-    assert found["plan"]["peak_bytes"] <= limit
-    assert found["plan"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
+    assert found["needs"]["peak_bytes"] <= limit
+    assert found["needs"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check")
     assert code == 0 and ran["is_target"]
-    assert ran["predicted_peak_bytes_per_device"] == [found["plan"]["peak_bytes"]]
+    assert ran["predicted_peak_bytes_per_device"] == [found["needs"]["peak_bytes"]]
     assert ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
     assert ran["host"]["predicted_peak_bytes"] == ran["host"]["measured_peak_bytes"]
     assert ran["max_relative_loss_error"] < 1e-6 and ran["num_compiled_after_first_step"] == 0
     assert [len(step) for step in ran["loss"]] == [2, 2]
     for verb in (["explain", "plan.json"], ["report", "plan.json"]):
-        assert asked(capsys, *verb)[1]["plan"]["kind"] == "array"
+        assert asked(capsys, *verb)[1]["kind"] == "array"
     assert asked(capsys, "diff", "plan.json", "plan.json")[1]["same_decision"]
     for algorithm in ("corrected", "paper"):
         code, theirs = asked(capsys, *common, "--memory", limit, "--algorithm", algorithm)
         assert theirs["search"]["algorithm"] == algorithm
-        assert {row["order"] for row in theirs["ways"]} == {"multiplexed"}
+        assert {row["order"] for row in theirs["plan"]["candidates"]} == {"multiplexed"}
         assert (code, theirs["status"]) in ((0, "ok"), (1, "infeasible"))
         if code == 0:
-            assert theirs["plan"]["peak_bytes"] <= limit
-            assert theirs["plan"]["step_seconds"] >= found["plan"]["step_seconds"]
+            assert theirs["needs"]["peak_bytes"] <= limit
+            assert theirs["needs"]["step_seconds"] >= found["needs"]["step_seconds"]
     code, none = asked(capsys, *common, "--memory", 1000)
     assert (code, none["status"], none["why"]["code"]) == (1, "infeasible", "array-memory")
     assert none["why"]["least_peak_bytes"] > 1000
@@ -117,7 +117,7 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
     ]  # fmt: skip
     code, free = asked(capsys, *common)
     assert (code, free["status"]) == (0, "ok")
-    names = {row["name"] for row in free["ways"]}
+    names = {row["name"] for row in free["plan"]["candidates"]}
     assert names <= {
         f"{order} {sizes} and 1 and 1"
         for order in ("multiplexed", "in turn")
@@ -125,18 +125,22 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
     } | {"none fused"}
     sizes = {row["name"]: row["sizes"] for row in free["baselines"]}
     assert sizes["one vmap"] == [2, 1, 1] and sizes["sequential jit"] == [1, 1, 1, 1]
-    assert {(row["models"], row.get("task", 0)) for row in free["saturation"]} == {
+    assert {(row["models"], row.get("task", 0)) for row in free["plan"]["saturation"]} == {
         (1, 0), (2, 0), (1, 1), (1, 2)
     }  # fmt: skip
-    limit = free["plan"]["peak_bytes"] * 7 // 8
+    limit = free["needs"]["peak_bytes"] * 7 // 8
     code, found = asked(capsys, *common, "--memory", limit)
     assert (code, found["status"]) == (0, "ok")
-    assert found["plan"]["bytes"]["swap"] + found["plan"]["bytes"]["recompute"] > 0
-    assert found["plan"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
+    assert (
+        found["plan"]["prediction"]["swapped_bytes"]
+        + found["plan"]["prediction"]["recomputed_bytes"]
+        > 0
+    )
+    assert found["needs"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
     assert "3 programs" in found["why"]["summary"]
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check", "--save", "run")
     assert code == 0 and ran["is_target"]
-    assert ran["predicted_peak_bytes_per_device"] == [found["plan"]["peak_bytes"]]
+    assert ran["predicted_peak_bytes_per_device"] == [found["needs"]["peak_bytes"]]
     assert ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
     assert ran["host"]["predicted_peak_bytes"] == ran["host"]["measured_peak_bytes"]
     assert ran["max_relative_loss_error"] < 1e-6 and ran["max_relative_param_error"] < 1e-5
@@ -145,7 +149,7 @@ def test_models_of_other_batches_and_workloads_are_planned_and_run(folder, capsy
     for verb in ("report", "explain --store store.sqlite --trace trace.json"):
         name, *more = verb.split()
         code, shown = asked(capsys, name, "plan.json", *more)
-        assert code == 0 and len(shown["plan"]["tasks"]) == 2
+        assert code == 0 and shown["needs"]["peak_bytes"] == found["needs"]["peak_bytes"]
     assert main(["explain", "plan.json"]) == 0
     assert f"with batch_size={BATCH + 1}" in capsys.readouterr().out
 
@@ -179,11 +183,14 @@ def test_a_sweep_is_planned_from_what_a_worker_has_executed(folder, capsys):
     ]  # fmt: skip
     code, found = asked(capsys, *common)
     assert (code, found["status"]) == (0, "ok")
-    plan = found["plan"]
-    assert plan["simulated"] and plan["seconds_from"] == "executions on cpu (median of 3)"
-    assert plan["peak_bytes"] <= 60_000
+    plan, needs = found["plan"], found["needs"]
+    assert (
+        needs["seconds_are"] == "simulated"
+        and plan["seconds_from"] == "executions on cpu (median of 3)"
+    )
+    assert needs["peak_bytes"] <= 60_000
     _, again = asked(capsys, *common, "--workers", 0)
-    assert again["plan"]["step_seconds"] == plan["step_seconds"]
+    assert again["needs"]["step_seconds"] == needs["step_seconds"]
     _, jobs = asked(capsys, "store", "ls", "--store", "store.sqlite")
     assert jobs
     code, ran = asked(capsys, "run", "plan.json", "--steps", 2)

@@ -58,7 +58,7 @@ def test_plan_keeps_its_contract(planned):
     assert (
         sum(stage["num_devices"] for stage in stages)
         == 2
-        == len(document["prediction"]["peak_bytes_per_device"])
+        == len(document["plan"]["prediction"]["peak_bytes_per_device"])
     )
     assert document["search"]["algorithm"] == "minmax" and document["search"]["seconds"] >= 0
     assert document["why"]["summary"]
@@ -73,7 +73,7 @@ def test_predict_repeats_the_prediction_of_the_plan(planned):
     predicted = capture(
         planned.directory, "predict", "plan.json", "--profile", "profile.json"
     ).document
-    assert predicted["prediction"] == planned.plan.document["prediction"]
+    assert predicted["prediction"] == planned.plan.document["plan"]["prediction"]
 
 
 def test_run_measures_what_was_predicted_and_trains_like_one_device(planned):
@@ -82,8 +82,8 @@ def test_run_measures_what_was_predicted_and_trains_like_one_device(planned):
         document["predicted_peak_bytes_per_device"],
         document["measured_peak_bytes_per_device"],
     )
-    assert predicted == planned.plan.document["prediction"]["peak_bytes_per_device"]
-    intervals = planned.plan.document["prediction"]["interval_bytes_per_device"]
+    assert predicted == planned.plan.document["plan"]["prediction"]["peak_bytes_per_device"]
+    intervals = planned.plan.document["plan"]["prediction"]["interval_bytes_per_device"]
     for mine, truth, (low, high) in zip(predicted, measured, intervals, strict=True):
         assert abs(mine / truth - 1) < 0.02
         assert low <= truth <= high
@@ -120,15 +120,15 @@ def test_explain_itemises_and_ranks_the_changes(inside_planned, capsys):
     )
     _, again, _ = run_json(capsys, *asked, "--seconds", "0")
     assert again["changes"] == document["changes"], "all of them are in the store by now"
-    assert document["peak_bytes"] == max(document["peak_bytes_per_device"])
+    peak = document["needs"]["peak_bytes"]
+    assert peak == max(document["peak_bytes_per_device"])
     assert all(
         sum(stage["parts_bytes"].values()) == stage["peak_bytes"] for stage in document["stages"]
     )
     saves = [change["saves_bytes"] for change in document["changes"]]
     assert saves == sorted(saves, reverse=True) and len(saves) >= 3
     assert all(
-        change["peak_bytes"] + change["saves_bytes"] == document["peak_bytes"]
-        for change in document["changes"]
+        change["peak_bytes"] + change["saves_bytes"] == peak for change in document["changes"]
     )
     assert document["found"] is None, "it was predicted"
 
@@ -373,7 +373,7 @@ def test_a_memory_limit_that_nothing_fits_is_a_document_and_writes_no_plan(
         1000,
     )
     assert document["why"]["least_peak_bytes"] == max(
-        document["prediction"]["peak_bytes_per_device"]
+        document["plan"]["prediction"]["peak_bytes_per_device"]
     )
     assert not (tmp_path / "none.json").exists()
 
@@ -428,16 +428,14 @@ def test_a_limit_below_the_state_is_answered_without_measuring(inside_planned, c
         str(tmp_path / "none.json"),
     ]
     code, out, err = run_here(capsys, *asked, "--memory", "16383", "--json")
-    why = json.loads(out)["why"]
+    document = json.loads(out)
+    why, change = document["why"], document["cheapest_change"]
     assert (code, why["code"], why["least_state_bytes"]) == (1, "memory-limit", 16384)
     assert (
         "parameters, gradients and optimizer state alone need at least 16.4 kB per device; limit "
         "16.4 kB\n"
     ) in err
-    assert (
-        why["cheapest_change"]["change"] == "--cluster 2x2"
-        and why["cheapest_change"]["least_state_bytes"] == 8192
-    )
+    assert (change["change"], change["least_state_bytes"]) == ("--cluster 2x2", 8192)
     assert not rows(tmp_path / "store") and not (tmp_path / "none.json").exists()
 
 

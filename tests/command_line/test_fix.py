@@ -94,7 +94,7 @@ def test_what_has_to_be_searched_again_is_named(asked, saved, monkeypatch):
     for more, named in (((), "leave out --fix"), (("--search", "stages"), "--search degrees")):
         limit = ["--memory", "20kB", *more, "-o", "other.json"]
         code, document, _ = asked("plan", WORKLOAD, "--fix", "plan.json", *limit, *STORE)
-        change = document["why"]["cheapest_change"]
+        change = document["cheapest_change"]
         assert (code, change["change"], change["peak_bytes"]) == (1, named, 7)
 
 
@@ -150,7 +150,7 @@ def test_the_step_of_every_named_plan_is_simulated_once(asked, saved, monkeypatc
     code, document, _ = asked("plan", WORKLOAD, *OPEN, *STORE, "-o", "again.json")
     front = load_plan("again.json").why.front
     assert code == 0 and len(simulated) == len({*simulated}) == len(front.points)
-    assert document["time"]["step_seconds"] == front.names["fastest"].step_seconds
+    assert document["needs"]["step_seconds"] == front.names["fastest"].step_seconds
 
 
 def test_plans_that_differ_in_schedule_alone_have_names_of_their_own(saved):

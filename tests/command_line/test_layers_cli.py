@@ -52,7 +52,9 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     plan = load_plan("plan.json")
     assert code == 0 and isinstance(plan, PacksPlan) and plan.model_hash
     assert plan.compiled and max(plan.prediction.step.device_peak_bytes) <= 8000
-    assert document["headroom"]["verdict"] == "fits" and "uncompiled" not in document["why"]
+    assert (
+        document["needs"]["headroom"]["verdict"] == "fits" and "uncompiled" not in document["why"]
+    )
     said = {name: number["source"] for name, number in document["plan"]["machine"].items()
             if isinstance(number, dict)}  # fmt: skip
     assert said["host_memory_bytes"] == "given" and all(said.values())
@@ -79,7 +81,7 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     code, document = answer(capsys, *asked, "tiny.py:model?layers=4", "--no-verify")
     assert (code, document["why"]["uncompiled"]) == (0, "--no-verify")
     assert not load_plan("plan.json").compiled
-    assert document["headroom"]["verdict"] == "fits by extrapolation"
+    assert document["needs"]["headroom"]["verdict"] == "fits by extrapolation"
 
     # All layers in one pack: the second device has nothing to do.
     one = replace(plan.configuration.backward, packs=((0, plan.num_layers),))

@@ -324,7 +324,7 @@ def test_a_limit_that_is_given_holds_for_instructions_and_so_does_the_one_that_i
         assert not Path("plan.json").exists()
         least = document["why"]["least_peak_bytes"]
         code, document = answer(capsys, *small, "--memory", str(least))
-        assert (code, document["headroom"]["verdict"]) == (0, "fits by extrapolation")
+        assert (code, document["needs"]["headroom"]["verdict"]) == (0, "fits by extrapolation")
         assert main(["report", "plan.json", "--quiet"]) == 0
         assert "fits" in capsys.readouterr().out
         Path("plan.json").unlink()

@@ -198,7 +198,8 @@ def test_operators_are_shown(folder, capsys):
     ]
     code, text = said(capsys, "report", "a.json", "--memory", "5kB", "--json")
     facts = json.loads(text)
-    assert facts["headroom"]["verdict"] == "does not fit" and facts["compiled_peak_bytes"] == 7000
+    needs = facts["needs"]
+    assert needs["headroom"]["verdict"] == "does not fit" and needs["peak_bytes"] == 7000
     assert [row["mode"] for row in facts["operators"]] == ["DP", "DP"]
     assert facts["operators"][1]["cost"]["seconds"] == 1.5e-3
     old = str(FILES / "sharding.plan.json")

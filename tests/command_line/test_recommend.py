@@ -13,6 +13,7 @@ from report_plans import planted_profile
 from search_kit import brute_force, every_plan
 from synthetic_profiles import Planted, hybrid
 
+from capture.documents import write
 from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
@@ -36,6 +37,7 @@ from capture.predictor import AdditivePredictor
 from recommender import PlanQuestion, baseline_plan, recommend
 from recommender.capture.posed import search_problem
 from recommender.capture.search import ALGORITHMS
+from recommender.plan_report import PlanReport
 from recommender.question import (
     AUTOSTAGE,
     BOUNDS_FIRST,
@@ -168,15 +170,17 @@ def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
     assert Plan.from_json(json.loads(json.dumps(result.plan.to_json()))) == result.plan
 
 
+def written(answer):
+    return json.loads(json.dumps(write(PlanReport.of("stages", answer))))
+
+
 def test_the_document_has_what_scripts_rely_on():
-    document = json.loads(
-        json.dumps(recommend(a_profile(), PlanQuestion(Cluster((4,)), **BATCH)).to_json())
-    )
+    document = written(recommend(a_profile(), PlanQuestion(Cluster((4,)), **BATCH)))
     assert document["status"] == "ok"
     assert {"layers", "num_devices", "data_parallel", "tensor_parallel"} <= set(
         document["plan"]["stages"][0]
     )
-    assert len(document["prediction"]["peak_bytes_per_device"]) == 4
+    assert len(document["plan"]["prediction"]["peak_bytes_per_device"]) == 4
     assert (
         document["search"]["algorithm"] == "minmax"
         and document["search"]["optimal"] is True
@@ -185,7 +189,9 @@ def test_the_document_has_what_scripts_rely_on():
     assert document["why"]["summary"].startswith("1 stage; the peak is ")
     assert (
         document["why"]["bottleneck_category"]
-        in document["prediction"]["stages"][document["why"]["bottleneck_stage"]]["parts_bytes"]
+        in document["plan"]["prediction"]["stages"][document["why"]["bottleneck_stage"]][
+            "parts_bytes"
+        ]
     )
 
 
@@ -219,7 +225,7 @@ def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
     result = recommend(a_profile(3, 1), PlanQuestion(Cluster((1,) * 8), **BATCH))
     assert (result.status, result.plan, result.prediction) == ("infeasible", None, None)
     assert result.why.code == "too-few-layers"
-    assert json.loads(json.dumps(result.to_json()))["plan"] is None
+    assert written(result)["plan"] is None
 
 
 def test_whole_nodes_and_any_divisor_widen_the_space():

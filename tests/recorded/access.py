@@ -172,13 +172,17 @@ def recommendation_facts(code: int, document: Mapping[str, Any]) -> dict[str, An
         "answer": [code, *of(document, "status extrapolated")],
         "search": of(search, how),
         "why": why_facts(document["why"]),
-        "headroom": document["headroom"],
-        "time": document.get("time"),
+        "headroom": None,
+        "time": None,
     }
+    if document["cheapest_change"] is not None:
+        found["why"]["cheapest_change"] = document["cheapest_change"]
     if document["plan"] is not None:
-        found |= plan_facts(document["plan"]) | prediction_facts(document["prediction"])
+        plan = document["plan"]
+        found |= {"headroom": document["needs"]["headroom"], "time": plan["time"]}
+        found |= plan_facts(plan) | prediction_facts(plan["prediction"])
         found["verification"] = verification_facts(document["plan"]["verification"])
-    if "attempts" in document:
+    if document["attempts"]:
         found["attempts"] = document["attempts"]
     return found
 

@@ -105,7 +105,7 @@ def test_the_answer_says_which_proof_is_which():
     assert within in found.why.summary and "by a bound that leaves transfers out" in (
         found.why.summary
     )
-    written = found.to_json()["why"]["proven"]["by_layers"]
+    written = found.why.to_json()["proven"]["by_layers"]
     assert written["num_layers"] == said.num_layers
 
 

@@ -14,7 +14,7 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import DeviceMemory, Sourced, Target, target_names
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
-from capture.plan.headroom import Headroom
+from capture.plan.headroom import Headroom, Peaks
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 
@@ -228,18 +228,18 @@ def test_unknown_names_and_files(tmp_path):
 )
 def test_headroom_says_how_much_and_how_sure(peak, high, verdict, text):
     memory = DeviceMemory(*(Sourced(value, "test") for value in (1000, 0.9, 100, 50)))
-    headroom = Headroom.of([10, peak], [(5, 20), (500, high)], 0.98, None, memory)
+    headroom = Headroom.of(
+        Peaks((10, peak), [(5, 20), (500, high)], "predicted", 0.98), None, memory
+    )
     assert (headroom.verdict, str(headroom)) == (verdict, text)
     assert headroom.to_json()["headroom_bytes"] == 750 - peak and headroom.limit_bytes == 750
 
 
 def test_headroom_of_a_given_limit_and_of_none():
-    assert Headroom.of([5], [(5, 5)], 1.0, 8, None).to_json()["limit_source"] == "given"
-    assert (
-        str(Headroom.of([5], [(5, 5)], 1.0, 8, None))
-        == "fits: 3 B of 8 B left, 3 B at worst (compiled)"
-    )
-    assert Headroom.of([5], [(5, 5)], 1.0, None, None) is None
+    room = Headroom.of(Peaks.compiled(5), 8)
+    assert room.to_json()["limit_source"] == "given"
+    assert str(room) == "fits: 3 B of 8 B left, 3 B at worst (compiled)"
+    assert Headroom.of(Peaks.compiled(5), None) is None
 
 
 # ---- names ---------------------------------------------------------------------------------------
