@@ -19,7 +19,7 @@ class Peaks:
     Attributes:
         per_device: Bytes, in the order of the devices; one number stands for devices that are
             alike.
-        interval_per_device: Likewise, low and high.
+        intervals: Low and high of each, or of groups of devices.
         how: Where the peaks are from, for people: "compiled", "predicted", ...
         coverage: Calibrated probability that a device stays within its interval; None without
             calibration, 1 for compiled peaks.
@@ -28,7 +28,7 @@ class Peaks:
     """
 
     per_device: tuple[int, ...]
-    interval_per_device: Sequence[tuple[int, int]]
+    intervals: Sequence[tuple[int, int]]
     how: str
     coverage: float | None
     extrapolated: bool = False
@@ -75,7 +75,7 @@ class Headroom:
         if limit is None:
             assert memory is not None, "one of them is known"
             limit, source = memory.usable_bytes, str(memory)
-        high = max(high for _, high in peaks.interval_per_device)
+        high = max(high for _, high in peaks.intervals)
         return cls(limit, source, max(peaks.per_device), high, peaks.coverage, peaks.extrapolated)
 
     @property

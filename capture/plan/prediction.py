@@ -67,7 +67,7 @@ class Prediction:
         """What it says of every device."""
         return Peaks(
             self.peak_bytes_per_device,
-            self.interval_bytes_per_device or [(n, n) for n in self.peak_bytes_per_device],
+            self.interval_bytes_per_device or [stage.interval_bytes for stage in self.stages],
             "predicted",
             self.coverage,
             self.extrapolated,

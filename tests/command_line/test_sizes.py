@@ -120,11 +120,7 @@ def test_the_line_is_low_beyond_the_jump_and_says_that_it_is_a_line(made):
     known, exact = at(made, 8)
     assert not known.extrapolated and known.peak_bytes == pytest.approx(exact, rel=0.02)
     guess, exact = at(made, 24)
-    assert (
-        guess.extrapolated
-        and guess.to_json()["extrapolated"]
-        and guess.prediction.to_json()["extrapolated"]
-    )
+    assert guess.extrapolated and guess.extrapolated and guess.prediction.to_json()["extrapolated"]
     assert (
         guess.peak_bytes < 0.6 * exact and guess.prediction.interval_bytes_per_device[0][1] < exact
     ), "beyond the interval"

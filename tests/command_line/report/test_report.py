@@ -17,6 +17,7 @@ from timeouts import TIMEOUT_SECONDS
 
 from capture.cli.explain import changes_text
 from capture.cli.main import main
+from capture.documents import write
 from capture.errors import CaptureError
 from capture.extras import install_command
 from capture.machine.cluster import Cluster
@@ -223,7 +224,7 @@ def test_reports_and_explanations_end_with_how_the_plan_was_found():
     assert last_lines(facts)[-1] == f"How it was found: {said}"
     peak = SimpleNamespace(peak_bytes=1, instant="update", parts={"activations": 1})
     stage = SimpleNamespace(peak=peak, layers={0: peak.parts}, attributed_fraction=1.0, buffers=[])
-    document = Explanation(facts.plan, (1,), {}, (stage,) * facts.plan.num_stages, ()).to_json()
+    document = write(Explanation(facts.plan, (1,), {}, (stage,) * facts.plan.num_stages, ()).report)
     assert changes_text(document).endswith(f"how the plan was found: {said}")
     assert "how the plan" not in changes_text({**document, "found": None})
 

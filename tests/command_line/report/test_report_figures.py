@@ -237,7 +237,7 @@ def test_the_front_of_a_recommendation_is_drawn(profile):
         (point.peak_bytes, point.step_seconds) for point in points
     ]
     assert len(curve["x"]) == len(points)
-    assert facts.to_json()["front"]["complete"] == found.why.front.complete
+    assert facts.rows()["front"]["complete"] == found.why.front.complete
 
 
 def test_a_front_without_points_is_not_drawn():
