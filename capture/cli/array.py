@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
+from capture.cli.options import Asks
 from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
@@ -39,8 +40,6 @@ from recommender.plan_report import PlanReport
 
 if TYPE_CHECKING:
     from capture.report.array import ArrayFacts
-
-SYSTEM = "mutwo"
 
 
 @dataclass(frozen=True)
@@ -436,3 +435,6 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
 
 def _moved(plan: ArrayPlan, a: int, choice: str) -> int:
     return sum(decision.choice == choice for decision in plan.decisions[a])
+
+
+ASKS = Asks("Model arrays (--system mutwo)", "several models on one device", OPTIONS, plan)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -33,6 +33,25 @@ ENDED_EARLY = {
 DEFAULT_MICROBATCHES = 16
 ONE_DEVICE = "1x1"
 DEFAULT_MICROBATCH_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Asks:
+    """What ``capture plan`` asks for a kind of plan.
+
+    Attributes:
+        title: Of its options in ``--help-all``.
+        about: What the plans are, for ``--system``.
+        options: That it reads.
+        answer: Searches and writes the plan; returns the exit code.
+        needs_workload: Whether nothing can be asked without one.
+    """
+
+    title: str
+    about: str
+    options: Sequence[Option]
+    answer: Callable[[argparse.Namespace], int]
+    needs_workload: bool = True
 
 
 def remat_or(*others: str) -> Callable[[str], str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
+from capture.cli.options import Asks
 from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.whole import close
 from capture.documents import write
@@ -113,3 +114,11 @@ def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
         raise PlanError.of(f"--global-batch {options.global_batch}: {why}.", "osdp-plan-batch")
     each: int = options.global_batch // cluster.num_devices
     return each
+
+
+ASKS = Asks(
+    "Sharding by operator (--system osdp; also capture osdp)",
+    "one program, each operator's parameters sharded, split or replicated",
+    OPTIONS,
+    plan,
+)

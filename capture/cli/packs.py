@@ -9,6 +9,7 @@ from pathlib import Path
 
 from capture.cli import asked, layers
 from capture.cli import options as shared
+from capture.cli.options import Asks
 from capture.cli.output import emit, table, warning_lines
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
 from capture.cli.progress import progress
@@ -37,7 +38,6 @@ from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.recommendation import PacksAnswer, not_compiled
 from recommender.plan_report import PlanReport
 
-SYSTEM = layers.SYSTEM
 #: Of a workload; of layers alone nothing can be compiled.
 _OF_A_WORKLOAD = (
     *(option for option in layers.OPTIONS if option.name not in ("global_batch", "memory")),
@@ -351,3 +351,12 @@ def _server(options: argparse.Namespace) -> Server:
         usable_bytes=options.memory,
         host_memory_bytes=options.host_memory,
     )
+
+
+ASKS = Asks(
+    "Packs (--system harmony)",
+    "packs of layers streamed from the host",
+    OPTIONS,
+    plan,
+    needs_workload=False,
+)

@@ -6,40 +6,33 @@ In the place of WORKLOAD may stand a question (.toml), or a plan (.json), which 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 
-from capture.cli import array, layers, osdp, packs, stages
+from capture.cli import layers
 from capture.cli import options as shared
+from capture.cli.options import Asks
 from capture.cli.question_file import asked_of, opened
 from capture.errors import PlanError, Violation
 from capture.options import merged, refused
+from capture.plan.kinds import KINDS
 
+#: By system, in the order of the kinds of plans.
+ASKS: Mapping[str, Asks] = {kind.system: kind.asks.load() for kind in KINDS.values()}
+_ABOUT = "; ".join(f"{system}: {asks.about}" for system, asks in ASKS.items())
 _OF_ALL = (
-    replace(
-        layers.SYSTEM_OPTION,
-        help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device; osdp: one "
-        "program, each operator's parameters sharded, split or replicated",
-        choices=(stages.SYSTEM, packs.SYSTEM, array.SYSTEM, osdp.SYSTEM),
-    ),
+    replace(layers.SYSTEM_OPTION, help=f"{_ABOUT} (default: %(default)s)", choices=tuple(ASKS)),
     shared.output("plan.json"),
     shared.TRUST,
 )
-#: What each system reads, and what answers it.
-SYSTEMS = {module.SYSTEM: (*_OF_ALL, *module.OPTIONS) for module in (stages, packs, array, osdp)}
-ANSWERS = {module.SYSTEM: module.plan for module in (stages, packs, array, osdp)}
+#: What each system reads.
+SYSTEMS = {system: (*_OF_ALL, *asks.options) for system, asks in ASKS.items()}
 #: Every option, with the systems that read it.
 READ = merged(SYSTEMS)
-_TITLES = {
-    stages.SYSTEM: "Pipelines (--system capture)",
-    packs.SYSTEM: "Packs (--system harmony)",
-    array.SYSTEM: "Model arrays (--system mutwo)",
-    osdp.SYSTEM: "Sharding by operator (--system osdp; also capture osdp)",
-}
 #: The options that ``--help`` shows, some in fewer words than ``--help-all``.
 EVERYDAY = {
     "workload": "",
-    "system": "capture: stages on submeshes, FSDP among them (default); harmony: packs of layers "
-    "streamed from the host; mutwo: several models on one device; osdp: sharding by operator",
+    "system": f"{_ABOUT} (default: capture)",
     "cluster": "",
     "target": "",
     "global_batch": "",
@@ -71,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORKLOAD",
         help="beside a question or a plan: that of the file, if it names none or has moved",
     )
-    for system, title in _TITLES.items():
-        group = parser.add_argument_group(title)
+    for system, asks in ASKS.items():
+        group = parser.add_argument_group(asks.title)
         for option, of in READ.values():
             if of == (system,):
                 option.add_to(group)
@@ -87,6 +80,6 @@ def main(options: argparse.Namespace) -> int:
         Violation(text, "plan-system") for text in refused(given, options.system, SYSTEMS)
     )
     options.asked = asked_of(options, known)
-    if options.workload is None and options.system != packs.SYSTEM:
+    if options.workload is None and ASKS[options.system].needs_workload:
         options.parser.error("the following arguments are required: WORKLOAD")
-    return ANSWERS[options.system](options)
+    return ASKS[options.system].answer(options)

@@ -12,6 +12,7 @@ from capture.cli import asked, bounds_first
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.fixed import FIXED, take_plan
+from capture.cli.options import Asks
 from capture.cli.output import emit, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
@@ -53,7 +54,6 @@ from recommender.question import (
     PlanQuestion,
 )
 
-SYSTEM = "capture"
 #: What takes longer is said before it is begun.
 LONG_SECONDS = 300.0
 _TARGET = replace(
@@ -357,3 +357,6 @@ def _chosen(
     else:
         return question, (), None
     return (question, attempts, None) if best is None else (best.question, attempts, best.result)
+
+
+ASKS = Asks("Pipelines (--system capture)", "stages on submeshes, FSDP among them", OPTIONS, plan)

@@ -26,6 +26,7 @@ class Kind:
         name: As its files have it.
         system: As ``capture plan --system`` has it.
         plan: Its class.
+        asks: What ``capture plan`` asks for one: a ``capture.cli.options.Asks``.
         verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
             is asked for.
         python: What runs it in Python.
@@ -35,6 +36,7 @@ class Kind:
     name: str
     system: str
     plan: type[AnyPlan]
+    asks: Registered
     verbs: Mapping[str, Registered]
     python: str
     saves_often: bool = False
@@ -70,6 +72,7 @@ KINDS: Mapping[str, Kind] = {
             "stages",
             "capture",
             Plan,
+            Registered("capture.cli.stages:ASKS"),
             _verbs(
                 verify="verify:stages",
                 run="run:trained",
@@ -84,6 +87,7 @@ KINDS: Mapping[str, Kind] = {
             "sharding",
             "osdp",
             ShardingPlan,
+            Registered("capture.cli.osdp:ASKS"),
             _verbs(
                 verify="sharding:verify",
                 run="sharding:run",
@@ -97,6 +101,7 @@ KINDS: Mapping[str, Kind] = {
             "packs",
             "harmony",
             PacksPlan,
+            Registered("capture.cli.packs:ASKS"),
             _verbs(
                 verify="packs:verify",
                 run="run:trained",
@@ -111,6 +116,7 @@ KINDS: Mapping[str, Kind] = {
             "array",
             "mutwo",
             ArrayPlan,
+            Registered("capture.cli.array:ASKS"),
             _verbs(
                 run="array:run", explain="array:explain", report="array:report", diff="array:diff"
             ),
