@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.plan.why import Why
@@ -63,7 +63,7 @@ class PlanReport:
             **beside: What the answer does not know, by field.
         """
         plan = answer.plan
-        needs = None if plan is None else PlanNeeds.of(plan, answer.memory_limit_bytes)
+        needs = None if plan is None else replace(PlanNeeds.of(plan), headroom=answer.headroom)
         return cls(
             kind=kind,
             status=answer.status,

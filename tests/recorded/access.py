@@ -176,7 +176,7 @@ def recommendation_facts(code: int, document: Mapping[str, Any]) -> dict[str, An
         "time": None,
     }
     if document["cheapest_change"] is not None:
-        found["why"]["cheapest_change"] = document["cheapest_change"]
+        found["cheapest_change"] = document["cheapest_change"]
     if document["plan"] is not None:
         plan = document["plan"]
         found |= {"headroom": document["needs"]["headroom"], "time": plan["time"]}

@@ -74,7 +74,9 @@ def sharding_command(bench: Bench) -> dict[str, Any]:
     return {
         "answer": [
             code,
-            *access.of(document, "status verified estimated_peak_bytes unverified_why"),
+            *access.of(document, "status compiled"),
+            document["plan"]["peak_bytes"],
+            document["why"].get("uncompiled"),
         ],
         "refused": [refused, why["status"], why["why"]["summary"]],
         "plan": access.sharding_document_facts(document["plan"]),
