@@ -10,6 +10,7 @@ import pytest
 from pipeline_models import mlp, tied
 from synthetic_profiles import Planted, hybrid
 
+from capture.documents import write
 from capture.machine.cluster import Cluster
 from capture.papers.capture.choices import hybrid_choices
 from capture.plan.choices import StageChoice
@@ -19,6 +20,7 @@ from recommender import PlanQuestion, recommend
 from recommender.capture.changes import Measuring, cheapest_change
 from recommender.capture.knowledge import Knowledge
 from recommender.capture.least_state import beyond_memory, least_state
+from recommender.plan_report import PlanReport
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -104,7 +106,8 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
         memory_limit_bytes=1000,
     )
     why = beyond_memory(found).why
-    assert json.loads(json.dumps(beyond_memory(found).to_json()))["why"] == why.to_json()
+    written = json.loads(json.dumps(write(PlanReport.of("stages", beyond_memory(found)))))
+    assert written["why"] == why.to_json() and written["needs"] is None
     assert (why.code, why.memory_limit_bytes, why.least_state_bytes) == (
         "memory-limit",
         1000,
