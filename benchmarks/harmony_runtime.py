@@ -28,8 +28,8 @@ from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Switches
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.streamed import streamed
+from capture.step.pack_times import volumes_bytes
 from capture.step.program import Copy, Feed, Instruction, Run, Step
-from capture.step.streamed import volumes_bytes
 
 NUM_BLOCKS, EXAMPLES, MICROBATCH = 4, 8, 2
 

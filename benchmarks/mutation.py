@@ -50,6 +50,7 @@ STREAMED = (
     "tests/property/test_streamed_arrays.py tests/property/test_streamed_step.py "
     "tests/unit/test_packs_plan.py"
 )
+PASSES = "tests/property/test_pack_passes.py " + STREAMED
 PREDICTOR = (
     "tests/unit/test_predictor.py tests/unit/test_predictor_windows.py "
     "tests/unit/test_paper_predictor.py tests/unit/test_regressions.py capture/predictor"
@@ -76,8 +77,12 @@ PARTS = {
     "capture/step/evaluation.py": "tests/property/test_evaluation.py",
     "capture/step/interface.py": STEP + " tests/unit/test_graph.py",
     "capture/step/sharded.py": "tests/property/test_osdp_step.py tests/unit/test_osdp_cost.py",
-    "capture/step/streamed.py": STREAMED,
-    "capture/step/streamed_state.py": STREAMED,
+    "capture/step/packs.py": STREAMED,
+    "capture/step/pack_state.py": STREAMED,
+    "capture/step/room.py": PASSES,
+    "capture/step/passes/transfers.py": PASSES,
+    "capture/step/passes/residency.py": PASSES,
+    "capture/step/passes/waits.py": PASSES,
     "capture/step/pack_order.py": "tests/unit/test_pack_order.py",
     "capture/step/pack_sizes.py": "tests/unit/test_pack_sizes.py " + STREAMED,
     "capture/alpa/step.py": STEP,

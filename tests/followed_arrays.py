@@ -6,14 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from capture.model.graph import LayerGraph
 from capture.plan.task_graph import Span, TaskGraph
-from capture.step.holds import Leaves, State
-from capture.step.pack_sizes import GraphPacks, PackPass, PartOf
-from capture.step.program import Copy, Feed, Free, Instruction, Run, Wait
-from capture.step.streamed import StreamedBuilder
+from capture.step.holds import Leaves, Loss, Params, State, Summary, Values
+from capture.step.pack_sizes import PackLayers, PackPass
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
 from tests.synthetic_graphs import LOSS_BYTES, MICROBATCH_SIZE
 
 Array = tuple
@@ -27,7 +27,7 @@ EXCHANGES = PASSES[:3]
 
 
 @dataclass(frozen=True)
-class GraphSizes(GraphPacks):
+class GraphSizes:
     """Of a layer graph and an optimizer with two values per parameter, which knows packs alone;
     devices may get some parameters as casts of half the bytes, and shares."""
 
@@ -40,56 +40,42 @@ class GraphSizes(GraphPacks):
     def once(self, param: int) -> bool:
         return param in self.casts and len(self.graph.param_readers(param)) == 1
 
-    def alone_bytes(self, span: Span) -> int:
-        return sum(
-            self.streamed_bytes(p) if self.once(p) else self.param_bytes(p)
-            for p in self.owned(span)
-        )
+    @cached_property
+    def layers(self) -> PackLayers:
+        return PackLayers.of(self.graph, self.casts)
+
+    def param_bytes(self, param: int) -> int:
+        return self.graph.params[param].nbytes
 
     def streamed_bytes(self, param: int) -> int:
         return self.param_bytes(param) // (2 if param in self.casts else 1)
 
-    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
-        if isinstance(of, int):
-            parts = [self.streamed_bytes(of) if what == "shared" else self.param_bytes(of)]
-        elif what == "casts":
-            parts = [*map(self.streamed_bytes, self.cast(of))]
-        else:
-            owned = [p for p in self.owned(of) if what == "weights" or p not in self.casts]
-            parts = [*map(self.param_bytes, owned)]
-        return sum(-(-part // self.num_shares) for part in parts)
-
-    def state_bytes(self, pack: Span) -> int:
-        assert pack in self.packs
-        return 2 * self.weight_bytes(pack) + 1
-
-    def summary_bytes(self, pack: Span) -> int:
-        assert pack in self.packs
-        return self.summary
-
-    def shared(self, pack: Span) -> tuple[int, ...]:
-        return tuple(p for p in self.graph.stage_params(*pack) if self.owner(p) < pack[0])
-
-    def owned(self, span: Span) -> tuple[int, ...]:
-        return tuple(p for p in self.graph.stage_params(*span) if self.owner(p) >= span[0])
+    def weight_bytes(self, span: Span) -> int:
+        return sum(map(self.param_bytes, self.layers.owned(span)))
 
     def flowing(self, layer: int) -> list[int]:
-        return [v for v in self.values(layer) if self.graph.values[v].differentiable]
+        return [v for v in self.layers.values[layer] if self.graph.values[v].differentiable]
 
-    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
-        return sum(
-            self.row_bytes("value", v, examples)
-            for v in (self.values(layer) if values is None else values)
-        )
-
-    def gradient_bytes(self, layer: int, examples: int) -> int:
-        return sum(self.row_bytes("cotangent", v, examples) for v in self.flowing(layer))
-
-    def batch(self, span: Span) -> tuple[int, ...]:
-        return self.graph.stage_batch(*span)
-
-    def batch_bytes(self, span: Span, examples: int) -> int:
-        return sum(self.row_bytes("batch", b, examples) for b in self.batch(span))
+    def nbytes(self, holds: object) -> int:
+        match holds:
+            case Params(ids, form, share):
+                sent = {p for p in ids if form == "sent" or (form == "alone" and self.once(p))}
+                parts = [self.streamed_bytes(p) if p in sent else self.param_bytes(p) for p in ids]
+                return sum(parts if share is None else [-(-n // self.num_shares) for n in parts])
+            case State(params):
+                assert params in map(self.layers.owned, self.packs)
+                return 2 * sum(map(self.param_bytes, params)) + 1
+            case Summary(params):
+                assert params in map(self.layers.owned, self.packs)
+                return self.summary
+            case Values(ids, (first, stop), gradients):
+                values = (v for v in ids if not gradients or self.graph.values[v].differentiable)
+                return sum(self.row_bytes("value", v, stop - first) for v in values)
+            case Leaves(ids, (first, stop)):
+                return sum(self.row_bytes("batch", leaf, stop - first) for leaf in ids)
+            case Loss():
+                return LOSS_BYTES
+        raise AssertionError(holds)
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
         own = PASSES.index(which) * 1000 + 10 * size
@@ -100,16 +86,16 @@ class GraphSizes(GraphPacks):
         each = tensor.nbytes // MICROBATCH_SIZE
         return tensor.nbytes if tensor.batch_dim is None else each * examples
 
-    def nbytes(self, array: Array) -> int:
+    def array_bytes(self, array: Array) -> int:
         match array:
             case ("param" | "grad", param, _):
                 return self.param_bytes(param)
             case ("cast" | "cast grad", param, _):
                 return self.streamed_bytes(param)
             case ("share", _, whole):
-                return -(-self.nbytes(whole) // self.num_shares)
+                return -(-self.array_bytes(whole) // self.num_shares)
             case ("state", pack, _):
-                return self.state_bytes(pack)
+                return self.nbytes(State(self.layers.owned(pack)))
             case ("summary", _):
                 return self.summary
             case ("loss",):
@@ -137,14 +123,21 @@ CATEGORIES = {
 class Followed:
     """What is in every slot of a step that a builder has built."""
 
-    def __init__(self, graph: TaskGraph, sizes: GraphSizes, builder: StreamedBuilder):
-        self.graph, self.sizes, self.step = graph, sizes, builder.step
+    def __init__(self, graph: TaskGraph, sizes: GraphSizes, step: Step):
+        self.graph, self.sizes, self.step = graph, sizes, step
         self.holds = [slot.holds for slot in self.step.slots]
+        of: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        for task in graph.tasks:
+            lane = task.rank if graph.mode == "dp" else 0
+            of[lane, task.station] |= dict(enumerate(task.sizes, task.start))
+        cuts: defaultdict[int, set[int]] = defaultdict(set)
+        for (lane, _), by_number in of.items():
+            cuts[lane].update(accumulate((by_number[i] for i in sorted(by_number)), initial=0))
         #: Parts of the batch, as they are numbered: (lane, first, stop).
         self.parts = [
-            (lane, *part) for lane, cuts in builder.parts.items() for part in pairwise((0, *cuts))
+            (lane, *part) for lane, ends in sorted(cuts.items()) for part in pairwise(sorted(ends))
         ]
-        shares = {lane: cuts[-1] for lane, cuts in builder.parts.items()}
+        shares = {lane: max(ends) for lane, ends in cuts.items()}
         self.examples = {(lane, e) for lane, share in shares.items() for e in range(share)}
         self.tasks = {(task.first, task.stop) for task in graph.tasks}
         self.packs = sorted(sizes.packs)
@@ -155,9 +148,9 @@ class Followed:
             of, count = "state of layers" if what == "state" else f"{what} of", sizes.num_shares
             share = "" if which is None else f", share {which + 1} of {count}"
             first, last = map(int, re.findall(rf"^{of} (\d+) to (\d+){share}$", name)[0])
-            owned = sizes.owned((first, last + 1))
+            owned = sizes.layers.owned((first, last + 1))
             held = getattr(self.holds[slot], "params" if what == "state" else "ids")
-            assert held == (sizes.cast((first, last + 1)) if what == "casts" else owned)
+            assert held == (sizes.layers.cast((first, last + 1)) if what == "casts" else owned)
             self.write(slot, self.persistent(slot, 0))
         for instruction in self.step.instructions:
             self.follow(instruction)
@@ -165,7 +158,7 @@ class Followed:
     def persistent(self, slot: int, version: int) -> list[Array]:
         holds = self.holds[slot]
         if isinstance(holds, State):
-            (span,) = (pack for pack in self.packs if self.sizes.owned(pack) == holds.params)
+            (span,) = (pack for pack in self.packs if self.sizes.layers.owned(pack) == holds.params)
             return [("state", span, version)]
         kind = "cast" if self.step.slots[slot].what == "casts" else "param"
         arrays: list[Array] = [(kind, p, version) for p in holds.ids]
@@ -187,7 +180,7 @@ class Followed:
 
     def write(self, slot: int, arrays: list[Array]) -> None:
         assert slot not in self.there, f"{self.step.slots[slot]} is overwritten"
-        assert self.step.slots[slot].nbytes == sum(map(self.sizes.nbytes, arrays))
+        assert self.step.slots[slot].nbytes == sum(map(self.sizes.array_bytes, arrays))
         kinds = {array[2][0] if array[0] == "share" else array[0] for array in arrays}
         assert all(self.step.slots[slot].category in CATEGORIES[kind] for kind in kinds)
         self.there[slot] = arrays
@@ -238,7 +231,7 @@ class Followed:
             case "gather" | "scatter":
                 made = self.exchanged(run, kind)
                 one = [a for slot in run.outputs[: len(run.inputs[0])] for a in made[slot]]
-                nbytes = sum(map(self.sizes.nbytes, one))
+                nbytes = sum(map(self.sizes.array_bytes, one))
                 wanted = self.sizes.transient_bytes(kind, (first, stop), 0, nbytes)
                 assert program.transient_bytes == wanted
             case _:
@@ -256,7 +249,7 @@ class Followed:
         if kind in ("forward", "backward", "accumulate"):
             results = [a for slot in made.values() for a in slot if "grad" not in a[0]]
             wanted = self.sizes.transient_bytes(
-                kind, (first, stop), size, sum(map(self.sizes.nbytes, results))
+                kind, (first, stop), size, sum(map(self.sizes.array_bytes, results))
             )
             assert program.transient_bytes == wanted
             at = run.label.removesuffix(f" of layers {self.layers_of(run.label, first, stop)}")
@@ -280,14 +273,14 @@ class Followed:
         assert not run.donated
         self.reads(weights, span)
         lane, rows = self.range_of([*entering, *batch], size)
-        self.joined(run.inputs[1], "value", self.sizes.values(span[0]), (lane, *rows))
+        self.joined(run.inputs[1], "value", self.sizes.layers.values[span[0]], (lane, *rows))
         self.reads_batch(run.inputs[2], span, (lane, *rows))
         self.note("forward", span, lane, rows)
         self.named(run, [*run.inputs[1], *run.inputs[2], *run.outputs])
         if self.step.slots[run.outputs[0]].what == "loss":
-            assert span[1] == self.sizes.num_layers
+            assert span[1] == len(self.sizes.layers)
             return {run.outputs[0]: [("loss",)]}
-        return self.pieces(run.outputs, "value", self.sizes.values(span[1]), (lane, *rows))
+        return self.pieces(run.outputs, "value", self.sizes.layers.values[span[1]], (lane, *rows))
 
     def backward(
         self, run: Run, span: Span, size: int, given: Sequence[list[Array]]
@@ -297,7 +290,7 @@ class Followed:
         assert run.donated == run.inputs[4]
         self.reads(weights, span)
         lane, rows = self.range_of([*entering, *batch, *cotangents], size)
-        self.joined(run.inputs[1], "value", self.sizes.values(span[0]), (lane, *rows))
+        self.joined(run.inputs[1], "value", self.sizes.layers.values[span[0]], (lane, *rows))
         self.reads_batch(run.inputs[2], span, (lane, *rows))
         leaving = self.sizes.flowing(span[1])
         self.joined(run.inputs[3], "cotangent", leaving, (lane, *rows))
@@ -305,7 +298,7 @@ class Followed:
         self.named(run, [*run.inputs[1], *run.inputs[2], *run.inputs[3], *run.outputs])
         names = [self.step.slots[slot].what for slot in run.outputs]
         losses = names.count("loss")
-        assert losses == (span[1] == self.sizes.num_layers)
+        assert losses == (span[1] == len(self.sizes.layers))
         num_rows = names.count("gradient")
         outputs, gradients = run.outputs[:num_rows], run.outputs[num_rows + losses :]
         made = (
@@ -317,8 +310,8 @@ class Followed:
             assert slot in self.step.reported
             made[slot] = [("loss",)]
         new = frozenset((span, lane, e) for e in range(*rows))
-        shared = self.sizes.shared(span)
-        params = [self.sizes.owned(span), *((p,) for p in shared)]
+        shared = self.sizes.layers.shared(span)
+        params = [self.sizes.layers.owned(span), *((p,) for p in shared)]
         assert [self.holds[slot].ids for slot in gradients] == params
         before = {p: of for _, p, of in summed}
         for slot, own in zip(gradients, params, strict=True):
@@ -375,7 +368,7 @@ class Followed:
         return {slot: made[slot] for slot in run.outputs}
 
     def updated(self, run: Run, span: Span, given: Sequence[list[Array]]) -> dict[int, list[Array]]:
-        kind, owned = run.program.split()[0], self.sizes.owned(span)
+        kind, owned = run.program.split()[0], self.sizes.layers.owned(span)
         if kind == "reduce":
             assert run.inputs == tuple((slot,) for slot in run.donated)  # a group of each device
             assert [self.step.slots[slot].place for slot in run.donated] == [
@@ -414,7 +407,7 @@ class Followed:
 
     def reads_batch(self, slots: Sequence[int], span: Span, rows: tuple[int, int, int]) -> None:
         """What its task reads, where the pass is a part of one; nothing if it reads none."""
-        leaves = self.sizes.batch(span)
+        leaves = self.sizes.layers.leaves(span)
         assert bool(slots) == bool(leaves)
         given = self.holds[slots[0]].ids if slots else ()
         self.joined(slots, "batch", given, rows)

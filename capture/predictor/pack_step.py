@@ -11,10 +11,11 @@ from capture.plan.packs import PaperTimes, StepBytes, StepTimes
 from capture.plan.task_graph import TaskGraph
 from capture.registered import REGISTERED
 from capture.step.ledger import Ledger
-from capture.step.pack_order import as_the_first
+from capture.step.pack_order import Begins, as_the_first
 from capture.step.pack_sizes import ProfileSizes
+from capture.step.pack_times import packs_seconds, volumes_bytes
+from capture.step.packs import build_step
 from capture.step.program import Step
-from capture.step.streamed import Begins, StreamedBuilder, streamed_seconds, volumes_bytes
 from capture.step.timeline import StepTimeline, simulate_step
 
 #: By what fraction of them the peaks of devices were above those of the compiled packs, at most
@@ -63,7 +64,7 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
     profile = profile.as_streamed(graph.swaps.stream)
     begins = begins_of(graph, by_the_paper(graph, profile, server))
     sizes = ProfileSizes(profile, graph.num_shares)
-    return StreamedBuilder(graph, sizes, server, begins).build()
+    return build_step(graph, sizes, server, begins)
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
@@ -73,7 +74,7 @@ def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> S
         profile.as_streamed(graph.swaps.stream),
     )
     step = packs_step(graph, profile, server)
-    return simulate_step(step, streamed_seconds(step, graph, profile, server))
+    return simulate_step(step, packs_seconds(step, graph, profile, server))
 
 
 def step_times(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimes:

@@ -36,14 +36,13 @@ from capture.runtime.dispatch import Call
 from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
-from capture.runtime.pack_functions import PackFunctions, differentiable
+from capture.runtime.pack_functions import PackFunctions
 from capture.runtime.pack_updates import PackUpdate, cut
 from capture.runtime.programs import shard_bytes
 from capture.step.holds import Leaves, Loss, Params, State, Summary, Values
-from capture.step.interface import owned_and_borrowed
-from capture.step.pack_sizes import GraphPacks, PackPass, PartOf
+from capture.step.pack_sizes import PackLayers, PackPass
+from capture.step.pack_state import PackCall
 from capture.step.program import Place, Run, Slot, Step
-from capture.step.streamed_units import PackCall
 from capture.tracing import TracedModel
 from capture.tracing.leaf_uses import Cast
 from capture.tracing.slices import struct_of
@@ -54,13 +53,12 @@ EXCHANGES = ("reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
-class TracedSizes(GraphPacks):
+class TracedSizes:
     """Bytes of the packs of a traced loss (``capture.step.pack_sizes``).
 
     Attributes:
         graph: At any micro-batch size.
         optimizer: Cut by backward packs.
-        packs: Those.
         casts: By parameter that devices get as a cast, to what.
         num_shares: Into how many weights are cut.
         compiled: What programs were found to need, by pass, pack and size.
@@ -68,28 +66,13 @@ class TracedSizes(GraphPacks):
 
     graph: LayerGraph
     optimizer: SlicedOptimizer
-    packs: tuple[Span, ...]
     casts: Mapping[int, Cast] = field(default_factory=dict)
     num_shares: int = 1
     compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
 
-    def alone_bytes(self, span: Span) -> int:
-        return _nbytes(map(self.alone, self.owned(span)))
-
-    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
-        if isinstance(of, int):
-            whole = [self.streamed(of) if what == "shared" else self.param(of)]
-        elif what == "casts":
-            whole = [self.streamed(p) for p in self.cast(of)]
-        else:
-            owned = (p for p in self.owned(of) if what == "weights" or p not in self.casts)
-            whole = [self.param(p) for p in owned]
-        return _nbytes([share_struct(struct, self.num_shares) for struct in whole])
-
-    def alone(self, param: int) -> jax.ShapeDtypeStruct:
-        """The gradient that a single pass makes: of a cast, where it is as good."""
-        cast = self.casts.get(param)
-        return self.streamed(param) if cast and cast.once else self.param(param)
+    @cached_property
+    def layers(self) -> PackLayers:
+        return PackLayers.of(self.graph, self.casts)
 
     def param(self, param: int) -> jax.ShapeDtypeStruct:
         return struct_of(self.graph.params[param])
@@ -99,47 +82,64 @@ class TracedSizes(GraphPacks):
         struct, cast = self.param(param), self.casts.get(param)
         return struct if cast is None else jax.ShapeDtypeStruct(struct.shape, cast.dtype)
 
-    def state_bytes(self, pack: Span) -> int:
-        stage = self.optimizer.stages[self.packs.index(pack)]
-        return _nbytes([stage.state_structs[k] for k in stage.state])
+    def alone(self, param: int) -> jax.ShapeDtypeStruct:
+        """The gradient that a single pass makes: of a cast, where it is as good."""
+        cast = self.casts.get(param)
+        return self.streamed(param) if cast and cast.once else self.param(param)
 
-    def summary_bytes(self, pack: Span) -> int:
-        return _nbytes(self.optimizer.stages[self.packs.index(pack)].summary)
+    def stage(self, params: tuple[int, ...]) -> StageUpdate:
+        """The slice of the optimizer that updates parameters."""
+        return next(stage for stage in self.optimizer.stages if stage.params == params)
 
-    def owned(self, span: Span) -> tuple[int, ...]:
-        return owned_and_borrowed(self.graph, *span)[0]
+    def structs(self, holds: Any) -> list[jax.ShapeDtypeStruct]:
+        """The arrays that a slot has."""
+        share, whole = getattr(holds, "share", None), self._whole(holds)
+        if share is None:
+            return list(whole)
+        return [share_struct(struct, self.num_shares) for struct in whole]
 
-    def shared(self, pack: Span) -> tuple[int, ...]:
-        return owned_and_borrowed(self.graph, *pack)[1]
+    def nbytes(self, holds: Any) -> int:
+        structs = self.structs(holds)
+        return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)
 
-    def streamed_bytes(self, param: int) -> int:
-        return _nbytes([self.streamed(param)])
+    def _whole(self, holds: Any) -> Iterable[jax.ShapeDtypeStruct]:
+        """The arrays of which a slot has all, or a share of each."""
+        graph = self.graph
+        match holds:
+            case Params(ids, form):
+                made = {"whole": self.param, "sent": self.streamed, "alone": self.alone}[form]
+                return map(made, ids)
+            case State(params):
+                stage = self.stage(params)
+                return (stage.state_structs[k] for k in stage.state)
+            case Summary(tuple(params)):
+                return self.stage(params).summary
+            case Loss():
+                return [struct_of(graph.values[graph.layers[-1].outputs[-1]])]
+            case Leaves(ids, (first, stop)):
+                return (self._rows_of(graph.batch[b], stop - first) for b in ids)
+            case Values(ids, (first, stop), gradients):
+                values = (graph.values[v] for v in ids)
+                flowing = (v for v in values if v.differentiable or not gradients)
+                return (self._rows_of(v, stop - first) for v in flowing)
+        raise AssertionError(f"{holds} is nothing that packs have")
 
-    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
-        which = self.values(layer) if values is None else values
-        return sum(self._bytes(self.graph.values[v], examples) for v in which)
-
-    def gradient_bytes(self, layer: int, examples: int) -> int:
-        values = [self.graph.values[v] for v in differentiable(self.graph, layer)]
-        return sum(self._bytes(value, examples) for value in values)
-
-    def batch(self, span: Span) -> tuple[int, ...]:
-        return self.graph.stage_batch(*span)
-
-    def batch_bytes(self, span: Span, examples: int) -> int:
-        leaves = [self.graph.batch[b] for b in self.batch(span)]
-        return sum(self._bytes(leaf, examples) for leaf in leaves)
+    def _rows_of(self, tensor: Tensor, examples: int) -> jax.ShapeDtypeStruct:
+        struct, dim = struct_of(tensor), tensor.batch_dim
+        if dim is None:
+            return struct
+        shape = list(tensor.shape)
+        shape[dim] = shape[dim] // self.graph.microbatch_size * examples
+        return jax.ShapeDtypeStruct(tuple(shape), struct.dtype)
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
         """Until it is compiled, no more than its results."""
         if (known := self.compiled.get((which, pack, size))) is not None:
             return known
-        return output_bytes + (self.weight_bytes(pack) if which in ("forward", "backward") else 0)
-
-    def _bytes(self, tensor: Tensor, examples: int) -> int:
-        if tensor.batch_dim is None:
-            return tensor.nbytes
-        return tensor.nbytes // self.graph.microbatch_size * examples
+        weights = (
+            Params(self.layers.owned(pack)) if which in ("forward", "backward") else Params(())
+        )
+        return output_bytes + self.nbytes(weights)
 
 
 class PackPrograms:
@@ -239,48 +239,11 @@ class PackPrograms:
         return self._layouts[slot]
 
     def _structs(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
-        sharding, share = self.sharding(slot.place), getattr(slot.holds, "share", None)
-        structs = list(self._whole(slot.holds))
-        if share is not None:
-            structs = [share_struct(struct, self._sizes.num_shares) for struct in structs]
+        sharding, structs = self.sharding(slot.place), self._sizes.structs(slot.holds)
         structs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in structs]
         nbytes = sum(map(shard_bytes, structs))
         assert nbytes == slot.nbytes, f"{slot} is booked and has {nbytes} bytes"
         return structs
-
-    def _whole(self, holds: Any) -> Iterable[jax.ShapeDtypeStruct]:
-        """The arrays of which a slot has all, or a share of each."""
-        graph, sizes = self._graph, self._sizes
-        match holds:
-            case Params(ids, form):
-                made = {"whole": sizes.param, "sent": sizes.streamed, "alone": sizes.alone}[form]
-                return map(made, ids)
-            case State(params):
-                stage = self.stage(params)
-                return (stage.state_structs[k] for k in stage.state)
-            case Summary(tuple(params)):
-                return self.stage(params).summary
-            case Loss():
-                return [struct_of(graph.values[graph.layers[-1].outputs[-1]])]
-            case Leaves(ids, (first, stop)):
-                return (self._rows_of(graph.batch[b], stop - first) for b in ids)
-            case Values(ids, (first, stop), gradients):
-                values = (graph.values[v] for v in ids)
-                flowing = (v for v in values if v.differentiable or not gradients)
-                return (self._rows_of(v, stop - first) for v in flowing)
-        raise AssertionError(f"{holds} is nothing that packs have")
-
-    def _rows_of(self, tensor: Tensor, examples: int) -> jax.ShapeDtypeStruct:
-        struct, dim = struct_of(tensor), tensor.batch_dim
-        if dim is None:
-            return struct
-        shape = list(tensor.shape)
-        shape[dim] = shape[dim] // self._graph.microbatch_size * examples
-        return jax.ShapeDtypeStruct(tuple(shape), struct.dtype)
-
-    def stage(self, params: tuple[int, ...]) -> StageUpdate:
-        """The slice of the optimizer that updates parameters."""
-        return next(stage for stage in self._sizes.optimizer.stages if stage.params == params)
 
     def _of(self, slots: Sequence[int]) -> list[list[jax.ShapeDtypeStruct]]:
         return [self.layout(self._step.slots[slot]) for slot in slots]
@@ -352,7 +315,7 @@ class PackPrograms:
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
             return lambda *slots: pack.forward(*cut(slots, groups)), pack.key
-        share, owned = size / self._minibatch_size, self._sizes.owned(span)
+        share, owned = size / self._minibatch_size, self._sizes.layers.owned(span)
         made = self._of(run.outputs)
 
         def backward(*slots: Arrays) -> list[Any]:
@@ -371,7 +334,7 @@ class PackPrograms:
         return backward, (pack.key, share, tuple(pack.where[p] for p in owned), once)
 
     def _update(self, run: Run, kind: str) -> tuple[Callable[..., Any], Any]:
-        stage = self.stage(self._sizes.owned(self._call_of(run).span))
+        stage = self._sizes.stage(self._sizes.layers.owned(self._call_of(run).span))
         whats = [self._step.slots[slot] for slot in run.inputs[2]]
         update = PackUpdate(
             stage,
@@ -409,7 +372,3 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return place(
         jax.jit(function), compute_type="device_host", out_memory_spaces=jax.memory.Space.Host
     )
-
-
-def _nbytes(structs: Iterable[Any]) -> int:
-    return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)

@@ -2,7 +2,7 @@
 metrics = step(state, batch)``.
 
 Parameters and optimizer state live in the memory of the host; packs of layers come to the devices
-and their gradients go back (``capture.step.streamed``).
+and their gradients go back (``capture.step.packs``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -40,9 +39,9 @@ from capture.runtime.state import (
 from capture.runtime.train_step import TrainStep
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
-from capture.step.pack_order import begins_without_copies
-from capture.step.program import Instruction, Run, Slot, Step, replay
-from capture.step.streamed import Begins, StreamedBuilder
+from capture.step.pack_order import Begins, begins_without_copies
+from capture.step.packs import build_step
+from capture.step.program import Feed, Instruction, Run, Slot, Step, replay
 from capture.tracing.leaf_uses import Cast
 
 
@@ -105,7 +104,7 @@ class StreamedStep(TrainStep):
     """
 
     #: Makes the instructions.
-    builder: type[Any] = StreamedBuilder
+    build = staticmethod(build_step)
 
     def __init__(
         self,
@@ -143,11 +142,10 @@ class StreamedStep(TrainStep):
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
-        self._sizes = TracedSizes(graph, self.optimizer, packs, self._casts(), tasks.num_shares)
+        self._sizes = TracedSizes(graph, self.optimizer, self._casts(), tasks.num_shares)
         # What programs need is known when they are compiled; what is fetched before it is needed,
         # when that is.
-        self._builder = self.builder(tasks, self._sizes, plan.machine, self._begins)
-        self._uncompiled = self._builder.build()
+        self._uncompiled = self.build(tasks, self._sizes, plan.machine, self._begins)
         self.programs = PackPrograms(
             traces,
             self._uncompiled,
@@ -200,9 +198,7 @@ class StreamedStep(TrainStep):
         for name, nbytes in transient_bytes.items():
             key, known = self._uncompiled.programs[name].call[:3], self._sizes.compiled
             known[key] = max(nbytes, known.get(key, 0))
-        tasks, machine = self.plan.tasks(), self.plan.machine
-        self._builder = self.builder(tasks, self._sizes, machine, self._begins)
-        step = self._builder.build()
+        step = self.build(self.plan.tasks(), self._sizes, self.plan.machine, self._begins)
         self.programs = self.programs.of(step)
         for name, nbytes in transient_bytes.items():
             step.programs[name] = replace(step.programs[name], transient_bytes=nbytes)
@@ -245,7 +241,7 @@ class StreamedStep(TrainStep):
     def state_leaves(self, state: PipelineState) -> dict[int, Any]:
         found: dict[int, Any] = {}
         for name, slot in self._kept("state"):
-            leaves = self.programs.stage(slot.holds.params).state
+            leaves = self._sizes.stage(slot.holds.params).state
             # Copies: what is on the host, a step writes over.
             arrays = (to_host(array).copy() for array in state.slots[name])
             found |= zip(leaves, arrays, strict=True)
@@ -269,7 +265,7 @@ class StreamedStep(TrainStep):
                 slots.setdefault(name, []).append(to_device(array, struct.sharding))
             slots.setdefault(name, [])
         for name, slot in self._kept("state"):
-            stage = self.programs.stage(slot.holds.params)
+            stage = self._sizes.stage(slot.holds.params)
             sharding = self.programs.sharding(slot.place)
             given = (
                 jax.jit(stage.init)([jnp.asarray(leaves[p]) for p in stage.params])
@@ -314,11 +310,10 @@ class StreamedStep(TrainStep):
     @cached_property
     def _parts(self) -> list[int]:
         """Examples of each part of the batch that is fed."""
-        return [
-            stop - first
-            for ends in self._builder.parts.values()
-            for first, stop in pairwise((0, *ends))
-        ]
+        step = self._uncompiled
+        feeds = [each for each in step.instructions if isinstance(each, Feed)]
+        rows = {each.microbatch: step.slots[each.slot].holds.rows for each in feeds}
+        return [stop - first for _, (first, stop) in sorted(rows.items())]
 
     @cached_property
     def _loss_examples(self) -> tuple[int, ...]:

@@ -4,11 +4,13 @@ no time."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 from capture.plan.task_graph import Task, TaskGraph
-from capture.step.streamed import Begins
+
+Begins = Mapping[tuple[int, int], float]
+"""(task, micro-batch) -> when its pass begins; of an update, micro-batch 0."""
 
 PassSeconds = Callable[[Task, int], float]
 """(task, examples) -> seconds of a pass, in any unit."""

@@ -1,111 +1,101 @@
-"""What the builder of a step of packs asks of a model: how many bytes its packs read, make and
-keep."""
+"""What the lowering of packs asks of a model: what its layers read, and how many bytes that is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from capture.measured.layer_profile import LayerProfile
 from capture.model.graph import LayerGraph
 from capture.plan.task_graph import Span
+from capture.step.holds import Leaves, Params, State, Summary, Values
 
 #: Of what layers need one by one beside weights and inputs, what packs of them need more: twice
 #: what was seen, statistics of rows that stay where in a layer alone they did not (0.08 %, a small
 #: GPT on CPU; ``benchmarks/harmony_memory.py``).
 _MORE_IN_PACKS = 1 / 512
 
-PackPass = Literal["forward", "backward", "accumulate", "update", "reduce", "gather", "scatter"]
+PackPass = Literal[
+    "forward", "backward", "accumulate", "update", "reduce", "gather", "scatter", "summarize",
+    "widen", "cast",
+]  # fmt: skip
 """``accumulate`` is a backward pass that adds its gradients to those that are there; ``update`` is
-that of a device, and ``reduce`` adds the gradients of all. Where each has a share, ``gather`` makes
-weights whole, and ``scatter`` adds gradients."""
+that of a device or a host, and ``reduce`` adds the gradients of all devices. Where each has a
+share, ``gather`` makes weights whole, and ``scatter`` adds gradients. The others run on hosts."""
 
-PartOf = Literal["weights", "whole", "casts", "shared", "shared gradient"]
-"""Of layers: parameters or the sums of their gradients, those parameters that devices get as they
-are, casts of the others; a parameter of another pack as a device gets it, and its gradient."""
+
+@dataclass(frozen=True)
+class PackLayers:
+    """What layers read, in packs of layers [first, stop).
+
+    A parameter belongs to the first layer that reads it, and is *shared* in the packs of others.
+
+    Attributes:
+        params: By layer, the parameters that it reads.
+        values: By layer, what enters it, ascending in the order in which it is made; what skips
+            over several layers enters each. One more, what leaves the last.
+        batch: By layer, the leaves of the batch that it reads.
+        casts: Parameters that devices get as casts.
+    """
+
+    params: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    batch: tuple[tuple[int, ...], ...]
+    casts: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, graph: LayerGraph, casts: Iterable[int] = ()) -> PackLayers:
+        """Return those of a layer graph."""
+        layers, values = graph.layers, map(graph.crossing, range(graph.num_layers + 1))
+        params = tuple(layer.params for layer in layers)
+        return cls(params, tuple(values), tuple(one.batch for one in layers), frozenset(casts))
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @cached_property
+    def owner(self) -> dict[int, int]:
+        """The layer that each parameter belongs to."""
+        numbered = reversed([*enumerate(self.params)])
+        return {param: layer for layer, params in numbered for param in params}
+
+    def read(self, span: Span) -> Iterator[int]:
+        """The parameters that layers read, each once."""
+        return iter(dict.fromkeys(p for params in self.params[slice(*span)] for p in params))
+
+    def owned(self, span: Span) -> tuple[int, ...]:
+        """The parameters that belong to layers, as their weights hold them."""
+        return tuple(p for p in self.read(span) if self.owner[p] >= span[0])
+
+    def shared(self, span: Span) -> tuple[int, ...]:
+        """The parameters that layers read and that belong to earlier ones."""
+        return tuple(p for p in self.read(span) if self.owner[p] < span[0])
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        """The parameters that belong to layers and that devices get as casts."""
+        return tuple(p for p in self.owned(span) if p in self.casts)
+
+    def leaves(self, span: Span) -> tuple[int, ...]:
+        """The leaves of the batch that layers read."""
+        return tuple(sorted({leaf for leaves in self.batch[slice(*span)] for leaf in leaves}))
 
 
 class PackSizes(Protocol):
-    """Bytes of the layers of a model, in packs of layers [first, stop).
-
-    A parameter belongs to the first layer that reads it, and is *shared* in the packs of others.
-    """
+    """The bytes of a model in packs."""
 
     @property
-    def num_layers(self) -> int: ...
+    def layers(self) -> PackLayers: ...
 
-    def weight_bytes(self, span: Span) -> int:
-        """Parameters and buffers that belong to layers; the sums of their gradients."""
+    def nbytes(self, holds: Any) -> int:
+        """Return the bytes of the arrays that a slot with this record of ``capture.step.holds``
+        has."""
         ...
-
-    def cast_bytes(self, span: Span) -> int:
-        """Casts that devices get instead of some of these parameters."""
-        ...
-
-    def whole_bytes(self, span: Span) -> int:
-        """The others."""
-        ...
-
-    def cast(self, span: Span) -> tuple[int, ...]:
-        """Parameters that devices get as casts."""
-        ...
-
-    def alone_bytes(self, span: Span) -> int:
-        """Gradients that a single pass makes, where those of casts are as good."""
-        ...
-
-    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
-        """The share of a device, of layers or a parameter."""
-        ...
-
-    def state_bytes(self, pack: Span) -> int:
-        """Their optimizer state, where the layers are updated together."""
-        ...
-
-    def summary_bytes(self, pack: Span) -> int:
-        """What the updates of other packs need of their gradients; 0 where those need nothing."""
-        ...
-
-    def shared(self, pack: Span) -> tuple[int, ...]:
-        """Parameters that layers read and that belong to earlier ones."""
-        ...
-
-    def owned(self, span: Span) -> tuple[int, ...]:
-        """Parameters that belong to layers, as their weights hold them."""
-        ...
-
-    def owner(self, param: int) -> int:
-        """The layer that a parameter belongs to."""
-        ...
-
-    def param_bytes(self, param: int) -> int: ...
-
-    def streamed_bytes(self, param: int) -> int:
-        """Of a parameter, what a device gets."""
-        ...
-
-    def values(self, layer: int) -> tuple[int, ...]:
-        """What enters a layer, ascending in the order in which it is made; what skips over several
-        layers enters each."""
-        ...
-
-    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
-        """What enters a layer, or some of it."""
-        ...
-
-    def gradient_bytes(self, layer: int, examples: int) -> int:
-        """Its gradient."""
-        ...
-
-    def batch(self, span: Span) -> tuple[int, ...]:
-        """Leaves of the batch that layers read."""
-        ...
-
-    def batch_bytes(self, span: Span, examples: int) -> int: ...
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
-        """Temporaries and results of a pass, less what they are written over.
+        """Return the temporaries and results of a pass, less what they are written over.
 
         Args:
             which: The pass.
@@ -116,55 +106,12 @@ class PackSizes(Protocol):
         ...
 
 
-class GraphPacks:
-    """What packs of the layers of a graph have, whatever their programs need. Whoever inherits it
-    says which parameters layers own, and what devices get of them.
-
-    Attributes:
-        graph: At any micro-batch size.
-        casts: Parameters that devices get as casts.
-    """
-
-    graph: LayerGraph
-    casts: Container[int]
-
-    def owned(self, span: Span) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def streamed_bytes(self, param: int) -> int:
-        raise NotImplementedError
-
-    @property
-    def num_layers(self) -> int:
-        return self.graph.num_layers
-
-    def weight_bytes(self, span: Span) -> int:
-        return sum(map(self.param_bytes, self.owned(span)))
-
-    def cast_bytes(self, span: Span) -> int:
-        return sum(map(self.streamed_bytes, self.cast(span)))
-
-    def whole_bytes(self, span: Span) -> int:
-        return sum(self.param_bytes(p) for p in self.owned(span) if p not in self.casts)
-
-    def cast(self, span: Span) -> tuple[int, ...]:
-        return tuple(p for p in self.owned(span) if p in self.casts)
-
-    def owner(self, param: int) -> int:
-        return self.graph.param_owner(param)
-
-    def param_bytes(self, param: int) -> int:
-        return self.graph.params[param].nbytes
-
-    def values(self, layer: int) -> tuple[int, ...]:
-        return self.graph.crossing(layer)
-
-
 @dataclass(frozen=True)
 class ProfileSizes:
-    """Those of a layer profile, which knows the sizes of layers and none of their arrays but for
-    the parameters that several layers read: the batch is the input of the first layer. Buffers of
-    profiles that name no such parameters belong to their layers.
+    """The bytes of a layer profile, which knows the sizes of layers and none of their arrays but
+    for the parameters that several layers read: to every layer belong two more, what devices get
+    as it is and what they get as casts. The batch is the input of the first layer. Buffers of
+    profiles that name no shared parameters belong to their layers.
 
     Attributes:
         profile: Of the layers.
@@ -174,91 +121,76 @@ class ProfileSizes:
     profile: LayerProfile
     num_shares: int = 1
 
-    @property
-    def num_layers(self) -> int:
-        return self.profile.num_layers
+    @cached_property
+    def layers(self) -> PackLayers:
+        count, params = range(self.profile.num_layers), self._params
+        shared = [(p, {*readers}) for p, (_, *readers) in enumerate(self.profile.shared)]
+        leaves = [(leaf, {*readers}) for leaf, (_, *readers) in enumerate(self._batch)]
+        return PackLayers(
+            tuple(
+                (*(p for p, by in shared if i in by), *(p for p in self._own(i) if p in params))
+                for i in count
+            ),
+            tuple((i,) for i in (*count, len(count))),
+            tuple(tuple(leaf for leaf, by in leaves if i in by) for i in count),
+            frozenset(p for p, of in params.items() if of["sent"] < of["whole"]),
+        )
 
-    def weight_bytes(self, span: Span) -> int:
-        return self.profile.weight_bytes(*span) - self._borrowed(self.profile.b_bytes, span)
+    def _own(self, layer: int) -> tuple[int, int]:
+        """What belongs to a layer beside what is shared: as it is, and what is sent as casts."""
+        first = len(self.profile.shared) + 2 * layer
+        return first, first + 1
 
-    def cast_bytes(self, span: Span) -> int:
-        return self.profile.cast_bytes(*span)
-
-    def whole_bytes(self, span: Span) -> int:
-        borrowed = self._borrowed(self.profile.as_sent.b_bytes, span)
-        return self.profile.streamed_bytes(*span) - borrowed - self.profile.cast_bytes(*span)
-
-    def cast(self, span: Span) -> tuple[int, ...]:
-        """Of those that are shared."""
-        return tuple(p for p in self.owned(span) if self.streamed_bytes(p) < self.param_bytes(p))
-
-    def alone_bytes(self, span: Span) -> int:
-        borrowed = self._borrowed(self.profile.b_bytes, span)
-        return self.profile.gradient_bytes(*span, alone=True) - borrowed
-
-    def _borrowed(self, row: Sequence[int], span: Span) -> int:
-        """Of parameters of other layers, which are not buffers."""
-        return sum(row[span[0] : span[1]]) if self.profile.shared else 0
-
-    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
-        sizes: Mapping[PartOf, Callable[[Any], int]] = {
-            "weights": self.weight_bytes,
-            "whole": self.whole_bytes,
-            "casts": self.cast_bytes,
-            "shared": self.streamed_bytes,
-            "shared gradient": self.param_bytes,
+    @cached_property
+    def _params(self) -> Mapping[int, Mapping[str, int]]:
+        """By parameter and form, its bytes."""
+        profile, sent = self.profile, self.profile.as_sent
+        found: dict[int, Mapping[str, int]] = {
+            p: {"whole": whole, "sent": as_sent, "alone": whole}
+            for p, ((whole, *_), as_sent) in enumerate(
+                zip(profile.shared, sent.shared, strict=True)
+            )
         }
-        nbytes = sizes[what](of)
-        return (which + 1) * nbytes // self.num_shares - which * nbytes // self.num_shares
+        for i in range(profile.num_layers):
+            at, (own, cast) = (i, i + 1), self._own(i)
+            all_casts = casts = profile.cast_bytes(*at)
+            left = Counter(whole=profile.weight_bytes(*at), sent=profile.streamed_bytes(*at))
+            left["alone"] = profile.gradient_bytes(*at, alone=True)
+            if profile.shared:  # buffers are those of other layers
+                borrowed = profile.b_bytes[i]
+                left.subtract({"whole": borrowed, "sent": sent.b_bytes[i], "alone": borrowed})
+            for of in [found[p] for p, (_, owner, *_) in enumerate(profile.shared) if owner == i]:
+                left.subtract(of)
+                casts -= of["sent"] if of["sent"] < of["whole"] else 0
+            as_it_is = left["sent"] - casts if all_casts else left["whole"]
+            found[own] = dict.fromkeys(left, as_it_is)
+            if all_casts:
+                found[cast] = {form: n - as_it_is for form, n in left.items()}
+        return found
 
-    def state_bytes(self, pack: Span) -> int:
-        return self.profile.state_bytes(*pack)
-
-    def summary_bytes(self, pack: Span) -> int:
-        return self.profile.summary_bytes
-
-    def shared(self, pack: Span) -> tuple[int, ...]:
-        return tuple(
-            param
-            for param, (_, owner, *readers) in enumerate(self.profile.shared)
-            if owner < pack[0] and any(pack[0] <= layer < pack[1] for layer in readers)
-        )
-
-    def owned(self, span: Span) -> tuple[int, ...]:
-        """Of those that are shared."""
-        every = range(len(self.profile.shared))
-        return tuple(param for param in every if span[0] <= self.owner(param) < span[1])
-
-    def owner(self, param: int) -> int:
-        return self.profile.shared[param][1]
-
-    def param_bytes(self, param: int) -> int:
-        return self.profile.shared[param][0]
-
-    def streamed_bytes(self, param: int) -> int:
-        return self.profile.as_sent.shared[param]
-
-    def values(self, layer: int) -> tuple[int, ...]:
-        return (layer,)
-
-    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
-        return examples * self.profile.x_bytes_per_sample[layer] if layer < self.num_layers else 0
-
-    def gradient_bytes(self, layer: int, examples: int) -> int:
-        return self.value_bytes(layer, examples)
-
-    def batch(self, span: Span) -> tuple[int, ...]:
-        return tuple(
-            leaf
-            for leaf, (_, *readers) in enumerate(self._batch)
-            if any(span[0] <= layer < span[1] for layer in readers)
-        )
-
-    def batch_bytes(self, span: Span, examples: int) -> int:
-        return examples * sum(self._batch[leaf][0] for leaf in self.batch(span))
+    def nbytes(self, holds: Any) -> int:
+        profile = self.profile
+        match holds:
+            case Params(ids, form, share):
+                whole = sum(self._params[p][form] for p in ids)
+                if share is None:
+                    return whole
+                cuts = [(share + i) * whole // self.num_shares for i in (0, 1)]
+                return cuts[1] - cuts[0]
+            case State(params):
+                layers = {self.layers.owner[p] for p in params}
+                return sum(profile.state_bytes(layer, layer + 1) for layer in layers)
+            case Summary():
+                return profile.summary_bytes
+            case Values(ids, (first, stop)):
+                x = (*profile.x_bytes_per_sample, 0)
+                return (stop - first) * sum(x[layer] for layer in ids)
+            case Leaves(ids, (first, stop)):
+                return (stop - first) * sum(self._batch[leaf][0] for leaf in ids)
+        return 4  # a loss
 
     @property
-    def _batch(self) -> tuple[tuple[int, ...], ...]:
+    def _batch(self) -> Sequence[tuple[int, ...]]:
         return self.profile.batch or ((self.profile.x_bytes_per_sample[0], 0),)
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
@@ -282,5 +214,5 @@ class ProfileSizes:
             alone = range(first, stop) if self.profile.model_hashes else ()
             largest = max((self.profile.weight_bytes(i, i + 1) for i in alone), default=0)
             return max(own - weights + largest, output_bytes)
-        made = self.weight_bytes(pack) + sum(map(self.param_bytes, self.shared(pack)))
-        return max(own, output_bytes + made)
+        whole = self.nbytes(Params(tuple(self.layers.read(pack))))
+        return max(own, output_bytes + whole)

@@ -21,6 +21,7 @@ from capture.measured.layer_passes import PassProfile
 from capture.measured.layer_profile import LayerProfile
 from capture.profiler.layers import LayerBackend, cast_bytes, weight_bytes
 from capture.runtime.packs import TracedSizes
+from capture.step.holds import Params
 from capture.step.pack_sizes import ProfileSizes
 from profiling_runs import LayersQuestion, Where, profile_layers
 from recommender.harmony import PacksQuestion, harmony
@@ -132,17 +133,22 @@ def test_sizes_of_a_profile_are_those_of_its_arrays(only):
     optimizer: Any = None  # says what no layer profile is asked here
     for streamed_as in ("", *profile.casts):
         casts = dict(enumerate(traced.casts)) if streamed_as else {}
-        arrays = TracedSizes(graph, optimizer, (), {p: c for p, c in casts.items() if c})
+        arrays = TracedSizes(graph, optimizer, {p: c for p, c in casts.items() if c})
         sizes = ProfileSizes(profile.as_streamed(streamed_as))
+        ours, theirs = sizes.layers, arrays.layers
         for span in spans:
-            for of in ("weight_bytes", "cast_bytes", "whole_bytes", "alone_bytes"):
-                assert getattr(sizes, of)(span) == getattr(arrays, of)(span), (of, span)
-            # A profile counts those that are shared alone, and knows them by their places there.
-            assert len(sizes.shared(span)) == len(arrays.shared(span))
-            assert sizes.owned(span) == ((0,) if 0 in arrays.owned(span) else ())
-            assert sizes.cast(span) == ((0,) if 0 in arrays.cast(span) else ())
-        for of in ("owner", "param_bytes", "streamed_bytes"):
-            assert getattr(sizes, of)(0) == getattr(arrays, of)(0), of
+            # A profile knows those that are shared by their places there, and else two of a layer.
+            assert len(ours.shared(span)) == len(theirs.shared(span))
+            assert (0 in ours.owned(span)) == (0 in theirs.owned(span))
+            assert (0 in ours.cast(span)) == (0 in theirs.cast(span))
+            for form in ("whole", "sent", "alone"):
+                owned = [Params(of.owned(span), form) for of in (ours, theirs)]
+                cast = [Params(of.cast(span), form) for of in (ours, theirs)]
+                for one, other in (owned, cast):
+                    assert sizes.nbytes(one) == arrays.nbytes(other), (form, span)
+        assert ours.owner[0] == theirs.owner[0]
+        for form in ("whole", "sent"):
+            assert sizes.nbytes(Params((0,), form)) == arrays.nbytes(Params((0,), form)), form
 
 
 def test_memory_is_that_of_the_compiled_layer_with_its_arguments():

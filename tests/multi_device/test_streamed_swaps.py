@@ -17,7 +17,7 @@ from capture.plan.task_graph import Configuration, Packs, Swaps, Switches
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.streamed import streamed
 from capture.step.ledger import Ledger
-from capture.step.streamed import volumes_bytes
+from capture.step.pack_times import volumes_bytes
 from capture.tracing.leaf_uses import Cast
 
 SERVER = Server.load("gtx1080ti-x4")

@@ -32,8 +32,8 @@ from capture.runtime.reference import ReferenceStep, max_relative_error, roundin
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.runtime.training import train
 from capture.step.ledger import Ledger
+from capture.step.pack_times import volumes_bytes
 from capture.step.program import Run, Step, replay
-from capture.step.streamed import volumes_bytes
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-3))
 SERVER = Server.load("gtx1080ti-x4")

@@ -13,10 +13,11 @@ from pipeline_models import mlp, tied
 from capture.errors import ExecutionError, PlanError
 from capture.machine.server import Server
 from capture.papers.harmony.swapped_run import SwappedStep, swapped
+from capture.papers.harmony.swapped_step import SwappedBuilder
 from capture.papers.harmony.swapping import Memory, run
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.reference import ReferenceStep
-from capture.step.streamed import volumes_bytes
+from capture.step.pack_times import volumes_bytes
 
 SERVER = Server.load("gtx1080ti-x4")
 WORKLOAD = mlp(optax.adam(1e-3), num_blocks=3)
@@ -36,8 +37,12 @@ def volumes(step: SwappedStep) -> dict[str, int]:
     }
 
 
+def built(step: SwappedStep) -> SwappedBuilder:
+    return SwappedBuilder(step.plan.tasks(), step._sizes, step.plan.machine)
+
+
 def estimated(step: SwappedStep) -> dict[str, int]:
-    builder = step._builder
+    builder = built(step)
     limit, count = builder.managed_bytes, len(step.devices)
     initial = [(0, tensor) for tensor in builder.initial]
     found = run(builder.operations, builder.nbytes, initial, Memory(limit, 1.0, 1.0), alone=True)
@@ -47,7 +52,7 @@ def estimated(step: SwappedStep) -> dict[str, int]:
 def test_as_one_device_and_as_estimated():
     devices = 2
     least = swapped(WORKLOAD, SERVER.with_(num_devices=devices), 4, 1)
-    needs = max(map(least._builder._need, least._builder.operations))
+    needs = max(map(built(least)._need, built(least).operations))
     server = SERVER.with_(num_devices=devices, usable_bytes=needs + 1000)
     step = swapped(WORKLOAD, server, 4, 1, fast_compile=True)
     params = WORKLOAD.init(jax.random.key(0))

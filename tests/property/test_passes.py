@@ -12,7 +12,7 @@ from capture.alpa.step import build_alpa_step
 from capture.step.evaluation import build_evaluation
 from capture.step.passes.frees import free, used_by
 from capture.step.pipeline import build_step
-from capture.step.program import Copy, Feed, Free, Place, Program, Run, Step
+from capture.step.program import Copy, Feed, Free, Host, Place, Program, Run, Step
 from tests.property import test_step, test_step_tables
 from tests.step_judge import check_lifetimes, judge
 
@@ -82,3 +82,25 @@ def test_the_source_of_a_copy_is_freed_behind_it():
     step.num_passes = 2
     free(step)
     assert step.instructions[2:] == [Free((fed, came))] and step.num_passes == 3
+
+
+def test_a_slot_of_a_host_is_freed_behind_the_program_that_reads_its_copy():
+    """What that program changes and nobody reads again, too."""
+    place, host = Place("a", (0,)), Place("host of a", (0,), Host("host"))
+    step = Step((place, host), {"work": Program("work", place, 1)})
+    out, kept = (step.slot(name, host, "any", 1) for name in ("out", "kept"))
+    came, changed = (step.slot(name, place, "any", 1) for name in ("came", "changed"))
+    before = [Feed(changed, 0, (0,), "feed"), Feed(out, 0, (0,), "feed"), Copy(out, came, 1, "in")]
+    runs = [Run("work", ((came, changed),), (changed,), (changed,), label) for label in ("1", "2")]
+    step.instructions = [*before, Feed(kept, 0, (0,), "feed"), *runs]
+    step.num_passes = 6
+    free(step)
+    assert step.instructions[3:] == [
+        Feed(kept, 0, (0,), "feed"),
+        Free((kept,)),
+        runs[0],
+        Free((out,)),
+        runs[1],
+        Free((came, changed)),
+    ]
+    check_lifetimes(step)

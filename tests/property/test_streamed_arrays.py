@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from capture.plan.task_graph import Configuration, Packs, Swaps, Switches, TaskGraph
 from capture.step.pack_order import as_the_first, begins_without_copies
+from capture.step.packs import build_step
 from capture.step.program import replay
-from capture.step.streamed import StreamedBuilder
 from tests.followed_arrays import Followed, GraphSizes
 from tests.property.test_streamed_step import SERVER, task_graphs
 from tests.synthetic_graphs import layer_graphs, tensor
@@ -37,26 +37,6 @@ def layers_forward(graph: TaskGraph, num_layers: int) -> Iterator[int]:
     """All but the last pack, which goes forward with its backward pass."""
     last = max(task.first for task in graph.tasks if task.kind == "update")
     return iter(range(last if graph.switches.jit else num_layers))
-
-
-def check_room(builder: StreamedBuilder, sizes: GraphSizes) -> None:
-    """What is left free for a pass is what its programs take, if all they hand on has rows."""
-    if any(value.batch_dim is None for value in sizes.graph.values[:-1]):
-        return
-    programs = {p.call[:3]: p.transient_bytes for p in builder.step.programs.values()}
-    for unit in builder.units:
-        task = unit.task
-        if task.kind != "update":
-            spans = task.sub_packs if task.kind == "forward" else [(task.first, task.stop)]
-            adds = task.kind == "backward" and (unit.i or task.start)
-            kind = "accumulate" if adds else task.kind
-            needs = [programs.get((kind, span, unit.size), 0) for span in spans]
-            if all(needs):
-                running = builder.needs.running(task, unit.i)
-                assert running >= max(needs)
-                # But for what earlier parts kept, or another task has summed.
-                if len(spans) == 1 and not (task.start and unit.i == 0):
-                    assert running == max(needs)
 
 
 @st.composite
@@ -109,19 +89,17 @@ def check(graph: TaskGraph, sizes: GraphSizes, limit: int) -> None:
     begins = begins_without_copies(graph, lambda task, size: (task.stop - task.first) * size)
     if graph.num_shares > 1:
         begins = as_the_first(graph, begins)
-    builder = StreamedBuilder(graph, sizes, server, begins)
-    step = builder.build()
+    step = build_step(graph, sizes, server, begins)
     replay(step)  # no copy is under way when what it uses is freed
-    check_room(builder, sizes)
-    followed = Followed(graph, sizes, builder)
+    followed = Followed(graph, sizes, step)
     assert set(followed.there) == set(step.persistent.values())
     for slot, arrays in followed.there.items():
         assert arrays == followed.persistent(slot, 1), "not updated"
     everything = sorted(followed.examples)
     assert len(everything) == graph.minibatch_size
     for kind, layers in (
-        ("forward", layers_forward(graph, sizes.num_layers)),
-        ("backward", range(sizes.num_layers)),
+        ("forward", layers_forward(graph, len(sizes.layers))),
+        ("backward", range(len(sizes.layers))),
     ):
         for layer in layers:
             assert sorted(followed.passed.pop((kind, layer))) == everything

@@ -25,11 +25,11 @@ from capture.plan.task_graph import (
     completed_by,
 )
 from capture.predictor.pack_step import packs_step, packs_timeline
-from capture.step.pack_needs import PackNeeds
 from capture.step.pack_order import begins_without_copies
 from capture.step.pack_sizes import ProfileSizes
+from capture.step.pack_times import packs_seconds, volumes_bytes
+from capture.step.packs import build_step
 from capture.step.program import Copy, Feed, Run, Step, Wait, replay
-from capture.step.streamed import StreamedBuilder, streamed_seconds, volumes_bytes
 from tests.step_judge import judge
 
 SERVER = Server.load("gtx1080ti-x4")
@@ -282,7 +282,7 @@ def test_no_device_runs_ahead_of_updates_that_wait_for_all(minibatch):
     server = SERVER.with_(num_devices=2)
     predicted = packs_timeline(graph, profile, server).program_order.peak_bytes_per_device
     begins = begins_without_copies(graph, lambda task, examples: examples * len(task.layers))
-    run = replay(StreamedBuilder(graph, ProfileSizes(profile), server, begins).build())
+    run = replay(build_step(graph, ProfileSizes(profile), server, begins))
     assert max(run.peak_bytes_per_device) == max(predicted)
 
 
@@ -322,23 +322,6 @@ def test_gradients_are_added_to_those_of_the_micro_batches_before(microbatch_siz
     expected = 2.75 * (8 // microbatch_size - 1)
     assert rules[1] - rules[0] == pytest.approx(expected, abs=1e-9)
     assert steps[1] - steps[0] == pytest.approx(expected, abs=1e-9)
-
-
-def test_what_a_pass_takes():
-    """What its first part keeps is there while the second runs; later micro-batches add."""
-
-    class Sizes(ProfileSizes):
-        def transient_bytes(self, which, pack, size, output_bytes):
-            return {"forward": 100, "backward": 1000, "accumulate": 2000}[which]
-
-    configuration = Configuration(Packs(2, ((0, 2),)), Packs(4, ((0, 1), (1, 2), (2, 4))))
-    ahead, back, *_ = TaskGraph.of(configuration, "pp", 1, 6).tasks
-    needs = PackNeeds(Sizes(profile_of([5] * 4, [7] * 4)), [], 1, reduces=False)
-    assert ahead.sub_packs == ((0, 1), (1, 2)) and ahead.sizes == (2, 2, 2)
-    assert needs.running(ahead, 0) == 2 * 7 + 100
-    assert back.sizes == (4, 2)
-    assert [needs.running(back, i) for i in (0, 1)] == [1000, 2000]
-    assert needs.running(replace(back, start=1, sizes=(4,)), 0) == 2 * 5 + 2000
 
 
 def test_prefetch_takes_only_room_that_is_left():
@@ -435,7 +418,7 @@ def test_seconds_are_those_of_the_profile_and_bytes_over_shared_bandwidths():
     for off, of_update in (((), 1e-3), (("offload",), 0.0)):
         graph = TaskGraph.of(configuration, "dp", 2, 4, Switches.without(off))
         step = packs_step(graph, profile, server)
-        seconds = streamed_seconds(step, graph, profile, server)
+        seconds = packs_seconds(step, graph, profile, server)
         for name, found in seconds.programs.items():
             kind, (first, stop), size, *_ = step.programs[name].call
             expected = {

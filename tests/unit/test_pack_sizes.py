@@ -9,6 +9,7 @@ import pytest
 from capture.errors import ProfileError
 from capture.measured.layer_passes import PassProfile
 from capture.measured.layer_profile import LayerProfile
+from capture.step.holds import Leaves, Params, State, Summary, Values
 from capture.step.pack_sizes import ProfileSizes
 
 WEIGHTS, INPUTS = (10, 30, 0), (5, 7, 2)
@@ -37,16 +38,21 @@ def profile(**change) -> LayerProfile:
     return replace(given, **change)
 
 
+def batch_bytes(sizes: ProfileSizes, span: tuple[int, int]) -> int:
+    return sizes.nbytes(Leaves(sizes.layers.leaves(span), (0, 4)))
+
+
 def test_what_enters_grows_with_the_examples_and_the_batch_enters_the_first_layer():
     sizes = ProfileSizes(profile())
-    assert [sizes.value_bytes(layer, 4) for layer in range(4)] == [20, 28, 8, 0]
-    assert sizes.gradient_bytes(1, 4) == 28
-    assert [sizes.batch(span) for span in [(0, 2), (1, 3)]] == [(0,), ()]
-    assert [sizes.batch_bytes(span, 4) for span in [(0, 2), (1, 3)]] == [20, 0]
-    assert sizes.weight_bytes((0, 2)) == 40 and sizes.state_bytes((1, 3)) == 60
-    assert (
-        sizes.values(1) == (1,) and sizes.shared((1, 3)) == () and sizes.summary_bytes((0, 3)) == 0
-    )
+    layers = sizes.layers
+    entering = [Values(values, (3, 7)) for values in layers.values]
+    assert list(map(sizes.nbytes, entering)) == [20, 28, 8, 0]
+    assert sizes.nbytes(Values((1,), (0, 4), gradients=True)) == 28
+    assert [layers.leaves(span) for span in [(0, 2), (1, 3)]] == [(0,), ()]
+    assert [batch_bytes(sizes, span) for span in [(0, 2), (1, 3)]] == [20, 0]
+    assert sizes.nbytes(Params(layers.owned((0, 2)))) == 40
+    assert sizes.nbytes(State(layers.owned((1, 3)))) == 60
+    assert layers.shared((1, 3)) == () and sizes.nbytes(Summary(layers.owned((0, 3)))) == 0
 
 
 @pytest.mark.parametrize("hashes", [{}, {2: "a"}], ids=["released", "compiled"])
@@ -69,9 +75,9 @@ def test_temporaries_of_a_pack_are_what_its_layers_hold_beside_weights_and_input
 
 def test_a_layer_that_reads_of_the_batch_gets_that_alone():
     sizes = ProfileSizes(profile(batch=((3, 0), (2, 0, 2), (1, 2))))
-    assert [sizes.batch(span) for span in [(0, 1), (1, 2), (1, 3), (0, 3)]] == [
+    assert [sizes.layers.leaves(span) for span in [(0, 1), (1, 2), (1, 3), (0, 3)]] == [
         (0, 1), (), (1, 2), (0, 1, 2)]  # fmt: skip
-    assert [sizes.batch_bytes(span, 4) for span in [(0, 1), (1, 3), (0, 3)]] == [20, 12, 24]
+    assert [batch_bytes(sizes, span) for span in [(0, 1), (1, 3), (0, 3)]] == [20, 12, 24]
     # It is there before, and the peak of the layer holds it.
     assert sizes.transient_bytes("backward", (2, 3), 2, 1) == BACKWARD[2] - 2 * (2 + 1)
     assert sizes.transient_bytes("backward", (0, 1), 2, 1) == BACKWARD[0]

@@ -10,7 +10,7 @@ import jax
 from capture.compiler.executable import Compiler
 from capture.machine.server import Server
 from capture.model.workload import WorkloadProtocol
-from capture.papers.harmony.swapped_step import SwappedBuilder
+from capture.papers.harmony.swapped_step import build_swapped
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Switches
 from capture.runtime.layout import first_devices
@@ -24,7 +24,7 @@ _OFF = Switches.without(("grouping", "prefetch", "offload", "p2p"))
 class SwappedStep(StreamedStep):
     """A compiled step whose devices have managers instead of packs. Made by ``swapped``."""
 
-    builder = SwappedBuilder
+    build = staticmethod(build_swapped)
 
 
 def swapped(

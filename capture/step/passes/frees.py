@@ -1,8 +1,9 @@
 """Frees: what nothing uses any more ends.
 
 **Guarantee.** No slot outlives the last instruction that uses it, but for what outlives the step,
-what a lowering frees by itself, and what the step reports, which ends with it. So there is no other
-list of the same programs and copies by which a memory holds less at any of them.
+what another pass frees, and what the step reports, which ends with it. A slot of a host counts as
+used by the program that reads its copy, so that nobody waits for the copy before. So there is no
+other list of the same programs and copies by which a device holds less at any of them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ def free(step: Step) -> None:
     stay.update(slot for each in before if isinstance(each, Free) for slot in each.slots)
     reported = tuple(slot for slot in step.reported if slot not in stay)
     stay.update(reported)
-    ends: list[tuple[int, ...]] = []
-    for each in reversed(before):
-        last = tuple(slot for slot in dict.fromkeys(used_by(each)) if slot not in stay)
+    ends, uses = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    sources = dict[int, int]()
+    for each in before:
+        uses.append(used_by(each))
+        if isinstance(each, Copy) and step.slots[each.source].place.host:
+            sources[each.target] = each.source
+        elif isinstance(each, Run) and sources:
+            read = (sources.pop(slot, None) for group in each.inputs for slot in group)
+            uses[-1] += tuple(slot for slot in read if slot is not None)
+    for each, used in zip(reversed(before), reversed(uses), strict=True):
+        last = tuple(slot for slot in dict.fromkeys(used) if slot not in stay)
         stay.update(last)
-        taken = each.donated if isinstance(each, Run) else ()
+        taken = {*each.donated}.difference(each.outputs) if isinstance(each, Run) else ()
         ends.append(tuple(slot for slot in last if slot not in taken))
     ends.reverse()
     step.num_passes += sum(map(bool, ends[: step.num_passes]))

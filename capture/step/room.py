@@ -1,0 +1,141 @@
+"""The room that turns take of devices, and what there is: how residency decides."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from capture.step.passes.frees import used_by
+from capture.step.program import Copy, Feed, Instruction, Run, Step
+from capture.step.tasks import Block, Turn
+
+
+def _changed(each: Instruction) -> tuple[Sequence[int], Sequence[int]]:
+    """The slots that an instruction makes, and those that a program takes over for good."""
+    match each:
+        case Feed(slot=slot) | Copy(target=slot):
+            return (slot,), ()
+        case Run(outputs=outputs, donated=donated):
+            gone = [slot for slot in donated if slot not in outputs]
+            return [slot for slot in outputs if slot not in donated], gone
+    return (), ()
+
+
+class Room:
+    """Bytes by device.
+
+    Args:
+        step: Its slots and programs.
+        turns: In program order.
+        limit: Of every device.
+
+    Attributes:
+        made: Slots that have been made.
+    """
+
+    def __init__(self, step: Step, turns: Sequence[Turn], limit: float):
+        self._step, self._limit, self._live = step, limit, Counter[int]()
+        self.made = {*step.persistent.values()}
+        #: Slots that do not end with what uses them last: what stays, or may be on its way out.
+        self._stay, self._leaving = self.made.union(step.reported), set[int]()
+        #: By slot, how many instructions are to come that use it.
+        self._left = Counter[int]()
+        #: By block and device, the most that it takes, and what it leaves.
+        self._takes: dict[int, dict[int, tuple[int, int]]] = {}
+        last, leaving, taken = dict[int, int](), set[int](), set[int]()
+        for number, turn in enumerate(turns):
+            for block in (*turn.arrivals, *turn.body):
+                if id(block) in self._takes:
+                    continue
+                self._takes[id(block)] = self._taken(block)
+                for each in block:
+                    for slot in {*used_by(each)}:
+                        self._left[slot] += 1
+                        last[slot] = number
+                    taken.update(_changed(each)[1])
+                    leaving.update(self._out(each))
+        #: By turn, what ends with it.
+        self._ends: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for slot in last.keys() - self._stay - leaving - taken:
+            for device in self._on(slot):
+                self._ends[id(turns[last[slot]])][device] += step.slots[slot].nbytes
+
+    def _on(self, slot: int) -> tuple[int, ...]:
+        place = self._step.slots[slot].place
+        return () if place.host else place.devices
+
+    def _out(self, each: Instruction) -> tuple[int, ...]:
+        """What a copy to a host reads."""
+        if isinstance(each, Copy) and self._step.slots[each.target].place.host:
+            return (each.source,)
+        return ()
+
+    def _taken(self, block: Block) -> dict[int, tuple[int, int]]:
+        """By device, the most that a block takes there beside what is there, and what it leaves."""
+        most, held = dict[int, int](), Counter[int]()
+        for each in block:
+            if isinstance(each, Run):
+                program = self._step.programs[each.program]
+                for device in () if program.place.host else program.place.devices:
+                    most[device] = max(most.get(device, 0), held[device] + program.transient_bytes)
+            for some, sign in zip(_changed(each), (1, -1), strict=True):
+                for slot in some:
+                    for device in self._on(slot):
+                        held[device] += sign * self._step.slots[slot].nbytes
+                        most[device] = max(most.get(device, 0), held[device])
+        return {device: (most[device], held[device]) for device in most}
+
+    def touched(self, each: Instruction) -> set[int]:
+        """Return the devices where an instruction takes room."""
+        places = [self._step.slots[slot].place for slot in _changed(each)[0]]
+        if isinstance(each, Run):
+            places.append(self._step.programs[each.program].place)
+        return {device for place in places if not place.host for device in place.devices}
+
+    def devices(self, *blocks: Block) -> list[int]:
+        """Return the devices where blocks take room."""
+        return sorted({device for block in blocks for device in self._takes[id(block)]})
+
+    def enter(self, each: Instruction) -> Iterator[tuple[int, int]]:
+        """Book an instruction, and the end of what only it has still used. Return what a copy to a
+        host uses on, with its device."""
+        made, gone = _changed(each)
+        self.made.update(made)
+        self.hold(made)
+        self.hold(gone, -1)
+        self._leaving.update(self._out(each))
+        used = {*used_by(each)}
+        self._left.subtract(used)
+        for slot in used.difference(self._stay, gone):
+            if not self._left[slot] and slot in self._leaving:
+                yield from ((device, slot) for device in self._on(slot))
+            elif not self._left[slot]:
+                self.hold([slot], -1)
+
+    def hold(self, slots: Iterable[int], sign: int = 1) -> None:
+        """Slots come to life; with sign -1, they end."""
+        for slot in slots:
+            for device in self._on(slot):
+                self._live[device] += sign * self._step.slots[slot].nbytes
+
+    def has(self, device: int, nbytes: int) -> bool:
+        """Whether a device has so much room."""
+        return self._live[device] + nbytes <= self._limit
+
+    def most(self, device: int, blocks: Iterable[Block], held: int = 0) -> tuple[int, int]:
+        """Return the most that blocks take of a device, one after the other, and what they leave
+        of that; beside what is held."""
+        most = held
+        for block in blocks:
+            need, left = self._takes[id(block)].get(device, (0, 0))
+            most, held = max(most, held + need), held + left
+        return most, held
+
+    def most_of(self, device: int, turns: Iterable[Turn]) -> int:
+        """Return the most that the bodies of turns take, where what is used last in one ends behind
+        it."""
+        most = held = 0
+        for turn in turns:
+            need, held = self.most(device, turn.body, held)
+            most, held = max(most, need), held - self._ends[id(turn)][device]
+        return most
