@@ -234,7 +234,19 @@ class Profile:
     @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
         """Profiled choices."""
-        return tuple(sorted({config.choice for config in self.measurements}))
+        return tuple(sorted({choice for choice, _ in self.windows}))
+
+    @cached_property
+    def windows(self) -> Mapping[tuple[StageChoice, int], Mapping[tuple[int, int], StageCost]]:
+        """The measurements per choice and micro-batch size, by window (first, stop)."""
+        found: dict[tuple[StageChoice, int], dict[tuple[int, int], StageCost]] = {}
+        last: tuple[StageChoice | None, int] = (None, 0)
+        for config, cost in self.measurements.items():
+            if config.choice is not last[0] or config.microbatch_size != last[1]:
+                last = key = (config.choice, config.microbatch_size)
+                of_key = found.setdefault(key, {})
+            of_key[config.first, config.stop] = cost
+        return found
 
     def graph_at(self, microbatch_size: int) -> LayerGraph:
         """The graph with every batch dimension scaled to another micro-batch size."""

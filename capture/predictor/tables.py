@@ -50,19 +50,26 @@ class ComponentTables:
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._most: dict[ParamSplit, np.ndarray] = {}
         self._whole: dict[ParamSplit, list[int]] = {}
-        self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
+        self._parts: dict[tuple[StageChoice, int], Windows] = {}
+        self._crossing: dict[tuple[tuple[int, int], int], np.ndarray] = {}
+        self._kept_whole: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._between: dict[tuple[tuple[int, int], int], np.ndarray] = {}
-        for config, cost in profile.measurements.items():
-            windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
-            windows[config.first, config.stop] = self._components(
-                config.first, config.stop, config.choice, config.microbatch_size, cost
-            )
+
+    def _windows(self, choice: StageChoice, microbatch_size: int) -> Windows:
+        """Return the components of measured windows."""
+        key = (choice, microbatch_size)
+        if key not in self._parts:
+            self._parts[key] = {
+                window: self._components(*window, *key, cost)
+                for window, cost in self.profile.windows[key].items()
+            }
+        return self._parts[key]
 
     @cached_property
     def _sizes(self) -> Mapping[StageChoice, Sequence[int]]:
         """Micro-batch sizes at which choices were measured, ascending."""
         found: dict[StageChoice, list[int]] = {}
-        for choice, size in sorted(self._windows, key=lambda key: key[1]):
+        for choice, size in sorted(self.profile.windows, key=lambda key: key[1]):
             found.setdefault(choice, []).append(size)
         return found
 
@@ -101,7 +108,7 @@ class ComponentTables:
         microbatch_size: int,
         only: Collection[tuple[int, int]] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        windows = self._windows[choice, microbatch_size]
+        windows = self._windows(choice, microbatch_size)
         if only is not None:
             windows = {window: parts for window, parts in windows.items() if window in only}
         try:
@@ -156,7 +163,7 @@ class ComponentTables:
         if not sizes:
             return {}
         nearest = min(sizes, key=lambda size: (size < microbatch_size, abs(size - microbatch_size)))
-        return self._held_beside(self._windows[choice, nearest], choice.param_split)
+        return self._held_beside(self._windows(choice, nearest), choice.param_split)
 
     def _held_beside(self, windows: Windows, split: ParamSplit) -> dict[int, np.ndarray]:
         """As ``_held``, beside these windows; nothing in lower bounds.
@@ -216,13 +223,15 @@ class ComponentTables:
         """Take sums over windows down to what no stage can be below, where these are lower bounds:
         what a layer adds to the largest product before it says nothing of the next one."""
         graph, measured = self.graph(microbatch_size), _measured(table, windows)
-        split = choice.value_split
-        crossing = np.array(
-            [
-                sum(graph.value_bytes(v, split) for v in graph.crossing(cut))
-                for cut in range(graph.num_layers + 1)
-            ]
-        )
+        of = choice.value_split, microbatch_size
+        if of not in self._crossing:
+            self._crossing[of] = np.array(
+                [
+                    sum(graph.value_bytes(v, choice.value_split) for v in graph.crossing(cut))
+                    for cut in range(graph.num_layers + 1)
+                ]
+            )
+        crossing = self._crossing[of]
         for row, component in enumerate(self.components):
             known = measured[row]
             if component in ("forward", "backward"):
@@ -253,10 +262,13 @@ class ComponentTables:
         stage, so sums over windows say too much. Without that choice, the largest part counts so.
         """
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
-        if (whole, microbatch_size) not in self._windows:
+        key = (whole, microbatch_size)
+        if key not in self.profile.windows:
             return _largest_part(known) / choice.tensor_parallel
-        table, _ = self._measured_table(whole, microbatch_size)
-        return table[self.components.index("kept")] / choice.tensor_parallel
+        if key not in self._kept_whole:
+            table, _ = self._measured_table(*key)
+            self._kept_whole[key] = table[self.components.index("kept")]
+        return self._kept_whole[key] / choice.tensor_parallel
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
@@ -269,7 +281,7 @@ class ComponentTables:
         if key not in self._tables:
             sizes = self._sizes.get(choice, ())
             if microbatch_size in sizes:
-                windows = self._windows[key]
+                windows = self._windows(*key)
                 total, drift = self._measured_table(choice, microbatch_size)
                 drift = self._add_held(drift, windows, self._held(choice, microbatch_size))
                 self._tables[key] = self._drifted(total, drift, windows)
@@ -336,7 +348,7 @@ class ComponentTables:
         """
         above = next((i for i, size in enumerate(sizes) if size > microbatch_size), len(sizes))
         near = sizes[max(0, min(above - 1, len(sizes) - 2)) :][:2]
-        base, alike = near[-1], [self._windows[choice, size] for size in near]
+        base, alike = near[-1], [self._windows(choice, size) for size in near]
         common = {window for window in alike[0] if all(window in windows for windows in alike)}
         alike = [{window: windows[window] for window in common} for windows in alike]
         held = self._held_beside(alike[-1], choice.param_split)
@@ -346,7 +358,7 @@ class ComponentTables:
         ]
         line = fit_line(near, lines, microbatch_size)
         table = np.add(*self._measured_table(choice, base))
-        table = self._add_held(table, self._windows[choice, base], self._held(choice, base))
+        table = self._add_held(table, self._windows(choice, base), self._held(choice, base))
         growth = np.where(
             lines[-1] > 0, line / np.where(lines[-1] > 0, lines[-1], 1), microbatch_size / base
         )
@@ -390,14 +402,14 @@ class ComponentTables:
         if self.is_extrapolated(choice, microbatch_size):
             return False
         for part in self._known(choice):
-            largest = max(size for known, size in self._windows if known == part)
-            own = self._windows[part, microbatch_size]
-            if not own.keys() >= self._windows[part, largest].keys():
+            largest = max(size for known, size in self.profile.windows if known == part)
+            own = self._windows(part, microbatch_size)
+            if not own.keys() >= self._windows(part, largest).keys():
                 return False
         return True
 
     def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
-        return any((part, microbatch_size) not in self._windows for part in self._known(choice))
+        return any((part, microbatch_size) not in self.profile.windows for part in self._known(choice))
 
     def _known(self, choice: StageChoice) -> tuple[StageChoice, ...]:
         """The choices whose windows tell of one."""

@@ -70,14 +70,6 @@ class TimePredictor:
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         self._sums: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._tables: dict[tuple[StageChoice, int], StageTable] = {}
-        #: Windows that are alike have the same cost, and often the same object.
-        rows: dict[int, np.ndarray] = {}
-        for config, cost in profile.measurements.items():
-            if id(cost) not in rows and (seconds := self.model.stage_times(cost)) is not None:
-                rows[id(cost)] = _row(seconds)
-            if id(cost) in rows:
-                windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
-                windows[config.first, config.stop] = rows[id(cost)]
 
     def knowing(self, profile: Profile) -> TimePredictor:
         """Return a predictor from the same windows with other compiled stages."""
@@ -116,9 +108,10 @@ class TimePredictor:
     def _of_windows(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """``table`` as one array, without the stages that were compiled: a sum of what layers take
         is no longer one where some of it is known better."""
-        sizes = sorted(size for known, size in self._windows if known == choice)
-        if microbatch_size in sizes:
+        if self._rows(choice, microbatch_size):
             return self._extended(choice, microbatch_size)
+        known = (each for each in self.profile.windows if each[0] == choice)
+        sizes = sorted(size for _, size in known if self._rows(choice, size))
         if sizes:
             lines = [self._extended(choice, size) for size in sizes]
             return fit_line(sizes, lines, microbatch_size)
@@ -131,8 +124,21 @@ class TimePredictor:
             f"{choice} was not profiled, so its time is unknown; profile it.", "profile-choice"
         )
 
+    def _rows(self, choice: StageChoice, microbatch_size: int) -> dict[tuple[int, int], np.ndarray]:
+        """Return the seconds of measured windows whose work was counted."""
+        key = (choice, microbatch_size)
+        if key not in self._windows:
+            self._windows[key] = windows = {}
+            rows: dict[int, np.ndarray] = {}  # windows that are alike often have the same object
+            for window, cost in self.profile.windows.get(key, {}).items():
+                if id(cost) not in rows and (seconds := self.model.stage_times(cost)) is not None:
+                    rows[id(cost)] = _row(seconds)
+                if id(cost) in rows:
+                    windows[window] = rows[id(cost)]
+        return self._windows[key]
+
     def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        windows, num_layers = self._windows[choice, microbatch_size], self.profile.graph.num_layers
+        windows, num_layers = self._rows(choice, microbatch_size), self.profile.graph.num_layers
         if self.profile.splits_backward:
             names = [field.name for field in fields(StageTable)]
             inputs, weights = names.index("backward_inputs"), names.index("backward_weights")

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +66,76 @@ _FREE = _ELEMENTS | MOVES
 _KNOWN = _ELEMENTS | REDUCTIONS | (MOVES - {"dynamic_update_slice"})
 
 
+class _Held(NamedTuple):
+    """What is read in the place of a value: no more than it has, and of the value this part of an
+    element's bytes."""
+
+    base: Any
+    itemsize: int = 1
+    whole: int = 1
+
+
+class _Step(NamedTuple):
+    """An operation on the way to what is written.
+
+    Attributes:
+        is_product: Whether it is a large product.
+        is_known: Whether its results are made of all of its operands.
+        is_sum, ends, is_shared: Whether it is a sum, ends a kernel, or is needed for several.
+        is_part: Whether it reads no more than it makes.
+        is_written: Whether a result of it is.
+    """
+
+    reads: Sequence[Any]
+    outs: Sequence[Any]
+    is_product: bool
+    is_known: bool
+    is_sum: bool
+    ends: bool
+    is_shared: bool
+    is_part: bool
+    is_written: bool
+
+
+def _steps(
+    program: TracedProgram,
+    products: frozenset[int],
+    made: frozenset[Any],
+    written: frozenset[Any],
+) -> Sequence[_Step]:
+    """Return the large products, and all that the written values are computed from, between what
+    stands in memory.
+
+    Args:
+        program: Traced.
+        products: Positions of the large products.
+        made: What these make.
+        written: What else is written.
+    """
+    wanted = set(written)
+    for equation in reversed(program.equations):
+        if wanted.isdisjoint(equation.outvars) or equation.outvars[0] in made:
+            continue
+        wanted.update(v for v in variables(equation.invars) if v not in program.given)
+    ends, shared = program.once(kernel_ends), program.once(shared_sums, written)
+    return [
+        _Step(
+            program.reads[at],
+            equation.outvars,
+            at in products,
+            name in _KNOWN,
+            name in REDUCTIONS,
+            at in ends,
+            at in shared,
+            name in _PARTS,
+            not written.isdisjoint(equation.outvars),
+        )
+        for at, equation in enumerate(program.equations)
+        if at in products or not wanted.isdisjoint(equation.outvars)
+        for name in [equation.primitive.name]
+    ]
+
+
 class _Ends:
     """What stands in memory of a program, and what products end with.
 
@@ -88,7 +159,7 @@ class _Ends:
         self, program: TracedProgram, products: frozenset[int], summed: frozenset[int]
     ) -> None:
         self._program = program
-        self.made = {v for at in products for v in program.equations[at].outvars}
+        self.made = frozenset(v for at in products for v in program.equations[at].outvars)
         self.of: dict[Any, frozenset[Any]] = {}
         self.slow: set[Any] = set()
         before: dict[Any, frozenset[Any]] = {}
@@ -107,6 +178,7 @@ class _Ends:
         read = [v for at in sorted(products) for v in variables(program.equations[at].invars)]
         operands = [(*_base(program, v), v) for v in read]
         results = [_base(program, v)[0] for v in program.results]
+        self._narrowest = np.dtype(program.narrowest_dtype).itemsize
         self.operands = [each for each in operands if each[0] not in self.of]
         self.results = [v for v in results if v not in self.of and self._is_written(v)]
         self.stored = {base for base, _, _ in operands}.union(results) - {
@@ -114,6 +186,25 @@ class _Ends:
             for value, ends in self.of.items()
             if value not in self.slow and item_bytes(value) <= max(map(item_bytes, ends))
         }
+
+    @cached_property
+    def held(self) -> Mapping[Any, _Held | None]:
+        """What is read in the place of values that stand in memory, or end products; None where
+        that is read before."""
+        reads = {v for each in self._program.reads for v in each}
+        return {v: self._held(v) for v in reads if self._is_held(v)}
+
+    def _is_held(self, value: Any) -> bool:
+        return value in self._program.given or value in self.of or value in self.made
+
+    def _held(self, value: Any) -> _Held | None:
+        if value in self._program.given:
+            return _Held(value)
+        itemsize = item_bytes(value)
+        if ends := self.of.get(value):
+            one = min(ends, key=self._program.flow.order)
+            return _Held(one, min(itemsize, self._narrowest), itemsize) if one in self.made else None
+        return _Held(value, self._program.views.written_itemsize.get(value, itemsize), itemsize)
 
     def _ends_of(self, equation: Any, before: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
         """The products that an operation may be the end of: not of those that it also follows from
@@ -190,8 +281,8 @@ class Traffic:
     _written: dict[Any, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._narrowest = np.dtype(self.program.narrowest_dtype).itemsize
-        self._ends = self.program.once(_Ends, frozenset(self.products), frozenset(self.summed))
+        products = frozenset(self.products)
+        self._ends = self.program.once(_Ends, products, frozenset(self.summed))
         # What products and the caller read, and nothing else holds.
         for base, is_cast, value in self._ends.operands:
             own = self.split.least_bytes(value)
@@ -207,31 +298,31 @@ class Traffic:
         """Return what is written and read at least: of what replicas split, and then of what is the
         same on each (parameters and gradients), both of what tensor parallelism splits and of what
         it does not, with a count of 0 where there is none of it."""
-        wanted = self._wanted()
-        read = self._read_once(wanted)
+        products, written = frozenset(self.products), frozenset(self._written)
+        steps = self.program.once(_steps, products, self._ends.made, written)
+        read = self._read_once(steps)
         found: list[Mapping[Any, int]] = [self._written, read]
         if self.reads_again:
-            found += [self._read_again(wanted), self._moved(read)]
+            found += [self._read_again(steps), self._moved(read)]
         parts = [0] * 4
         for each in found:
             for value, nbytes in each.items():
                 parts[self._part(value)] += nbytes
         return [Kernel(nbytes, count=int(nbytes > 0)) for nbytes in parts]
 
-    def _read_once(self, wanted: set[Any]) -> dict[Any, int]:
+    def _read_once(self, steps: Sequence[_Step]) -> dict[Any, int]:
         """Values in memory that are read, and the bytes of that."""
         read: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
-        for equation in self.program.equations:
-            out = equation.outvars[0] if equation.outvars else None
-            if out is None or out in self._ends.made or wanted.isdisjoint(equation.outvars):
+        for step in steps:
+            if step.is_product:
                 continue
-            found = self._sources(equation, sources)
-            is_sum = equation.primitive.name in REDUCTIONS
-            if is_sum or not self._written.keys().isdisjoint(equation.outvars):
+            found = self._sources(step, sources) if step.is_known else {}
+            if step.is_sum or step.is_written:
                 for source, nbytes in found.items():
                     read[source] = max(read.get(source, 0), nbytes)
-            sources.update(dict.fromkeys(equation.outvars, {} if is_sum else found))
+            if found and not step.is_sum:
+                sources.update(dict.fromkeys(step.outs, found))
         return read
 
     def _moved(self, read: dict[Any, int]) -> Mapping[Any, int]:
@@ -241,7 +332,8 @@ class Traffic:
         moves = Moves(self.program, self.split, self._ends.of)
         for value, base in moves.operands(self.products).items():
             if value not in self._written and base not in self._written:
-                nbytes = self._read(value, {}).get(base, self.split.least_bytes(value))
+                known = self._held.get(value, {})
+                nbytes = known.get(base, self.split.least_bytes(value))
                 moved[value] = nbytes
                 read[base] = max(read.get(base, 0), nbytes)
         return moved
@@ -254,82 +346,68 @@ class Traffic:
         ]
         return 2 * (not is_split[0]) + (not is_split[1])
 
-    def _read_again(self, wanted: set[Any]) -> Mapping[Any, int]:
+    def _read_again(self, steps: Sequence[_Step]) -> Mapping[Any, int]:
         """Values in memory that are read once more, and the bytes of that."""
-        program, split, again = self.program, self.split, ReadAgain()
-        ends, ways = program.once(kernel_ends), dict[Any, Ways]()
-        shared = program.once(shared_sums, frozenset(self._written))
+        again, ways = ReadAgain(), dict[Any, Ways]()
         made = {value for base, _, value in self._ends.operands if base in self._written}
-        for at, equation in enumerate(program.equations):
-            name, outs = equation.primitive.name, equation.outvars
-            if at not in self.products and (name not in _KNOWN or wanted.isdisjoint(outs)):
+        for step in steps:
+            if not (step.is_product or step.is_known):
                 continue
-            reads = variables(equation.invars)
-            if at in self.products:
+            each = [self._ways(v, ways) for v in step.reads]
+            if step.is_product:
                 # What stands in memory anyway is read by the product, and by no kernel before it.
-                each = [summed(self._ways(v, ways), ends=v in made) for v in reads]
-                ways.update(dict.fromkeys(outs, joined(each)))
+                each = [
+                    summed(way, ends=v in made) for v, way in zip(step.reads, each, strict=True)
+                ]
+                ways.update(dict.fromkeys(step.outs, joined(each)))
                 continue
-            found = joined([self._ways(v, ways) for v in reads])
-            if name in REDUCTIONS:
+            found = joined(each)
+            if step.is_sum:
                 again.read(found)
-                found = summed(found, at in ends, at in shared)
-            else:
-                nbytes = sum(map(split.least_bytes, outs))
-                if name in _PARTS:
+                found = summed(found, step.ends, step.is_shared)
+            elif found:
+                nbytes = sum(map(self.split.least_bytes, step.outs))
+                if step.is_part:
                     found = in_parts(found, nbytes)
-                if any(v in self._written for v in outs):
+                if step.is_written:
                     again.read(found)
                 found = stored(found, nbytes)
             if found:
-                ways.update(dict.fromkeys(outs, found))
+                ways.update(dict.fromkeys(step.outs, found))
         return again.nbytes()
 
-    def _ways(self, value: Any, ways: Mapping[Any, Ways]) -> Ways:
+    def _ways(self, value: Any, ways: dict[Any, Ways]) -> Ways:
         """How a value depends on what stands in memory, itself if it does."""
-        known = ways.get(value, NONE)
-        read = self._read(value, {})
-        if not read and value not in self._ends.of and value not in self._ends.made:
+        known, read = ways.get(value, NONE), self._held.get(value)
+        if read is None:
             return known
-        return {**summed(known)} | {s: Way(0, False, nbytes, nbytes) for s, nbytes in read.items()}
+        own = {s: Way(0, False, nbytes, nbytes) for s, nbytes in read.items()}
+        return {**summed(known), **own} if known else own
 
-    def _wanted(self) -> set[Any]:
-        """All that the written values are computed from, between what stands in memory."""
-        found = set(self._written)
-        for equation in reversed(self.program.equations):
-            if found.isdisjoint(equation.outvars) or equation.outvars[0] in self._ends.made:
-                continue
-            found.update(v for v in variables(equation.invars) if v not in self.program.given)
+    @cached_property
+    def _held(self) -> Mapping[Any, Mapping[Any, int]]:
+        """What is read in the place of values that stand in memory, or end products, and the bytes
+        of that."""
+        least, found = self.split.least_bytes, dict[Any, Mapping[Any, int]]()
+        for value, held in self._ends.held.items():
+            found[value] = {}
+            if held is not None:
+                nbytes = least(value) * held.itemsize // held.whole
+                found[value] = {held.base: min(nbytes, least(held.base)) }
         return found
 
-    def _sources(self, equation: Any, sources: Mapping[Any, Mapping[Any, int]]) -> dict[Any, int]:
+    def _sources(self, step: _Step, sources: Mapping[Any, Mapping[Any, int]]) -> Mapping[Any, int]:
         """Values in memory that an operation is computed from, and the bytes of them."""
-        if equation.primitive.name not in _KNOWN:
-            return {}
-        found: dict[Any, int] = {}
-        for value in variables(equation.invars):
-            for source, nbytes in self._read(value, sources).items():
+        each = [self._held[v] if v in self._held else sources.get(v) for v in step.reads]
+        first, *others = [read for read in each if read] or [{}]
+        found = {**first} if others else first
+        for read in others:
+            for source, nbytes in read.items():
                 found[source] = max(found.get(source, 0), nbytes)
-        if equation.primitive.name in _PARTS:
-            most = sum(map(self.split.least_bytes, equation.outvars))
+        if step.is_part:
+            most = sum(map(self.split.least_bytes, step.outs))
             found = {source: min(nbytes, most) for source, nbytes in found.items()}
         return found
-
-    def _read(self, value: Any, sources: Mapping[Any, Mapping[Any, int]]) -> Mapping[Any, int]:
-        split = self.split
-        if value in self.program.given:
-            return {value: split.least_bytes(value)}
-        if ends := self._ends.of.get(value):
-            one = min(ends, key=self.program.flow.order)
-            if one not in self._ends.made:
-                return {}
-            narrow = min(item_bytes(value), self._narrowest)
-            most = split.least_bytes(value) * narrow // item_bytes(value)
-            return {one: min(most, split.least_bytes(one))}
-        if value in self._ends.made:
-            itemsize = self.program.views.written_itemsize.get(value, item_bytes(value))
-            return {value: split.least_bytes(value) * itemsize // item_bytes(value)}
-        return sources.get(value, {})
 
     def expected(self) -> list[Kernel]:
         """Return a kernel for all that is expected to be stored, in order; what is made of the same
