@@ -294,11 +294,11 @@ class Memory:
     def _widths(self, steps: Iterable[Step]) -> dict[Any, int]:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""
         found: dict[Any, int] = {}
-        nbytes, widest = self._nbytes, found.get
+        nbytes = self._nbytes
         for reads, makes, sizes, new in steps:
             reach = 0
             for v in reads:
-                if (width := widest(v, 0)) > reach:
+                if (width := found[v]) > reach:
                     reach = width
             for v, size in zip(makes, sizes, strict=True):
                 own = nbytes[v]

@@ -214,13 +214,13 @@ class Opaque:
     @cached_property
     def computing(self) -> Sequence[Step]:
         """All but the products, with what cannot be read as anything else."""
-        return [
+        return _reached(
             Step.of(reads, e.outvars, self._program.products.new_elements(e))
             for at, (e, reads) in enumerate(
                 zip(self._program.equations, self._program.inner_reads, strict=True)
             )
             if at not in self.products
-        ]
+        )
 
     @cached_property
     def leaving(self) -> Sequence[tuple[Any, Sequence[tuple[Any, bool]]]]:
@@ -292,7 +292,7 @@ class Opaque:
                 reads = () if begins else self._program.inner_reads[at]
                 found.append(Step.of(reads, makes, begins * _ALL))
                 wanted.update(reads)
-        return found[::-1]
+        return _reached(reversed(found))
 
     def _joins(self, at: int) -> Sequence[Any]:
         """What an operation reads and makes, but for results that are products' as they are: what
@@ -354,6 +354,17 @@ class _Groups:
         while (joined := self._next.get(value, value)) is not value:
             self._next[value] = value = self._next.get(joined, joined)
         return value
+
+
+def _reached(steps: Iterable[Step]) -> Sequence[Step]:
+    """Return the steps at which bytes begin, and those that follow from them."""
+    found, made = list[Step](), set[Any]()
+    for step in steps:
+        reads = [v for v in step.reads if v in made]
+        if reads or step.new:
+            found.append(step._replace(reads=reads))
+            made.update(step.makes)
+    return found
 
 
 def _is_fused(equation: Any) -> bool:

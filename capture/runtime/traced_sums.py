@@ -176,7 +176,7 @@ class Exchanges:
         for equation, operands in self._program.useful_reads:
             name = equation.primitive.name
             begins = name in _MAY_BEGIN and self._begins(equation)
-            if not of and not begins:
+            if not begins and of.keys().isdisjoint(operands) and level.keys().isdisjoint(operands):
                 continue  # nothing is summed before
             reads = [v for v in operands if v in of]
             parts = [*{id(one): one for v in reads if not (one := of[v].last()).is_done}.values()]
