@@ -56,7 +56,7 @@ class Measurements:
     failures: dict[StageConfig, str] = field(default_factory=dict)
     _keys: dict[StageConfig, str] = field(default_factory=dict)
     _kept: Kept | None = None
-    _has_started: bool = False
+    _started: Setting | None = None
     _begun: set[str] = field(default_factory=set)
     _live: tuple[Batch, Iterator[Outcome | None]] | None = None
 
@@ -257,23 +257,28 @@ class Measurements:
         return self.where.open(self.setting, self.backend, num_jobs)
 
     def start_workers(self) -> None:
-        """Begin to start the workers that are kept, on this machine, and wait for none."""
-        if self._kept is not None and self.setting is not None and self.where.ray is None:
-            self._kept.idle()
-            self._has_started = True
+        """Begin to start the workers that are kept, on this machine, but for one, as this process
+        is busy, and wait for none; anew where the model has been cut into layers since."""
+        setting = self.setting
+        if self._kept is None or setting is None or self.where.ray is not None:
+            return
+        if self._started not in (None, setting):
+            self._kept.end()
+        self._started = setting
+        self._kept.idle(busy=1)
 
     def shared(
         self, batches: Sequence[BoundedPasses], here: Callable[[BoundedPasses], None]
     ) -> Iterator[tuple[BoundedPasses, Sequence[Any] | None]]:
         """Have passes bounded by this process, the first ones first, and by the kept workers that
         have nothing to do, the last ones first (``capture.profiler.bounded_passes.Share``)."""
-        if not self._has_started or self._kept is None or self._live is not None:
+        if self._started is None or self._kept is None or self._live is not None:
             yield from alone(batches, here)  # or workers compile
             return
         waiting, running = deque(batches), dict[str, BoundedPasses]()
         with closing(self._kept) as workers:
             while waiting or running:
-                for slot in workers.idle():
+                for slot in workers.idle(busy=1):
                     if len(waiting) > 1:  # one is for this process
                         key = f"bounds {len(waiting)}"
                         running[key] = waiting.pop()
@@ -297,7 +302,7 @@ class Measurements:
         finally:
             self._end_live()
             self._kept.end()
-            self._kept = None
+            self._kept = self._started = None
 
 
 def open_measurements(

@@ -127,6 +127,13 @@ def _typed(name: str, value: Any) -> str:
     return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
+def start_workers(options: argparse.Namespace, measurements: Measurements) -> None:
+    """Begin to start workers where something is to be compiled: they start while this process
+    traces."""
+    if not options.quick and options.compiles != 0:
+        measurements.start_workers()
+
+
 class _Asking:
     """Questions about one model, each answered by bounds and compiles.
 
@@ -161,8 +168,7 @@ class _Asking:
             {size // choice.data_parallel for size, of in asked.items() for choice in of},
             of_profile.cluster.num_devices,
             lambda *done: self._traced(*done),
-            # They start while this process traces.
-            (lambda: None) if self._compiles_nothing else self._measurements.start_workers,
+            lambda: start_workers(self._options, self._measurements),
             asked,
         )
 
@@ -177,10 +183,6 @@ class _Asking:
             choices = self._choices(microbatch_size)
             self._bounds[microbatch_size] = self._known.at(choices, microbatch_size)
         return self._bounds[microbatch_size]
-
-    @property
-    def _compiles_nothing(self) -> bool:
-        return self._options.quick or self._options.compiles == 0
 
     def compiler(self, least: Profile | None = None) -> PlanCompiler:
         return PlanCompiler(least, lambda: self._measurements)
@@ -336,18 +338,7 @@ def plan(
 ) -> int:
     """Search, compile, tell. The exit code is 1 where no plan fits, and where none was compiled
     though one was to be; and 130 after an interrupt, with the best plan so far."""
-    with measurements.keeping_workers():
-        asking = _Asking(options, of_profile, measurements, whole)
-        return _told(options, question, of_profile, measurements, asking)
-
-
-def _told(
-    options: argparse.Namespace,
-    question: PlanQuestion,
-    of_profile: ProfileQuestion,
-    measurements: Measurements,
-    asking: _Asking,
-) -> int:
+    asking = _Asking(options, of_profile, measurements, whole)
     with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
         split = measurements.backend.workload, of_profile.microbatch_size
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)

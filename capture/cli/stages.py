@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -149,17 +150,20 @@ def plan(options: argparse.Namespace) -> int:
     else:
         if not of_profile.executes:
             measurements = asked.open_measurements(options, of_profile)
-            asked.say_layers(options, of_profile, measurements)
-            if fixed is not None:
-                fixed.check_model(of_profile.spec, measurements)
-                say(options, str(fixed))
-        if measurements is not None and question.mode == "default":
-            refused = _refused(options, question, of_profile, measurements)
-            if refused is not None:
-                return refused
-            if not of_a_profile:
-                whole = whole and whole.of_sizes(measurements.backend.takes)
-                return bounds_first.plan(options, question, of_profile, measurements, whole)
+            with nullcontext() if of_a_profile else measurements.keeping_workers():
+                if not of_a_profile:
+                    bounds_first.start_workers(options, measurements)
+                asked.say_layers(options, of_profile, measurements)
+                if fixed is not None:
+                    fixed.check_model(of_profile.spec, measurements)
+                    say(options, str(fixed))
+                if question.mode == "default":
+                    refused = _refused(options, question, of_profile, measurements)
+                    if refused is not None:
+                        return refused
+                if not of_a_profile:
+                    whole = whole and whole.of_sizes(measurements.backend.takes)
+                    return bounds_first.plan(options, question, of_profile, measurements, whole)
         if measurements is not None and of_a_profile:
             _say_profile(options, of_a_profile, of_profile, measurements)
         asked.prepare_for([of_profile])

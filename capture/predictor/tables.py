@@ -409,7 +409,9 @@ class ComponentTables:
         return True
 
     def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
-        return any((part, microbatch_size) not in self.profile.windows for part in self._known(choice))
+        return any(
+            (part, microbatch_size) not in self.profile.windows for part in self._known(choice)
+        )
 
     def _known(self, choice: StageChoice) -> tuple[StageChoice, ...]:
         """The choices whose windows tell of one."""

@@ -81,15 +81,11 @@ def lendable(
     """
     num_held = Counter(nbytes for _, nbytes in held)
     size_of = dict(held)
-    readers = defaultdict[Any, list[Any]](list)
-    for at, equation in enumerate(program.equations):
-        for v in {*program.given_reads[at]}:
-            readers[v].append(equation)
     arguments = defaultdict[int, list[Any]](list)
     updated = set[Any]()
     for v, struct in donated:
         nbytes = shard_bytes(struct)
-        made = [r for e in readers[v] for r in e.outvars]
+        made = program.given_readers[v]
         is_updated = len(made) == 1 and size_of.get(made[0]) == nbytes and made[0] not in updated
         if is_updated:
             updated.add(made[0])

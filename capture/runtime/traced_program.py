@@ -126,7 +126,21 @@ class TracedProgram:
     @cached_property
     def useful_reads(self) -> Sequence[tuple[Any, Sequence[Any]]]:
         """The operations that results depend on, in order, each with what it reads."""
-        return [(self.equations[at], self.reads[at]) for at in sorted(self.useful)]
+        return [(self.equations[at], self.reads[at]) for at in self.useful_at]
+
+    @cached_property
+    def useful_at(self) -> Sequence[int]:
+        """Their positions."""
+        return sorted(self.useful)
+
+    @cached_property
+    def given_readers(self) -> Mapping[Any, Sequence[Any]]:
+        """Per argument, what the operations that read it make."""
+        found: dict[Any, list[Any]] = {v: [] for v in self.flow.inputs}
+        for equation, reads in zip(self.equations, self.given_reads, strict=True):
+            for v in {*reads}:
+                found[v] += equation.outvars
+        return found
 
     @cached_property
     def inner_reads(self) -> Sequence[Sequence[Any]]:

@@ -203,7 +203,9 @@ class _Ends:
         itemsize = item_bytes(value)
         if ends := self.of.get(value):
             one = min(ends, key=self._program.flow.order)
-            return _Held(one, min(itemsize, self._narrowest), itemsize) if one in self.made else None
+            return (
+                _Held(one, min(itemsize, self._narrowest), itemsize) if one in self.made else None
+            )
         return _Held(value, self._program.views.written_itemsize.get(value, itemsize), itemsize)
 
     def _ends_of(self, equation: Any, before: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
@@ -393,14 +395,16 @@ class Traffic:
             found[value] = {}
             if held is not None:
                 nbytes = least(value) * held.itemsize // held.whole
-                found[value] = {held.base: min(nbytes, least(held.base)) }
+                found[value] = {held.base: min(nbytes, least(held.base))}
         return found
 
     def _sources(self, step: _Step, sources: Mapping[Any, Mapping[Any, int]]) -> Mapping[Any, int]:
         """Values in memory that an operation is computed from, and the bytes of them."""
         each = [self._held[v] if v in self._held else sources.get(v) for v in step.reads]
         first, *others = [read for read in each if read] or [{}]
-        found = {**first} if others else first
+        if not (others or step.is_part):
+            return first
+        found = dict(first)
         for read in others:
             for source, nbytes in read.items():
                 found[source] = max(found.get(source, 0), nbytes)
@@ -418,14 +422,13 @@ class Traffic:
         kernels_of = defaultdict[Any, set[int]](set)
         made_by: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
-        for at in sorted(program.useful):
-            equation = program.equations[at]
+        for at, (equation, reads) in zip(program.useful_at, program.useful_reads, strict=True):
             name, outs = equation.primitive.name, equation.outvars
             if at in self.products:
                 made_by.update(dict.fromkeys(outs, len(found)))
                 continue
             read: dict[Any, int] = {}
-            for value in program.reads[at]:
+            for value in reads:
                 read |= sources[value] if value in sources else {value: split.expected_bytes(value)}
             if name in _PARTS:
                 most = sum(map(split.expected_bytes, outs))

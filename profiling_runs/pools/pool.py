@@ -37,8 +37,9 @@ class Slot(Protocol):
 class Runner(Protocol):
     """Where jobs run."""
 
-    def idle(self) -> Sequence[Slot]:
-        """Those that can take a job now, each with the group of its last one."""
+    def idle(self, busy: int = 0) -> Sequence[Slot]:
+        """Those that can take a job now, each with the group of its last one; none is started for
+        processors that are busy with something else."""
         ...
 
     def start(self, slot: Any, job: Job) -> None:
@@ -125,8 +126,9 @@ class Pool(ABC):
     def news(self, workers: Sequence[Any], timeout_seconds: float) -> Sequence[Any]:
         """Those workers from which something can be received; waits for the first."""
 
-    def idle(self) -> Sequence[PoolWorker]:
-        self._workers += [self.launch() for _ in range(self.room() - len(self._workers))]
+    def idle(self, busy: int = 0) -> Sequence[PoolWorker]:
+        missing = max(self.room() - busy, 1) - len(self._workers) if self.room() else 0
+        self._workers += [self.launch() for _ in range(missing)]
         return [worker for worker in self._workers if worker.ready and worker.job is None]
 
     def start(self, slot: PoolWorker, job: Job) -> None:
@@ -200,7 +202,7 @@ class Here:
         self._backend, self.name = backend, name_of_process()
         self._job: Job | None = None
 
-    def idle(self) -> Sequence[Slot]:
+    def idle(self, busy: int = 0) -> Sequence[Slot]:
         return [self] if self._job is None else []
 
     def start(self, slot: Any, job: Job) -> None:
@@ -233,8 +235,8 @@ class Kept:
             self._runner = self._opened()
         return self._runner
 
-    def idle(self) -> Sequence[Slot]:
-        return self._own().idle()
+    def idle(self, busy: int = 0) -> Sequence[Slot]:
+        return self._own().idle(busy)
 
     def start(self, slot: Any, job: Job) -> None:
         self._num_running += 1

@@ -19,7 +19,7 @@ class Workers:
     def __init__(self, lost=()):
         self.jobs, self.rounds, self.closed, self._lost = {}, 0, 0, lost
 
-    def idle(self):
+    def idle(self, busy=0):
         return [slot for slot in (0, 1)[: 1 + (self.rounds > 1)] if slot not in self.jobs]
 
     def start(self, slot, job):
@@ -36,7 +36,7 @@ class Workers:
 
 def measurements(workers, has_started=True):
     made = Measurements.__new__(Measurements)
-    made._kept, made._has_started = workers, has_started
+    made._kept, made._started = workers, has_started or None
     return made
 
 
