@@ -52,6 +52,8 @@ class Setting:
         fresh_process: Whether every job gets a process of its own, so that an allocator's
             high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
+        ahead: Micro-batch sizes at which a local worker traces the model until it is asked for
+            something.
         versions: The driver's; a worker with others is refused, because its results belong to other
             keys.
     """
@@ -67,6 +69,7 @@ class Setting:
     array: ArrayShape | None = None
     fresh_process: bool = False
     flags: tuple[str, ...] = ()
+    ahead: tuple[int, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
 

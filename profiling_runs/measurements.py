@@ -56,6 +56,7 @@ class Measurements:
     failures: dict[StageConfig, str] = field(default_factory=dict)
     _keys: dict[StageConfig, str] = field(default_factory=dict)
     _kept: Kept | None = None
+    _ahead: tuple[int, ...] = ()
     _started: Setting | None = None
     _begun: set[str] = field(default_factory=set)
     _live: tuple[Batch, Iterator[Outcome | None]] | None = None
@@ -211,6 +212,7 @@ class Measurements:
                 self.num_devices,
                 "compile",
                 self.backend.target.name,
+                ahead=self._ahead,
             )
         )
 
@@ -256,9 +258,15 @@ class Measurements:
     def _open(self, num_jobs: int) -> Runner:
         return self.where.open(self.setting, self.backend, num_jobs)
 
-    def start_workers(self) -> None:
+    def start_workers(self, ahead: Iterable[int] = ()) -> None:
         """Begin to start the workers that are kept, on this machine, but for one, as this process
-        is busy, and wait for none; anew where the model has been cut into layers since."""
+        is busy, and wait for none; anew where the model has been cut into layers since.
+
+        Args:
+            ahead: As of ``Setting``, when they are first started.
+        """
+        if self._started is None:
+            self._ahead = tuple(ahead)
         setting = self.setting
         if self._kept is None or setting is None or self.where.ray is not None:
             return

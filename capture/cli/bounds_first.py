@@ -4,7 +4,7 @@ compiled bytes, the fastest one that fits, or the front of both, without a profi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -127,14 +127,7 @@ def _typed(name: str, value: Any) -> str:
     return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def start_workers(options: argparse.Namespace, measurements: Measurements) -> None:
-    """Begin to start workers where something is to be compiled: they start while this process
-    traces."""
-    if not options.quick and options.compiles != 0:
-        measurements.start_workers()
-
-
-class _Asking:
+class Asking:
     """Questions about one model, each answered by bounds and compiles.
 
     Args:
@@ -158,19 +151,36 @@ class _Asking:
     @cached_property
     def _known(self) -> ModelBounds:
         """Of all that is asked."""
-        whole, of_profile = self._whole, self._of_profile
-        sizes = {of_profile.microbatch_size}
-        if whole is not None:
-            sizes = {whole.question(m).microbatch_size for m in whole.microbatches}
-        asked = {size: self._choices(size) for size in sizes}
         return ModelBounds(
             self._measurements,
-            {size // choice.data_parallel for size, of in asked.items() for choice in of},
-            of_profile.cluster.num_devices,
+            self._examples,
+            self._of_profile.cluster.num_devices,
             lambda *done: self._traced(*done),
-            lambda: start_workers(self._options, self._measurements),
-            asked,
+            self.start_workers,
+            self._asked,
         )
+
+    @cached_property
+    def _asked(self) -> Mapping[int, Sequence[StageChoice]]:
+        """What stages may do with their devices, by micro-batch size."""
+        whole, sizes = self._whole, {self._of_profile.microbatch_size}
+        if whole is not None:
+            sizes = {whole.question(m).microbatch_size for m in whole.microbatches}
+        return {size: self._choices(size) for size in sizes}
+
+    @property
+    def _examples(self) -> set[int]:
+        """Numbers of examples on a device."""
+        return {size // each.data_parallel for size, of in self._asked.items() for each in of}
+
+    def start_workers(self) -> None:
+        """Begin to start workers where something is to be compiled: they start, and trace what they
+        will need, while this process traces."""
+        from capture.profiler.facts import traced_sizes
+
+        if not self._options.quick and self._options.compiles != 0:
+            sizes = traced_sizes(self._examples).values()
+            self._measurements.start_workers(ahead=sorted({*sizes}))
 
     def _choices(self, microbatch_size: int) -> Sequence[StageChoice]:
         if self._whole is not None:
@@ -303,7 +313,7 @@ class _Asking:
 
     def _least(self, change: str, whole: WholeQuestion) -> FittingChange | None:
         """What the smallest plan of another question is expected to need; None if none fits."""
-        other = _Asking(self._options, self._of_profile, self._measurements, whole)
+        other = Asking(self._options, self._of_profile, self._measurements, whole)
         asked = [replace(whole.question(m), objective="memory") for m in whole.microbatches]
         peaks = [found.peak_bytes for found in map(other.expected, asked) if found.status == "ok"]
         return FittingChange(change, min(peaks), True) if peaks else None
@@ -338,7 +348,7 @@ def plan(
 ) -> int:
     """Search, compile, tell. The exit code is 1 where no plan fits, and where none was compiled
     though one was to be; and 130 after an interrupt, with the best plan so far."""
-    asking = _Asking(options, of_profile, measurements, whole)
+    asking = Asking(options, of_profile, measurements, whole)
     with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
         split = measurements.backend.workload, of_profile.microbatch_size
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)

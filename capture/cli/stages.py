@@ -152,7 +152,8 @@ def plan(options: argparse.Namespace) -> int:
             measurements = asked.open_measurements(options, of_profile)
             with nullcontext() if of_a_profile else measurements.keeping_workers():
                 if not of_a_profile:
-                    bounds_first.start_workers(options, measurements)
+                    asking = bounds_first.Asking(options, of_profile, measurements, whole)
+                    asking.start_workers()
                 asked.say_layers(options, of_profile, measurements)
                 if fixed is not None:
                     fixed.check_model(of_profile.spec, measurements)

@@ -11,6 +11,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -150,6 +151,12 @@ class CompileBackend:
         except Exception:  # of the user's model, which may refuse a batch with any
             return False
         return True
+
+    def trace_ahead(self, microbatch_size: int) -> None:
+        """Trace what measurements at a size begin with; what is wrong with it, they say."""
+        with suppress(Exception):
+            self.traced(microbatch_size)
+            _ = self._optimizer
 
     @property
     def model_hashes(self) -> dict[int, str]:

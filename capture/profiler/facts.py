@@ -101,7 +101,7 @@ class LayerFacts:
     ):
         self._backend, self._num_devices, self._share = backend, num_devices, share
         self._bounds = BoundsBackend(backend, for_devices=num_devices)
-        self._sizes = _sizes(examples)
+        self._sizes = traced_sizes(examples)
         self.graph: LayerGraph = backend.traced(max(self._sizes.values())).graph
         self._passes: dict[StageConfig, StageBounds] = {}
         self._lines: dict[StageConfig, tuple[Line, int]] = {}
@@ -468,12 +468,12 @@ class LayerFacts:
         return replace(plain, least=least, most=most, common_bytes=common)
 
 
-def _sizes(examples: Iterable[int]) -> dict[int, int]:
-    """Per number of examples on a device, the micro-batch size at which programs are traced: as few
-    different ones as have from 2 to ``_MOST_REPLICAS`` replicas.
+def traced_sizes(examples: Iterable[int]) -> dict[int, int]:
+    """Return, per number of examples on a device, the micro-batch size at which programs are
+    traced: as few different ones as have from 2 to ``_MOST_REPLICAS`` replicas.
 
     Example:
-        >>> _sizes([1, 2, 4, 8, 16, 32])
+        >>> traced_sizes([1, 2, 4, 8, 16, 32])
         {32: 64, 16: 64, 8: 64, 4: 64, 2: 64, 1: 2}
     """
     found: dict[int, int] = {}

@@ -134,6 +134,7 @@ def _serve(setting: Setting, connection: Connection, parent: int, folder: str) -
         )
         return
     connection.send(Ready(name_of_process()))
+    worker.look_ahead(connection.poll)
     try:
         while True:
             connection.send(worker.measure(connection.recv()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -74,6 +74,13 @@ class Worker:
             memory_limit_bytes=setting.memory_limit_bytes,
             fresh_process=setting.fresh_process,
         )
+
+    def look_ahead(self, is_asked: Callable[[], bool]) -> None:
+        """Trace the model as stages of the setting will need it, until something is asked for."""
+        for size in self.setting.ahead:
+            if is_asked():
+                break
+            self._backend.trace_ahead(size)
 
     def measure(self, job: Job) -> Outcome:
         """Make a measurement; a failure is an outcome, not raised: it must not lose the other
