@@ -29,6 +29,8 @@ from profiling_runs.question import ProfileQuestion
 
 #: A kind of jobs.
 UPDATES, SPLITS = "optimizer updates", "split backward passes"
+#: Without news, after which all that wait have been given jobs: the first may be from before.
+_QUIET_ROUNDS = 3
 
 
 @dataclass
@@ -161,12 +163,14 @@ class Measurements:
         if self._kept is None or self.setting is None or not jobs:
             return
         self._begun |= {job.key for job in jobs}
-        # Workers that have said that they are ready are heard first, and then given jobs.
-        for _, _ in zip(range(2), self._lively(jobs), strict=False):
-            assert self._live is not None, "it goes on"
-            self._live[0].poll_seconds = 0.0
-        if self._live is not None:
-            self._live[0].poll_seconds = Batch.poll_seconds
+        batch = self._add(jobs)
+        # Workers that have said that they are ready, or done, are heard first, and then given jobs.
+        batch.poll_seconds, num_quiet = 0.0, 0
+        for outcome in self._lively():
+            num_quiet = num_quiet + 1 if outcome is None else 0
+            if num_quiet == _QUIET_ROUNDS:
+                break
+        batch.poll_seconds = Batch.poll_seconds
 
     def buffers(
         self, configs: Sequence[StageConfig], splits_backward: bool = False
@@ -222,7 +226,9 @@ class Measurements:
             yield from self._batch(jobs).run(lambda: self._kept or self._open(len(jobs)))
             return
         wanted = {job.key for job in jobs}
-        for outcome in self._lively(jobs, first=True) if jobs else ():
+        if jobs:
+            self._add(jobs, first=True)
+        for outcome in self._lively() if jobs else ():
             if outcome is not None and outcome.job.key in wanted:
                 wanted.discard(outcome.job.key)
                 yield outcome
@@ -231,14 +237,19 @@ class Measurements:
         if self._live is not None and self._live[0].is_done:
             self._end_live()
 
-    def _lively(self, jobs: Sequence[Job], first: bool = False) -> Iterator[Outcome | None]:
-        """Add jobs to those that kept workers do, and yield what is known of all as it is; workers
-        go on where nobody asks for more."""
+    def _add(self, jobs: Sequence[Job], first: bool = False) -> Batch:
+        """Add jobs to those that kept workers do."""
         if self._live is None:
             batch = self._batch(jobs)
             self._live = batch, batch.polled(lambda: self._kept or self._open(len(jobs)))
         else:
             self._live[0].add(jobs, first)
+        return self._live[0]
+
+    def _lively(self) -> Iterator[Outcome | None]:
+        """Yield what is known of the jobs of kept workers as it is; they go on where nobody asks
+        for more."""
+        assert self._live is not None, "jobs were added"
         live, self._live = self._live, None  # whatever is raised ends it
         for outcome in live[1]:
             self._live = live

@@ -66,8 +66,7 @@ class LayerProof:
             search.open(min(self._floors())[1])
         if min(map(self._bound, self._plain)) >= self._enough:
             return None
-        for part in search.plain_parts:
-            self._ratios.learn(part, part.known.verified)
+        self._learn_verified()
         try:
             while not search.is_spent and (wanted := self._next()):
                 self._compile(*wanted)
@@ -77,6 +76,19 @@ class LayerProof:
         least = min([*map(self._bound, self._plain), *(seconds for seconds, _ in self._floors())])
         is_nearer = least and self._least
         return ByLayers(least, self._num_layers, self._ratios.error) if is_nearer else None
+
+    def ahead(self) -> Iterator[Sequence[StageConfig]]:
+        """Yield the layers that ``run`` is going to compile, round by round, if none of another
+        part is among them and each takes as much more than it is expected to as the fastest of
+        those that are known."""
+        self._learn_verified()
+        while (wanted := self._next()) is not None:
+            yield wanted[1]
+            self._ratios.assume(wanted[1])
+
+    def _learn_verified(self) -> None:
+        for part in self._search.plain_parts:
+            self._ratios.learn(part, part.known.verified)
 
     def _floors(self) -> Iterator[tuple[float, int]]:
         """Of plain parts; others have no less than those of as many micro-batches."""
@@ -169,6 +181,12 @@ class _Ratios:
                     self._least[kind] = min(ratio, self._least.get(kind, inf))
         for config in asked:
             self._least.setdefault(_kind(config.choice), 0.0)
+
+    def assume(self, layers: Sequence[StageConfig]) -> None:
+        """Take kinds for known, with the least that is known of others."""
+        least = min(self._least.values(), default=0.0)
+        for config in layers:
+            self._least.setdefault(_kind(config.choice), least)
 
     def applied(self, part: OpenPart, problem: SearchProblem) -> SearchProblem:
         """The problem with what stages take at least by this; of compiled ones that is known."""

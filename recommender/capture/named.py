@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf, log
 
 import numpy as np
 
+from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.plan.why import Front
 from recommender.answer import StageAnswer
@@ -43,6 +45,8 @@ _NUM_LIMITS = 7
 #: A stage of so few layers compiles in seconds, so that estimates need not be trusted as far: plans
 #: that may be slower by this part, as they are often wrong by more, are compiled as well, so many.
 FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.03, 3
+#: Rounds of layers that are compiled alone, begun before they are asked for.
+_ROUNDS_AHEAD = 2
 #: A plan may be slower by this part than another one if all of its stages use their devices alike:
 #: of eight stages that differ, eight programs are compiled, else often three.
 ALIKE = 0.1
@@ -82,11 +86,13 @@ class Named(Timed):
                     return named
         return None
 
-    def beside(self, search: Search) -> Found | None:
-        """The plan of lowest memory beside one that may be fastest, and the knee beside that."""
-        if LOWEST in self._asked:
-            return None if KNEE in self._asked else self._named(search, KNEE)
-        return self._named(search, LOWEST)
+    def beside(self, search: Search) -> Found | Sequence[StageConfig] | None:
+        """The plan of lowest memory beside one that may be fastest, the knee beside that, and
+        beside the knee the layers that are compiled alone after it."""
+        if KNEE in self._asked:
+            rounds = islice(self.layer_proof(search).ahead(), _ROUNDS_AHEAD)
+            return [layer for layers in rounds for layer in layers]
+        return self._named(search, KNEE if LOWEST in self._asked else LOWEST)
 
     def _faster(self, search: Search, look: Look) -> Found | None:
         """The plan that is estimated to be fastest, where that is worth a compile; where the best

@@ -133,8 +133,9 @@ class Policy(ABC):
         """The plan to begin with while other parts are opened; None if nothing."""
         return None
 
-    def beside(self, search: Search) -> Found | None:
-        """The plan to compile beside the next one, which does not wait for it; None if nothing."""
+    def beside(self, search: Search) -> Found | Sequence[StageConfig] | None:
+        """The plan or the stages to compile beside the next plan, which does not wait for them;
+        None if nothing."""
         return None
 
     def by_layers(self, search: Search) -> ByLayers | None:
@@ -299,10 +300,14 @@ class Search:
             self._has_begun = True
             self._begin(found)
 
-    def _begin(self, found: Found | None) -> None:
-        if found is not None and found.answer.plan is not None and not self.is_asked(found):
-            stages, size = found.answer.plan.stages, found.part.size
-            self._compiler.begin([StageConfig.of(stage, size) for stage in stages])
+    def _begin(self, found: Found | Sequence[StageConfig] | None) -> None:
+        if isinstance(found, Found):
+            plan, size = found.answer.plan, found.part.size
+            if plan is None or self.is_asked(found):
+                return
+            found = [StageConfig.of(stage, size) for stage in plan.stages]
+        if found:
+            self._compiler.begin(found)
 
     def layers(
         self, part: OpenPart, configs: Sequence[StageConfig]

@@ -197,11 +197,15 @@ class Timed(Policy):
         return self._candidate if chosen is None else chosen
 
     def by_layers(self, search: Search) -> ByLayers | None:
-        plans = search.fitting
-        if self._has_front or not plans:
+        if self._has_front or not search.fitting:
             return None
-        enough = min(map(seconds_of, plans)) / (1 + search.effort.within_fraction)
-        return LayerProof(search, lambda part: part.once(posed), enough).run()
+        return self.layer_proof(search).run()
+
+    def layer_proof(self, search: Search) -> LayerProof:
+        """Return what compiled layers say once a plan that fits is compiled."""
+        fastest = min(map(seconds_of, search.fitting))
+        enough = fastest / (1 + search.effort.within_fraction)
+        return LayerProof(search, lambda part: part.once(posed), enough)
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
