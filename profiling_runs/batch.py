@@ -139,7 +139,7 @@ class Batch:
                 while self._queue or running:
                     interrupts.raise_noted()
                     yield from self._known_to_fail()
-                    self._hand_out(runner, running)
+                    self.hand_out(runner)
                     outcomes = runner.finished(self.poll_seconds)
                     # All are kept before anybody hears of one.
                     last = [outcome for outcome in outcomes if self._judge(outcome)]
@@ -166,13 +166,14 @@ class Batch:
             self._queue.settle(outcome.job.key, None)
             yield self._settled(outcome)
 
-    def _hand_out(self, runner: Runner, running: set[str]) -> None:
+    def hand_out(self, runner: Runner) -> None:
+        """Give jobs to workers that have none."""
         for slot in runner.idle():
-            job = self._queue.take(slot.group, alone=not running)
+            job = self._queue.take(slot.group, alone=not self._running)
             if job is None:
                 return
             runner.start(slot, job)
-            running.add(job.key)
+            self._running.add(job.key)
             self._store.start(job.key, slot.name)
             self._say(job, "running", worker=slot.name)
 

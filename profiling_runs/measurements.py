@@ -29,8 +29,6 @@ from profiling_runs.question import ProfileQuestion
 
 #: A kind of jobs.
 UPDATES, SPLITS = "optimizer updates", "split backward passes"
-#: Without news, after which all that wait have been given jobs: the first may be from before.
-_QUIET_ROUNDS = 3
 
 
 @dataclass
@@ -165,12 +163,12 @@ class Measurements:
         self._begun |= {job.key for job in jobs}
         batch = self._add(jobs)
         # Workers that have said that they are ready, or done, are heard first, and then given jobs.
-        batch.poll_seconds, num_quiet = 0.0, 0
-        for outcome in self._lively():
-            num_quiet = num_quiet + 1 if outcome is None else 0
-            if num_quiet == _QUIET_ROUNDS:
-                break
+        batch.poll_seconds = 0.0
+        for _, _ in zip(range(2), self._lively(), strict=False):
+            pass
         batch.poll_seconds = Batch.poll_seconds
+        if self._live is not None:
+            batch.hand_out(self._kept)
 
     def buffers(
         self, configs: Sequence[StageConfig], splits_backward: bool = False

@@ -377,10 +377,11 @@ def test_what_is_begun_is_not_waited_for_until_it_is_asked_for(monkeypatch):
 
     with measurements.keeping_workers():
         measurements.begin(["a", "slow", "refused"])
-        assert sent() == "a", "it runs while nobody waits"
-        assert ran("b") == ["b"] and sent() == "ab", "it goes first"
+        assert sent() == "as", "they run while nobody waits, one when the other is done"
+        assert ran("b") == ["b"] and sent() == "asb", "it goes first"
         measurements.begin(["c", "never"])
-        assert ran("c") == ["c"] and sent() == "absrc"
+        assert sent() == "asbrc", "what is done is heard, and the next begun"
+        assert ran("c") == ["c"] and sent() == "asbrc"
         assert ran("refused") == ["refused"] and sent().count("r") == 1, "it was set aside"
     assert store.get(["slow"]) and not pool._workers, "nothing is left running"
     assert ran("d") == ["d"], "without kept workers, too"
