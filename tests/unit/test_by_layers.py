@@ -68,6 +68,18 @@ def test_layers_are_compiled_of_what_may_be_faster_and_is_not_known():
     assert asked and not asked & known
 
 
+def test_layers_that_are_begun_ahead_are_those_that_are_asked_for_first(monkeypatch):
+    planted, begun, run = Layered(3), [], LayerProof.run
+
+    def spied(proof):
+        begun.extend(LayerProof(proof._search, proof._problem, proof._enough).ahead())
+        return run(proof)
+
+    monkeypatch.setattr(LayerProof, "run", spied)
+    planted.search(EXPECTED)
+    assert begun and [*begun[0]] == planted.asked[: len(begun[0])]
+
+
 def test_layers_that_do_not_compile_say_nothing():
     planted = Layered(3)
     planted.refuses = True

@@ -1,14 +1,17 @@
 """Passes that this process and its workers bound side by side."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+from test_batch import SPEC, ScriptedPool
 
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.profiler.bounded_passes import BoundedPasses
 from profiling_runs.jobs import Outcome
 from profiling_runs.measurements import Measurements
+from profiling_runs.pools.where import Where
 
 BATCHES = [BoundedPasses((StageConfig(n, n + 1, StageChoice(), 8),), 4) for n in range(7)]
 
@@ -72,3 +75,37 @@ def test_workers_that_are_left_with_work_are_ended():
     with pytest.raises(KeyboardInterrupt):
         [*measurements(workers).shared(BATCHES, interrupted)]
     assert workers.jobs and workers.closed == 1
+
+
+def test_a_worker_less_is_started_while_this_process_is_busy():
+    pool = ScriptedPool(num_workers=3)
+    pool.idle(busy=1)
+    assert len(pool.made) == 2
+    pool.idle()
+    assert len(pool.made) == 3
+    alone = ScriptedPool(num_workers=1)
+    alone.idle(busy=1)
+    assert len(alone.made) == 1, "at least one"
+
+
+def test_workers_are_started_anew_where_the_model_is_cut_into_layers_since(monkeypatch):
+    opened = []
+
+    def opens(self, num_jobs):
+        opened.append((self.setting, ScriptedPool()))
+        return opened[-1][1]
+
+    monkeypatch.setattr(Measurements, "_open", opens)
+    setting = property(lambda self: (self.backend.num_layers, self._ahead))
+    monkeypatch.setattr(Measurements, "setting", setting)
+    backend, silent = SimpleNamespace(num_layers=None), (lambda *said: None)
+    measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
+    with measurements.keeping_workers():
+        measurements.start_workers(ahead=[2, 8])
+        measurements.start_workers()
+        assert [asked for asked, _ in opened] == [(None, (2, 8))], "they are there"
+        backend.num_layers = 4
+        measurements.start_workers()
+        assert [asked for asked, _ in opened] == [(None, (2, 8)), (4, (2, 8))]
+        assert all(worker.killed for worker in opened[0][1].made)
+    assert all(worker.killed for _, pool in opened for worker in pool.made)
