@@ -77,11 +77,12 @@ class LayerProof:
         is_nearer = least and self._least
         return ByLayers(least, self._num_layers, self._ratios.error) if is_nearer else None
 
-    def ahead(self) -> Iterator[Sequence[StageConfig]]:
-        """Yield the layers that ``run`` is going to compile, round by round, if none of another
-        part is among them and each takes as much more than it is expected to as the fastest of
-        those that are known."""
+    def ahead(self, begun: Sequence[StageConfig] = ()) -> Iterator[Sequence[StageConfig]]:
+        """Yield the layers that ``run`` is going to compile once stages that are begun are
+        compiled, round by round, if none of another part is among them and each takes as much more
+        than it is expected to as the fastest of those that are known."""
         self._learn_verified()
+        self._ratios.assume(begun)
         while (wanted := self._next()) is not None:
             yield wanted[1]
             self._ratios.assume(wanted[1])
@@ -182,11 +183,11 @@ class _Ratios:
         for config in asked:
             self._least.setdefault(_kind(config.choice), 0.0)
 
-    def assume(self, layers: Sequence[StageConfig]) -> None:
+    def assume(self, stages: Sequence[StageConfig]) -> None:
         """Take kinds for known, with the least that is known of others."""
         least = min(self._least.values(), default=0.0)
-        for config in layers:
-            self._least.setdefault(_kind(config.choice), least)
+        for kind in (_kind(choice) for each in stages for choice in each.choice.measured):
+            self._least.setdefault(kind, least)
 
     def applied(self, part: OpenPart, problem: SearchProblem) -> SearchProblem:
         """The problem with what stages take at least by this; of compiled ones that is known."""

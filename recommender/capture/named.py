@@ -90,8 +90,9 @@ class Named(Timed):
         """The plan of lowest memory beside one that may be fastest, the knee beside that, and
         beside the knee the layers that are compiled alone after it."""
         if KNEE in self._asked:
-            rounds = islice(self.layer_proof(search).ahead(), _ROUNDS_AHEAD)
-            return [layer for layers in rounds for layer in layers]
+            knee = self._names[KNEE]
+            rounds = self.layer_proof(search).ahead(knee.configs if knee else ())
+            return [layer for layers in islice(rounds, _ROUNDS_AHEAD) for layer in layers]
         return self._named(search, KNEE if LOWEST in self._asked else LOWEST)
 
     def _faster(self, search: Search, look: Look) -> Found | None:

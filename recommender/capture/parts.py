@@ -136,6 +136,12 @@ class Found(NamedTuple):
     part: OpenPart
     answer: StageAnswer
 
+    @property
+    def configs(self) -> list[StageConfig]:
+        """Its stages."""
+        plan = self.answer.plan
+        return [StageConfig.of(stage, self.part.size) for stage in (plan.stages if plan else ())]
+
 
 def _is_new(cost: StageCost, known: StageCost | None) -> bool:
     """Whether a compiled stage, or its split backward pass, was not known."""

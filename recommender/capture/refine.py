@@ -302,10 +302,7 @@ class Search:
 
     def _begin(self, found: Found | Sequence[StageConfig] | None) -> None:
         if isinstance(found, Found):
-            plan, size = found.answer.plan, found.part.size
-            if plan is None or self.is_asked(found):
-                return
-            found = [StageConfig.of(stage, size) for stage in plan.stages]
+            found = [] if self.is_asked(found) else found.configs
         if found:
             self._compiler.begin(found)
 
