@@ -4,12 +4,13 @@ and the same examples each time."""
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
-from processes import QUICK_CODE
+from processes import QUICK_CODE, REPOSITORY
 
 from capture import environment
 from capture.errors import CaptureError
@@ -24,7 +25,17 @@ if (
         "jax was imported before tests/conftest.py; disable the pytest plugin that does so."
     )
 os.environ.setdefault("XLA_FLAGS", QUICK_CODE)
+# Processes that tests start read the bytecode that the first of them wrote, and a program is
+# compiled once for all of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+COMPILED = REPOSITORY / ".pytest_cache/compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 CaptureError.check(environment.prepare(num_devices=8))
+
+MOST_COMPILED_BYTES = 2**29
 
 #: What other processes run, and models as users write them: nothing to import here.
 #: A folder's own conftest.py takes this one's name.
@@ -88,6 +99,14 @@ def nothing_is_remembered(request, monkeypatch, tmp_path_factory):
         return own if os.environ.get("XDG_CACHE_HOME") == theirs else path_of()
 
     monkeypatch.setattr(environment, "named_workloads_path", path)
+
+
+def pytest_sessionstart(session):
+    """Programs that other versions of the code needed do not pile up."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and COMPILED.exists():
+        kept = [path.stat().st_size for path in COMPILED.iterdir()]
+        if sum(kept) > MOST_COMPILED_BYTES:
+            shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -21,6 +21,8 @@ from capture.machine.target import Target
 
 def main(job_file: str, dump: str) -> None:
     """Compile the job of a file; its folder of dumps is the compiler's to make."""
+    # What JAX's persistent cache has kept would write no dump.
+    jax.config.update("jax_enable_compilation_cache", False)
     job = pickle.loads(Path(job_file).read_bytes())
     devices = devices_of(Target.load(job["target"]), int(np.prod(job["mesh_shape"])))
     mesh = Mesh(np.asarray(devices).reshape(job["mesh_shape"]), job["axis_names"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from capture.compiler.buffers import read_buffers
 from capture.compiler.scratch import Scratch, scratch_of
@@ -128,9 +129,10 @@ class Compiler:
             lowered = jitted.lower(*structs)
             chosen = {**(_MEASURING_OPTIONS if self.fast_compile else {}), **(self.options or {})}
             with (
+                nullcontext() if names is None and not self.options else _not_kept(),
                 tempfile.TemporaryDirectory(prefix="capture-dump-")
                 if names
-                else nullcontext("") as folder
+                else nullcontext("") as folder,
             ):
                 if names is not None:
                     chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -154,6 +156,23 @@ class Compiler:
         )
         work = work_of(compiled, lowered, num_devices, local_flops) if self.count_work else None
         return Executable(compiled, outputs, int(transient), work, buffers=buffers)
+
+
+@contextmanager
+def _not_kept() -> Iterator[None]:
+    """Compile without JAX's persistent compilation cache. Its keys leave out the options of dumps:
+    a program that is found there writes none. They have the temporary paths of other options,
+    with which no program is found again."""
+    if not (jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache):
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether it is enabled
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def _untyped_memory(args: Sequence[Any]) -> tuple[dict[str, Any], Sequence[Any]]:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from itertools import cycle
 
 import pytest
-from processes import REPOSITORY, output_of
+from processes import QUICK_CODE, REPOSITORY, environment_apart, output_of
 
 from capture.compiler.kernels import shape_bytes
 from capture.compiler.report import MemoryReport, parse_report, read_report
@@ -32,6 +32,8 @@ INSTALLED = {
     "tpu": find_spec("libtpu"),
     "cpu": True,
 }
+#: Of the processes that compile.
+QUICK = environment_apart(xla_flags=QUICK_CODE)
 #: A TPU's compiler takes several times as long as the others'.
 V5E = pytest.param("v5e", marks=pytest.mark.exhaustive)
 TARGETS = ["cpu", "h100", V5E]
@@ -53,7 +55,7 @@ def measured():
     def measure(name: str) -> dict:
         require(Target.load(name).platform)
         if name not in found:
-            found[name] = json.loads(output_of("target_measurements", name))
+            found[name] = json.loads(output_of("target_measurements", name, env=QUICK))
         return found[name]
 
     return measure
@@ -65,7 +67,7 @@ def test_passes_over_parameters_in_parts_need_no_more_for_more_layers():
     gradients are computed in another order of memory; parameters are cast and gathered in their
     layer's turn."""
     require("cuda")
-    found = json.loads(output_of("target_measurements", "h100", "parts"))
+    found = json.loads(output_of("target_measurements", "h100", "parts", env=QUICK))
     assert len(found) == 6
     for remat, pair in zip(cycle(("cheap", "full")), found, strict=False):
         few, many = (read(cost, StageCost) for cost in pair)
@@ -80,7 +82,7 @@ def test_sequence_parallelism_halves_every_all_reduce_into_a_scatter_and_a_gathe
     gathers of the two kept parts that products read, and sums of the gradients of small parameters;
     what passes between stages stays in parts."""
     require("cuda")
-    costs = json.loads(output_of("target_measurements", "h100", "sequence"))
+    costs = json.loads(output_of("target_measurements", "h100", "sequence", env=QUICK))
     plain, split = (
         [read(cost[f"{way}_work"], ProgramWork) for way in ("forward", "backward")]
         for cost in costs

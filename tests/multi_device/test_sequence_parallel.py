@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +227,12 @@ def test_a_layer_that_is_run_again_gathers_once_more_and_computes_no_more(monkey
     assert costs[0] < costs[1]
 
 
+@cache
+def gpt_of_three_layers() -> CompileBackend:
+    """Traced once for all choices."""
+    return CompileBackend(load("gpt", "size=tiny&num_layers=3"), store=Store())
+
+
 @pytest.mark.parametrize("remat", ["none", "cheap", "dots", "full", "full:2"])
 @pytest.mark.parametrize(
     ("tp", "on"),
@@ -238,7 +245,7 @@ def test_a_layer_that_is_run_again_gathers_once_more_and_computes_no_more(monkey
 def test_parameters_in_parts_change_nothing_of_what_is_kept(remat, tp, on):
     """Of a whole model: nothing that it is given or makes tells the compiler how values lie in the
     middle, where it would else split features as it finds parameters split."""
-    backend, size = CompileBackend(load("gpt", "size=tiny&num_layers=3"), store=Store()), 8
+    backend, size = gpt_of_three_layers(), 8
     lying = []
     for shard_params in (False, True):
         choice = StageChoice(4, tp, remat, shard_params, shard_params, on)

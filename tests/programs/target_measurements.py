@@ -25,7 +25,7 @@ if sys.argv[2:] == ["sequence"]:
     sys.exit()
 if sys.argv[2:] == ["parts"]:
     longer = CompileBackend(
-        WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=10").load(), target=target
+        WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=7").load(), target=target
     )
     choices = [
         StageChoice(dp, tp, remat, True, True, sequence)
@@ -33,7 +33,7 @@ if sys.argv[2:] == ["parts"]:
         for remat in ("cheap", "full")
     ]
     costs = [
-        [longer.measure(StageConfig(1, stop, choice, 4 * choice.data_parallel)) for stop in (3, 9)]
+        [longer.measure(StageConfig(1, stop, choice, 4 * choice.data_parallel)) for stop in (3, 6)]
         for choice in choices
     ]
     print(json.dumps([[write(cost) for cost in pair] for pair in costs]))
