@@ -134,6 +134,12 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	$(call install,$(VENV),$(PYTHON),[mutation])
 	@touch $@
 
+.PHONY: environments
+environments: ## Make all environments that check uses, as far as they can be made
+	-@$(MAKE) --no-print-directory $(VENV)/.stamp-dev
+	-@$(MAKE) --no-print-directory $(VENV_NEWEST)/.stamp-dev
+	-@$(MAKE) --no-print-directory $(VENV_ALPA)/.stamp
+
 .PHONY: check
 check: lint smoke-newest test test-slow ray alpa ## What .ci/run runs after its walk through the pages: lint, the newest JAX, the tests, Ray clusters, and Alpa as a judge
 

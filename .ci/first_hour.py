@@ -61,7 +61,10 @@ def walk(folder: Path, pages: list[str]) -> int:
     home.mkdir(exist_ok=True)
     # A cache of packages may be shared; a store of measurements and an environment may not.
     pip_cache = os.environ.get("PIP_CACHE_DIR") or str(Path.home() / ".cache" / "pip")
-    of_others = ("VIRTUAL_ENV", "PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
+    of_others = (
+        *("VIRTUAL_ENV", "PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS"),
+        "PYTHONDONTWRITEBYTECODE",  # which images of containers set, and few users do
+    )
     environment = {name: value for name, value in os.environ.items() if name not in of_others}
     environment |= {"PIP_CACHE_DIR": pip_cache, "XDG_CACHE_HOME": str(home)}
     count, first = 0, True

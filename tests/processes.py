@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 #: Tests compile much and run little: machine code that is not optimised, and not cut into parts for
 #: threads, takes less time and has the same buffers. They are for CPU programs. Fusions without
-#: emitters of their own take a third of the time; XLA of jax 0.12 does not know the flag.
+#: emitters of their own take a third of the time, and have the same buffers but where an operation
+#: becomes a loop; XLA of jax 0.12 does not know the flag.
 QUICK_CODE = " ".join(
     (
         "--xla_backend_optimization_level=0",

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.recorded.access import REPOSITORY
 
@@ -30,6 +31,20 @@ class Bench:
     @property
     def measuring(self) -> tuple[str, ...]:
         return "--store", str(self.folder / "store.sqlite"), "--workers", "0"
+
+
+@contextlib.contextmanager
+def _usual_fusions() -> Iterator[None]:
+    """Measure the programs that users' processes compile, to the byte: not all fusions that tests
+    compile quickly have the same buffers."""
+    flag = "xla_cpu_use_fusion_emitters"
+    if f"{flag}=false" not in os.environ.get("XLA_FLAGS", ""):
+        yield
+        return
+    from capture.compiler import executable  # JAX, after flags are set
+
+    with mock.patch.dict(executable._MEASURING_OPTIONS, {flag: True}):
+        yield
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,7 @@ class Case:
         with (
             tempfile.TemporaryDirectory(prefix="capture-recorded-") as folder,
             contextlib.chdir(FILES),
+            _usual_fusions() if self.compiles else contextlib.nullcontext(),
         ):
             return json.loads(json.dumps(self.ask(Bench(Path(folder)))))
 
