@@ -163,7 +163,8 @@ def _not_kept() -> Iterator[None]:
     """Compile without JAX's persistent compilation cache. Its keys leave out the options of dumps:
     a program that is found there writes none. They have the temporary paths of other options,
     with which no program is found again."""
-    if not (jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache):
+    is_used: bool = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    if not is_used:
         yield
         return
     jax.config.update("jax_enable_compilation_cache", False)
