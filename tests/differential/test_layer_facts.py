@@ -27,7 +27,7 @@ from tests.pipeline_models import mark
 NUM_DEVICES = 4
 MODELS = {
     "tied": pipeline_models.tied,
-    "gpt": lambda: zoo_models.load("gpt"),
+    "gpt": lambda: zoo_models.load("gpt", "size=tiny&num_layers=4"),
     "moe": lambda: zoo_models.load("moe"),
     "wide_resnet": lambda: zoo_models.load("wide_resnet"),
 }
