@@ -44,7 +44,7 @@ FASTEST, KNEE, LOWEST = "fastest", "knee", "lowest memory"
 _NUM_LIMITS = 7
 #: A stage of so few layers compiles in seconds, so that estimates need not be trusted as far: plans
 #: that may be slower by this part, as they are often wrong by more, are compiled as well, so many.
-FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.03, 3
+FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.1, 6
 #: Rounds of layers that are compiled alone, begun before they are asked for.
 _ROUNDS_AHEAD = 2
 #: A plan may be slower by this part than another one if all of its stages use their devices alike:
@@ -115,12 +115,12 @@ class Named(Timed):
         """The plan of a small model that is estimated to be hardly slower than the best one."""
         if not search.fitting or self._num_doubted == MOST_DOUBTED:
             return None
-        known = {part.size: part.once(slowness) for part in search.parts.values()}
         enough = (1 - self.nearly(search)) * min(map(seconds_of, search.fitting))
         plans = [
             found
             for part in search.plain_parts
-            for found in part.once(proposed, ratios(part, known), False)
+            # What stages take beyond what is expected of them is another part of smaller ones.
+            for found in part.once(proposed, ratios(part, {part.size: part.once(slowness)}), False)
             if seconds_of(found) <= enough and not search.is_asked(found)
         ]
         self._num_doubted += bool(plans)

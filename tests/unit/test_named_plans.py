@@ -12,6 +12,7 @@ from test_front_bounds import Planted
 from capture.cli.output import other_plans
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
+from capture.plan.choices import StageChoice
 from recommender.capture import lowest_peak, named, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import Part
@@ -132,3 +133,24 @@ def test_an_interrupt_before_the_first_compile_leaves_a_plan_by_estimates(monkey
     found = planted.search()
     assert (found.status, found.compiled, found.why.proven.ended) == ("ok", False, "interrupted")
     assert "nothing that fits was compiled: this plan is estimated to take" in found.why.uncompiled
+
+
+def test_what_stages_of_one_size_take_beyond_their_estimate_is_no_doubt_of_another():
+    """A plan of other micro-batches is compiled, although those of the compiled size take twice what
+    was expected."""
+    choice, asked = StageChoice(), {}
+
+    class Size(SimpleNamespace):
+        def once(self, function, *given):
+            if function is speed.slowness:
+                return {choice: 2.0} if self.size == 8 else {}
+            asked[self.size], _ = given
+            return []
+
+    known = SimpleNamespace(choices=[choice], graph=SimpleNamespace(num_layers=2))
+    parts = [Size(size=size, is_plain=False, known=known) for size in (8, 4)]
+    proof = SimpleNamespace(step_seconds=1.0)
+    found = SimpleNamespace(answer=SimpleNamespace(proof=proof))
+    search = SimpleNamespace(fitting=[found], plain_parts=parts, parts=dict(enumerate(parts)))
+    assert Named()._doubted(search) is None
+    assert asked == {8: ((2.0,),), 4: ((1.0,),)}
