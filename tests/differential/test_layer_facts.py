@@ -122,16 +122,13 @@ def test_passes_that_are_bounded_elsewhere_or_side_by_side_are_the_same(name):
     def elsewhere(batches, here):
         for batch in batches:
             sizes.append(len(batch.configs))
-            found = bounded(backend(), batch)
-            fresh = [
-                one
-                for config in batch.configs
-                for one in bounded(backend(), replace(batch, configs=(config,)))
-            ]
-            assert found == fresh, batch
+            found, configs = bounded(backend(), batch), batch.configs
+            assert len(found) == len(configs)
+            for n in {0, len(configs) - 1}:  # of which the last follows the most others
+                assert [found[n]] == bounded(backend(), replace(batch, configs=(configs[n],)))
             yield batch, json.loads(json.dumps(write(found)))
 
-    degrees = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    degrees = [(1, 1), (1, 4), (2, 1), (2, 2)]
     asked = [(StageChoice(*each, "none"), 8) for each in degrees]
     examples = {size // choice.data_parallel for choice, size in asked}
     ours = LayerFacts(backend(), examples, NUM_DEVICES)
