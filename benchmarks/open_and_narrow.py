@@ -136,14 +136,15 @@ def asked(words: Sequence[str], store: Path) -> dict[str, Any]:
 
 def told(document: Mapping[str, Any]) -> dict[str, Any]:
     """What counts of an answer."""
-    if document.get("status") != "ok" or document.get("time") is None:
+    seconds = (document.get("needs") or {}).get("step_seconds")
+    if document.get("status") != "ok" or seconds is None:
         why = document.get("why") or {}
         said = document.get("errors") or why.get("summary")
         return {"status": document.get("status"), "said": said}
     plan, proven = document["plan"], document["why"].get("proven") or {}
     return {
         "status": "ok",
-        "step_seconds": document["needs"]["step_seconds"],
+        "step_seconds": seconds,
         "peak_bytes": max(plan["verification"]["peak_bytes_per_device"]),
         "microbatches": plan["num_microbatches"],
         "schedule": plan["schedule"],
