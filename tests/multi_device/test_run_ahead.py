@@ -288,11 +288,12 @@ def heaps(
 @pytest.mark.slow
 def test_the_allocator_gives_out_no_more_than_the_ledger_books():
     """Other work on the machine may hold up the thread that frees what a program used, so the least
-    of some steps counts."""
+    of some steps counts, and the one that reads the heap, so the most does."""
     step = compiled((4,))
     assert step.bound_run_ahead
     booked_bytes, added, losses = heaps(step, 4)
-    assert 0.9 * booked_bytes < min(added) < 1.02 * booked_bytes + OVERHEAD_BYTES
+    assert 0.9 * booked_bytes < max(added)
+    assert min(added) < 1.02 * booked_bytes + OVERHEAD_BYTES
     step.bound_run_ahead = False
     _, without, same_losses = heaps(step, 4, held=True)
     assert max(without) > 1.5 * booked_bytes

@@ -397,7 +397,9 @@ def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
             layers.added, statistics(executed).statistics[StageChoice()][m].added
         )
     assert main(["plan", *batch, "--mode", "paper", "--profile", str(path), "-o", str(plan)]) == 0
-    assert json.loads(capsys.readouterr().out)["prediction"]["source"]["predictor"] == "paper"
+    assert (
+        json.loads(capsys.readouterr().out)["plan"]["prediction"]["source"]["predictor"] == "paper"
+    )
     assert main(command) == 2
     assert capsys.readouterr().err == (
         "error: --backend run makes the runs of the paper's mode alone; add --mode paper. "
