@@ -297,7 +297,8 @@ def _written(
     from capture.step.trace_events import save_trace
 
     facts, written = _facts(options, plan), dict[str, str]()
-    lines.append(table(HEADER, rows_of(facts)))
+    bundles = rows_of(facts)
+    lines.append(table(HEADER, bundles))
     if options.output is not None:
         text = page(facts, plan_lines(plan), plan.headroom(), interactive=options.interactive)
         options.output.write_text(text, encoding="utf-8")
@@ -306,7 +307,7 @@ def _written(
         save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
         written["trace"] = str(options.trace)
     lines += [f"{what} -> {path}" for what, path in written.items()]
-    return replace(report, bundles=rows_of(facts), written=written)
+    return replace(report, bundles=bundles, written=written)
 
 
 def report(options: argparse.Namespace, plan: ArrayPlan) -> int:

@@ -32,7 +32,7 @@ READ = merged(SYSTEMS)
 #: The options that ``--help`` shows, some in fewer words than ``--help-all``.
 EVERYDAY = {
     "workload": "",
-    "system": f"{_ABOUT} (default: capture)",
+    "system": "",
     "cluster": "",
     "target": "",
     "global_batch": "",

@@ -143,12 +143,12 @@ class PlanFile:
     @property
     def known_peak_bytes(self) -> int:
         """Peak of the device that needs most, by the best that is known; 0 if nothing is."""
-        return 0 if self.peaks is None else max(self.peaks.per_device)
+        return 0 if (peaks := self.peaks) is None else max(peaks.per_device)
 
     @property
     def compiled(self) -> bool:
         """Whether its own programs were compiled."""
-        return self.peaks is not None and self.peaks.how == "compiled"
+        return (peaks := self.peaks) is not None and peaks.how == "compiled"
 
     @property
     def own_limit_bytes(self) -> int | None:
@@ -158,11 +158,11 @@ class PlanFile:
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
         """What it leaves of a limit; without one, of its own, or of what the target's devices can
         use. None where nobody knows a limit or peaks."""
-        if self.peaks is None:
+        if (peaks := self.peaks) is None:
             return None
         limit = self.own_limit_bytes if memory_limit_bytes is None else memory_limit_bytes
         memory = None if self.cluster is None else Target.load(self.cluster.target).memory
-        return Headroom.of(self.peaks, limit, memory)
+        return Headroom.of(peaks, limit, memory)
 
     @property
     def step_estimate(self) -> tuple[float, str] | None:

@@ -91,7 +91,7 @@ def marks(workload: Workload, batch_size: int = 2) -> int:
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        pytest.param(*case, marks=pytest.mark.exhaustive if number > 5e7 else ())
+        pytest.param(*case, marks=pytest.mark.exhaustive if number > 2e8 else ())
         for case, number in NUM_PARAMETERS.items()
     ],
 )

@@ -41,9 +41,14 @@ def _usual_fusions() -> Iterator[None]:
     if f"{flag}=false" not in os.environ.get("XLA_FLAGS", ""):
         yield
         return
-    from capture.compiler import executable  # JAX, after flags are set
+    from jax.stages import Lowered  # after flags are set
 
-    with mock.patch.dict(executable._MEASURING_OPTIONS, {flag: True}):
+    compiled = Lowered.compile
+
+    def usual(lowered: Lowered, compiler_options: Mapping[str, Any] | None = None) -> Any:
+        return compiled(lowered, {flag: True, **(compiler_options or {})})
+
+    with mock.patch.object(Lowered, "compile", usual):
         yield
 
 
