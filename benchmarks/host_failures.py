@@ -253,7 +253,7 @@ def main() -> int:
     left = [process for process in found["processes"] if state_of(process)]
     restarts = document.get("restarts", [])
     claims = {
-        "losses_equal": document["loss"] == undisturbed["loss"],
+        "losses_equal": document["losses"] == undisturbed["losses"],
         "parameters_bit_equal": all(
             (a == b).all() for a, b in zip(one["leaves"], other["leaves"], strict=True)
         ),

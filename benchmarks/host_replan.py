@@ -93,8 +93,8 @@ def main() -> int:
         versions=environment.versions(),
         num_layers=NUM_LAYERS,
         stages_before=[stage.num_layers for stage in plan.stages],
-        num_steps=len(document["loss"]),
-        losses=document["loss"],
+        num_steps=len(document["losses"]),
+        losses=document["losses"],
         load_average=[load_before, os.getloadavg()],
         claims={
             "node_gone": broken["nodes_gone"],

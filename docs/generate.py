@@ -51,8 +51,16 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     "capture explain --json": ("capture.report.explanation:ExplainReport",),
     "capture report --json": ("capture.report.explanation:PageReport",),
     "capture verify --json": ("capture.report.verification:VerifyReport",),
+    "capture predict --json": ("capture.report.verification:PredictReport",),
     "capture run --json": ("capture.runtime.run_report:RunReport",),
     "capture diff --json": ("capture.report.difference:DiffReport",),
+    "capture profile --json": ("profiling_runs.profile_report:ProfileReport",),
+    "capture jobs --json": ("profiling_runs.listing:Listing",),
+    "capture estimate --json": ("capture.cli.estimate:EstimateReport",),
+    "capture evaluate --json": ("profiling_runs.evaluate:EvaluateReport",),
+    "capture export --json": ("capture.cli.export:ExportReport",),
+    "capture store --json": ("capture.cli.store:StoreReport",),
+    "capture demo --json": ("capture.cli.demo:DemoReport",),
     "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),
     "Server files": ("capture.machine.server:Server",),
@@ -157,15 +165,26 @@ def files() -> str:
         "an unknown `schema_version` is refused.",
         "",
     ]
-    for title, names in DOCUMENTS.items():
-        roots = [getattr(import_module(n.split(":")[0]), n.split(":")[1]) for n in names]
+    documents = {
+        title: [getattr(import_module(n.split(":")[0]), n.split(":")[1]) for n in names]
+        for title, names in DOCUMENTS.items()
+    }
+    where = {_shape(root): (title, root) for title, roots in documents.items() for root in roots}
+    for title, roots in documents.items():
         about = inspect.getdoc(sys.modules[roots[0].__module__]) or ""
         lines += [f"## {title}", "", *prose(about), ""]
+        elsewhere = dict[str, list[str]]()
         for cls in _reached(list(map(_shape, roots))):
-            public = next((root for root in roots if _shape(root) is cls), cls)
+            of, public = where.setdefault(cls, (title, cls))
+            if of != title:
+                elsewhere.setdefault(of, []).append(f"`{public.__name__.lstrip('_')}`")
+                continue
             name = f"**{public.__name__.lstrip('_')}** (`{public.__module__}`)"
             lines += [f"{name}: {_summary(public)}".rstrip(": "), ""]
             lines += table(("field", "type", "meaning"), _fields(cls, public))
+        for of, classes in elsewhere.items():
+            anchor = re.sub(r"[^\w -]", "", of.lower()).replace(" ", "-")
+            lines += [f"Of [{of}](#{anchor}): {', '.join(classes)}.", ""]
     return page([*lines, *_question_file(), *_job_file(), *_store()])
 
 

@@ -24,7 +24,7 @@ from capture.plan.sampling import random_plans, random_table_plans
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.predictor.accuracy import Outcome, finite, statistics
+from capture.predictor.accuracy import Accuracy, Outcome, finite
 from capture.registered import REGISTERED
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
@@ -83,6 +83,48 @@ class EvaluationQuestion:
         return self.microbatch_size * self.num_microbatches
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateReport:
+    """How good predictions are.
+
+    Attributes:
+        workload, cluster, target: What is planned for.
+        num_plans, seed, memory_limit_bytes: How plans were drawn.
+        schedules: Every plan is looked at under each of them.
+        remat, global_batch_size, num_microbatches: Of the plans.
+        profiled_microbatch_sizes, asked_microbatch_size: Of the profile, and of the plans.
+        interval_factors: The widest interval of a prediction, over the prediction; None without
+            calibration.
+        default, paper: By mode; None where the paper's was not asked.
+        default_where_paper_predicts: The default mode, where the paper's says something.
+        by_schedule: By schedule and mode.
+        num_failed_stages: Stages that did not compile; their plans are left out.
+        source: Backend, target and versions of the profile.
+        warnings: What of the loss makes its step another than that of one device.
+    """
+
+    workload: str
+    cluster: str
+    target: str
+    num_plans: int
+    seed: int
+    memory_limit_bytes: int | None
+    schedules: Sequence[str]
+    remat: str
+    global_batch_size: int
+    num_microbatches: int
+    profiled_microbatch_sizes: Sequence[int]
+    asked_microbatch_size: int
+    interval_factors: tuple[float, float] | None
+    default: Accuracy
+    paper: Accuracy | None
+    default_where_paper_predicts: Accuracy | None
+    by_schedule: Mapping[str, Mapping[str, Accuracy]]
+    num_failed_stages: int
+    source: Mapping[str, Any]
+    warnings: Sequence[str] = ()
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What was predicted, and what the compiled stages need.
@@ -101,45 +143,41 @@ class Evaluation:
     paper: tuple[Outcome, ...]
     num_failed_stages: int
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def report(self) -> EvaluateReport:
+        """Both modes in numbers."""
         asked, profile = self.question, self.profile
-        factors = profile.calibration and list(
-            profile.calibration.widest(asked.profile.stage_choices, profile.graph.num_layers)
+        together = zip(self.default, self.paper, strict=True)
+        of_both = [mine for mine, theirs in together if not np.isnan(theirs.predicted)]
+        return EvaluateReport(
+            workload=str(asked.profile.workload),
+            cluster=str(asked.profile.cluster),
+            target=asked.profile.cluster.target,
+            num_plans=asked.num_plans,
+            seed=asked.seed,
+            memory_limit_bytes=asked.memory_limit_bytes,
+            schedules=asked.schedules,
+            remat=asked.profile.remat[0],
+            global_batch_size=asked.global_batch_size,
+            num_microbatches=asked.num_microbatches,
+            profiled_microbatch_sizes=profile.microbatch_sizes,
+            asked_microbatch_size=asked.microbatch_size,
+            interval_factors=profile.widest_interval(asked.profile.stage_choices),
+            default=Accuracy.of(self.default),
+            paper=Accuracy.of(self.paper) if asked.paper else None,
+            default_where_paper_predicts=Accuracy.of(of_both) if asked.paper else None,
+            by_schedule={s: self._by_mode(s) for s in asked.schedules},
+            num_failed_stages=self.num_failed_stages,
+            source=profile.provenance,
         )
-        document = {
-            "workload": str(asked.profile.workload),
-            "cluster": str(asked.profile.cluster),
-            "target": asked.profile.cluster.target,
-            "num_plans": asked.num_plans,
-            "seed": asked.seed,
-            "memory_limit_bytes": asked.memory_limit_bytes,
-            "schedules": list(asked.schedules),
-            "remat": asked.profile.remat[0],
-            "global_batch_size": asked.global_batch_size,
-            "num_microbatches": asked.num_microbatches,
-            "profiled_microbatch_sizes": list(profile.microbatch_sizes),
-            "asked_microbatch_size": asked.microbatch_size,
-            "interval_factors": factors,
-            "default": statistics(self.default),
-            "paper": statistics(self.paper),
-            "default_where_paper_predicts": statistics(
-                [
-                    mine
-                    for mine, theirs in zip(self.default, self.paper, strict=True)
-                    if not np.isnan(theirs.predicted)
-                ]
-            ),
-            "by_schedule": {
-                s: {
-                    "default": statistics([o for o in self.default if o.plan[1] == s]),
-                    "paper": statistics([o for o in self.paper if o.plan[1] == s]),
-                }
-                for s in asked.schedules
-            },
-            "num_failed_stages": self.num_failed_stages,
-            "provenance": dict(profile.provenance),
+
+    def _by_mode(self, schedule: str) -> dict[str, Accuracy]:
+        modes = {"default": self.default}
+        modes |= {"paper": self.paper} if self.question.paper else {}
+        return {
+            mode: Accuracy.of([o for o in of_mode if o.plan[1] == schedule])
+            for mode, of_mode in modes.items()
         }
-        return document if asked.paper else _without_paper(document)
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
@@ -246,14 +284,6 @@ def _truth(
         plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
     )
     return tuple(replay(program).peak_bytes_per_device)
-
-
-def _without_paper(document: dict[str, Any]) -> dict[str, Any]:
-    """The document of an evaluation that did not ask the paper's mode."""
-    of_paper = ("paper", "default_where_paper_predicts")
-    left = {name: value for name, value in document.items() if name not in of_paper}
-    by_schedule = {s: {"default": m["default"]} for s, m in document["by_schedule"].items()}
-    return {**left, "by_schedule": by_schedule}
 
 
 def _by_paper(predictor: Any, plan: Plan) -> list[float]:

@@ -4,10 +4,9 @@ device is needed."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from capture.documents import fields_of
 from capture.measured.store import Store
 from capture.registered import REGISTERED
 from profiling_runs.collect import wanted_configs
@@ -34,39 +33,42 @@ class Listing:
     """The jobs of a profile, counted.
 
     Attributes:
+        workload, cluster, target: What is profiled, and for which devices.
         kinds: Per kind of job: how many there are, how many the store has already, and the seconds
             that the others are estimated to take.
         guessed: Kinds whose seconds are a guess, because the store knows no job like them.
+        output: The file of the profile; None where none is to be made.
+        num_jobs, num_done: Jobs of all kinds.
+        worker_seconds: Time of one worker for what is not done, estimated.
     """
 
+    workload: str
+    cluster: str
+    target: str
     kinds: Mapping[str, Mapping[str, Any]]
     guessed: tuple[str, ...]
+    output: str | None = None
+    num_jobs: int = field(init=False)
+    num_done: int = field(init=False)
+    worker_seconds: float = field(init=False)
 
-    @property
-    def num_jobs(self) -> int:
-        return sum(kind["num_jobs"] for kind in self.kinds.values())
-
-    @property
-    def num_done(self) -> int:
-        return sum(kind["num_done"] for kind in self.kinds.values())
-
-    @property
-    def seconds(self) -> float:
-        """Time of one worker for what is not done, estimated."""
-        return sum(kind["seconds"] for kind in self.kinds.values())
-
-    def to_json(self) -> dict[str, Any]:
-        counts = {**fields_of(self, "num_jobs", "num_done"), "worker_seconds": self.seconds}
-        return {**counts, **fields_of(self, "kinds", "guessed")}
+    def __post_init__(self) -> None:
+        for name, of_kind in (
+            ("num_jobs", "num_jobs"),
+            ("num_done", "num_done"),
+            ("worker_seconds", "seconds"),
+        ):
+            total = sum(kind[of_kind] for kind in self.kinds.values())
+            object.__setattr__(self, name, total)
 
 
-def listing(
+def counted_jobs(
     jobs: Sequence[Job],
     done: Collection[str],
     typical_seconds: Mapping[tuple[str, str], float],
     backend: str,
-) -> Listing:
-    """Count jobs and estimate what they cost.
+) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Return the kinds and the guesses of a listing.
 
     Args:
         jobs: Those of a profile.
@@ -79,7 +81,7 @@ def listing(
         >>> from capture.measured.profile import StageConfig
         >>> config = StageConfig(0, 1, StageChoice(), 8)
         >>> jobs = [Job("a", config, kind="layer windows"), Job("b", config, kind="layer windows")]
-        >>> listing(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu").kinds
+        >>> counted_jobs(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu")[0]
         {'layer windows': {'num_jobs': 2, 'num_done': 1, 'seconds': 0.5}}
     """
     kinds: dict[str, dict[str, Any]] = {}
@@ -93,7 +95,7 @@ def listing(
         if (backend, job.part) not in typical_seconds:
             guessed[job.kind] = None
         kind["seconds"] += typical_seconds.get((backend, job.part), GUESSED_SECONDS[job.part])
-    return Listing(kinds, tuple(guessed))
+    return kinds, tuple(guessed)
 
 
 def list_jobs(
@@ -117,4 +119,6 @@ def list_jobs(
     else:
         jobs = REGISTERED["profile of the paper"]["jobs"](question, store)
         name = question.backend
-    return listing(jobs, store.get(job.key for job in jobs), store.typical_seconds(), name)
+    done, seconds = store.get(job.key for job in jobs), store.typical_seconds()
+    about = str(question.workload), str(cluster), cluster.target
+    return Listing(*about, *counted_jobs(jobs, done, seconds, name))

@@ -48,7 +48,7 @@ class PlanReport:
     cheapest_change: FittingChange | None = None
     attempts: Sequence[Mapping[str, Any]] = ()
     baselines: Sequence[Any] = ()
-    layers: Mapping[str, Any] | None = None
+    layers: Any = None
     assumed: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     failures: Sequence[str] = ()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from capture.cli.main import main
+from docs.generate import DOCUMENTS
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -22,4 +25,14 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any, str]:
     """A verb's exit code, its document and standard error."""
     code, out, err = run_here(capsys, *arguments, "--json")
-    return code, json.loads(out), err
+    document = json.loads(out)
+    if document.get("status") != "error":
+        assert set(document) == documented_keys(arguments[0]), "it is not what its page says"
+    return code, document, err
+
+
+def documented_keys(verb: str) -> set[str]:
+    """What a verb's document has, by the page that is made of its dataclass."""
+    verb = "plan" if verb == "osdp" else verb
+    module, name = DOCUMENTS[f"capture {verb} --json"][0].split(":")
+    return {field.name for field in fields(getattr(import_module(module), name))}

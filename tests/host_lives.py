@@ -36,7 +36,7 @@ ALONE = RunReport(
     measured_peak_bytes_per_device=[1, 2],
     meter="live arrays",
     ledger_checks=3,
-    loss=[],
+    losses=[],
     step_seconds=[],
 ).document()
 

@@ -21,7 +21,6 @@ from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
-from capture.documents import write
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.trust import remember
@@ -219,7 +218,7 @@ def plan(options: argparse.Namespace) -> int:
             f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)})"
         )
     report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     return 0 if answer.status == "ok" else 1
 
 
@@ -241,7 +240,7 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         if (value := getattr(options, name))
     )
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
-    from capture.cli.run import as_text
+    from capture.cli.run import finish
     from capture.runtime import checkpoint
     from capture.runtime.array_check import run_array
     from capture.runtime.multiplexed import train_array
@@ -259,8 +258,7 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         restore=options.restore,
         report=lambda text: say(options, text),
     )
-    emit(options, document, as_text(document, [_set(plan, m) for m in range(plan.num_models)]))
-    return 0
+    return finish(options, document, [_set(plan, m) for m in range(plan.num_models)])
 
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
@@ -283,7 +281,7 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
     lines = [*plan_lines(plan), moved]
     if writes:
         report = _written(options, plan, report, lines)
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     return 0
 
 
@@ -326,7 +324,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
     needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
     lines += [str(needs.headroom)] if needs.headroom else []
     report = PageReport(kind="array", title=heading, summary="\n".join(lines), needs=needs)
-    emit(options, write(report), "\n".join([heading, *lines]))
+    emit(options, report, "\n".join([heading, *lines]))
     return 0
 
 

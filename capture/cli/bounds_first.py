@@ -17,7 +17,6 @@ from capture.cli.fitting import measuring, name_change, tell
 from capture.cli.output import Beyond, emit, told
 from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
-from capture.documents import write
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.options import Option, options_of
@@ -367,7 +366,7 @@ def plan(
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
         report = replace(report, cheapest_change=asking.cheapest_change(most))
         lines = [name_change(report.cheapest_change, "fits")]
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     if _ended(result) == "interrupted":
         return 130
     asks_no_compiler = options.quick or options.compiles == 0

@@ -9,6 +9,8 @@ against one device.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from capture import environment
@@ -19,6 +21,8 @@ from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.options import add, at_least
+from capture.plan.stage import Stage
+from capture.plan.why import Why
 from capture.quantities import counted, format_bytes
 from profiling_runs import ProfileQuestion
 from profiling_runs.bounds import bounds
@@ -73,68 +77,104 @@ def main(options: argparse.Namespace) -> int:
         "baseline": baseline.plan.with_(prediction=None, verification=baseline.verified),
     }
     workload = spec.load()
-    document: dict[str, Any] = {
-        "workload": WORKLOAD,
-        "cluster": CLUSTER,
-        "global_batch_size": question.global_batch_size,
-        "num_microbatches": question.num_microbatches,
-        "schedule": question.schedule,
-        "search": recommended.proof.to_json(),
-        "why": recommended.why.to_json(),
-    }
+    ran = dict[str, RanPlan]()
     for name, plan in plans.items():
         say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")
         training = Training(options.steps, check=True, fast_compile=True)
-        ran = train(plan, workload, training, lambda text: say(options, f"  {text}"))
-        document[name] = {
-            "stages": [stage.to_json() for stage in plan.stages],
-            "predicted_peak_bytes_per_device": ran["predicted_peak_bytes_per_device"],
-            "measured_peak_bytes_per_device": ran["measured_peak_bytes_per_device"],
-            "meter": ran["meter"],
-            "loss": ran["loss"],
-            "reference_loss": ran["reference_loss"],
-            "max_relative_loss_error": ran["max_relative_loss_error"],
-            "max_relative_gradient_error": ran["max_relative_gradient_error"],
-        }
-    document["max_relative_loss_error"] = max(
-        document[name]["max_relative_loss_error"] for name in plans
+        document = train(plan, workload, training, lambda text: say(options, f"  {text}"))
+        ran[name] = RanPlan(plan.stages, *(document[each.name] for each in fields(RanPlan)[1:]))
+    report = DemoReport(
+        workload=WORKLOAD,
+        cluster=CLUSTER,
+        global_batch_size=question.global_batch_size,
+        num_microbatches=question.num_microbatches,
+        schedule=question.schedule,
+        search=recommended.proof.to_json(),
+        why=recommended.why,
+        **ran,
+        max_relative_loss_error=max(each.max_relative_loss_error for each in ran.values()),
+        versions=environment.versions(),
     )
-    document["versions"] = environment.versions()
-    emit(options, document, as_text(document))
+    emit(options, report, as_text(report))
     return 0
 
 
-def as_text(document: dict[str, Any]) -> str:
+@dataclass(frozen=True)
+class RanPlan:
+    """A plan that was run, beside one device.
+
+    Attributes:
+        stages: Of the plan.
+        predicted_peak_bytes_per_device, measured_peak_bytes_per_device: Peaks of the steps.
+        meter: How bytes were measured.
+        losses, reference_losses: Of each step, and the same on one device.
+        max_relative_loss_error, max_relative_gradient_error: The largest errors beside that.
+    """
+
+    stages: tuple[Stage, ...]
+    predicted_peak_bytes_per_device: Sequence[int]
+    measured_peak_bytes_per_device: Sequence[int]
+    meter: str
+    losses: Sequence[float]
+    reference_losses: Sequence[float]
+    max_relative_loss_error: float
+    max_relative_gradient_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoReport:
+    """Two plans that were run.
+
+    Attributes:
+        workload, cluster, global_batch_size, num_microbatches, schedule: What was asked.
+        search: How the recommended plan was found.
+        why: The choice.
+        recommended, baseline: The plan of lowest peak, and one with equal FLOPs per stage.
+        max_relative_loss_error: The larger of both.
+        versions: Of JAX and of this library.
+    """
+
+    workload: str
+    cluster: str
+    global_batch_size: int
+    num_microbatches: int
+    schedule: str
+    search: Mapping[str, Any]
+    why: Why
+    recommended: RanPlan
+    baseline: RanPlan
+    max_relative_loss_error: float
+    versions: Mapping[str, str]
+
+
+def as_text(report: DemoReport) -> str:
     """One table: per device, predicted and measured peak of both plans."""
-    names = ("recommended", "baseline")
+    both = {"recommended": report.recommended, "baseline": report.baseline}
     columns = [
-        document[name][f"{kind}_peak_bytes_per_device"]
-        for name in names
-        for kind in ("predicted", "measured")
+        peaks
+        for ran in both.values()
+        for peaks in (ran.predicted_peak_bytes_per_device, ran.measured_peak_bytes_per_device)
     ]
     rows = [[d, *map(format_bytes, peaks)] for d, peaks in enumerate(zip(*columns, strict=True))]
     rows.append(["peak", *(format_bytes(max(column)) for column in columns)])
-    header = ["device", *(f"{name} {kind}" for name in names for kind in ("predicted", "measured"))]
-    best, other = (max(document[name]["measured_peak_bytes_per_device"]) for name in names)
+    header = ["device", *(f"{name} {kind}" for name in both for kind in ("predicted", "measured"))]
+    best, other = (max(ran.measured_peak_bytes_per_device) for ran in both.values())
     layout = {
         name: ", ".join(
-            (
-                f"{s['layers'][0]}-{s['layers'][1]} (dp {s['data_parallel']}, tp "
-                f"{s['tensor_parallel']})"
-            )
-            for s in document[name]["stages"]
+            f"{stage.first}-{stage.stop - 1} (dp {stage.choice.data_parallel}, tp "
+            f"{stage.choice.tensor_parallel})"
+            for stage in ran.stages
         )
-        for name in names
+        for name, ran in both.items()
     }
     return "\n".join(
         [
             table(header, rows),
-            f"measured by {document['recommended']['meter']}",
+            f"measured by {report.recommended.meter}",
             f"recommended: layers {layout['recommended']}",
             f"baseline (equal FLOPs): layers {layout['baseline']}",
             f"the recommended plan needs {1 - best / other:.1%} less at its peak; loss differs "
-            "from one device by at most "
-            f"{document['max_relative_loss_error']:.1e} (relative) over "
-            f"{counted(len(document['recommended']['loss']), 'step')}",
+            f"from one device by at most {report.max_relative_loss_error:.1e} (relative) over "
+            f"{counted(len(report.recommended.losses), 'step')}",
         ]
     )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.documents import write
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
 from capture.options import add
@@ -61,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
             "plan-kind",
         )
     report: DiffReport = one.verb("diff")(options, *plans)
-    emit(options, write(report), "\n".join(as_text(report)))
+    emit(options, report, "\n".join(as_text(report)))
     return 0
 
 

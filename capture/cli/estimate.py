@@ -9,9 +9,8 @@ says ``capture plan``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from capture import environment
 from capture.cli import options as shared
@@ -62,15 +61,9 @@ def main(options: argparse.Namespace) -> int:
     workload = WorkloadSpec.parse(options.workload).load()
     need = training_need(workload, options.microbatch_size, options.num_layers)
     fewest = [FewestDevices.of(need, target) for target in targets if target.memory is not None]
-    document = {
-        "workload": options.workload,
-        **_document(need),
-        "targets": [vars(each) for each in fewest],
-        "warnings": split_warnings(workload, options.microbatch_size),
-    }
-    emit(
-        options, document, "\n".join([*_lines(need, fewest), *warning_lines(document["warnings"])])
-    )
+    warnings = split_warnings(workload, options.microbatch_size)
+    report = EstimateReport.of(options.workload, need, fewest, warnings)
+    emit(options, report, "\n".join([*as_text(report), *warning_lines(warnings)]))
     return 0
 
 
@@ -122,51 +115,97 @@ def _degrees(need: TrainingNeed, usable_bytes: int, beside_bytes: int) -> Iterat
             yield n
 
 
-def _document(need: TrainingNeed) -> dict[str, Any]:
-    size = need.graph.microbatch_size
-    return {
-        "num_layers": need.graph.num_layers,
-        "num_parameters": need.graph.num_parameters,
-        "parameter_bytes": need.param_bytes,
-        "gradient_bytes": need.param_bytes,
-        "optimizer_bytes": sum(need.optimizer_bytes),
-        "microbatch_size": size,
-        "activation_bytes_per_example": {
-            remat: nbytes // size for remat, nbytes in need.activation_bytes.items()
-        },
-        "forward_flops_per_example": need.forward_flops // size,
-        "step_flops_per_example": TRAINING_PASSES * need.forward_flops // size,
-    }
+@dataclass(frozen=True, kw_only=True)
+class EstimateReport:
+    """What training a model needs, unsharded, and on how few devices.
+
+    Attributes:
+        workload: The model.
+        num_layers, num_parameters: Of the model.
+        auto_layers: Whether it was cut automatically.
+        parameter_bytes, gradient_bytes, optimizer_bytes: Exact.
+        microbatch_size: Examples that the loss was traced with.
+        activation_bytes_per_example: By remat, what is kept for the backward pass; an estimate.
+        forward_flops_per_example: Floating-point operations of a forward pass.
+        step_flops_per_example: The same of a forward and a backward pass.
+        targets: The fewest devices of each target that says how much memory it has.
+        warnings: What of the loss makes its step another than that of one device.
+    """
+
+    workload: str
+    num_layers: int
+    num_parameters: int
+    auto_layers: bool
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    microbatch_size: int
+    activation_bytes_per_example: Mapping[str, int]
+    forward_flops_per_example: int
+    step_flops_per_example: int
+    targets: Sequence[FewestDevices] = ()
+    warnings: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls,
+        workload: str,
+        need: TrainingNeed,
+        fewest: Sequence[FewestDevices] = (),
+        warnings: Sequence[str] = (),
+    ) -> EstimateReport:
+        """Return what is needed, per example where a micro-batch has several."""
+        graph, size = need.graph, need.graph.microbatch_size
+        return cls(
+            workload=workload,
+            num_layers=graph.num_layers,
+            num_parameters=graph.num_parameters,
+            auto_layers=need.auto_layers,
+            parameter_bytes=need.param_bytes,
+            gradient_bytes=need.param_bytes,
+            optimizer_bytes=sum(need.optimizer_bytes),
+            microbatch_size=size,
+            activation_bytes_per_example={
+                remat: nbytes // size for remat, nbytes in need.activation_bytes.items()
+            },
+            forward_flops_per_example=need.forward_flops // size,
+            step_flops_per_example=TRAINING_PASSES * need.forward_flops // size,
+            targets=fewest,
+            warnings=warnings,
+        )
 
 
-def _lines(need: TrainingNeed, fewest: list[FewestDevices]) -> Iterator[str]:
-    facts = _document(need)
+def as_text(report: EstimateReport) -> Iterator[str]:
+    """Yield what is needed, and the devices, as tables."""
     yield (
-        f"{counted(need.graph.num_layers, 'layer')}{' of nearly equal work' * need.auto_layers}, "
-        f"{need.graph.num_parameters:,} parameters; traced with "
-        f"{counted(need.graph.microbatch_size, 'example')}, nothing compiled"
+        f"{counted(report.num_layers, 'layer')}{' of nearly equal work' * report.auto_layers}, "
+        f"{report.num_parameters:,} parameters; traced with "
+        f"{counted(report.microbatch_size, 'example')}, nothing compiled"
     )
-    rows = [
-        [name, format_bytes(facts[f"{key}_bytes"]), "exact"]
-        for name, key in (
-            ("parameters", "parameter"),
-            ("gradients", "gradient"),
-            ("optimizer state", "optimizer"),
-        )
+    state = {
+        "parameters": report.parameter_bytes,
+        "gradients": report.gradient_bytes,
+        "optimizer state": report.optimizer_bytes,
+    }
+    rows = [[name, format_bytes(nbytes), "exact"] for name, nbytes in state.items()]
+    rows += [
+        [
+            f"activations, {_KEPT[remat]} (--remat {remat})",
+            f"{format_bytes(nbytes)}/example",
+            "estimate",
+        ]
+        for remat, nbytes in report.activation_bytes_per_example.items()
     ]
     rows += [
-        [f"activations, {_KEPT[remat]} (--remat {remat})", _each(format_bytes(nbytes)), "estimate"]
-        for remat, nbytes in facts["activation_bytes_per_example"].items()
-    ]
-    rows += [
-        [name, _each(format_flops(facts[f"{key}_flops_per_example"])), how]
-        for name, key, how in (
-            ("forward pass", "forward", "from shapes"),
-            ("forward and backward pass", "step", f"{TRAINING_PASSES} x forward"),
-        )
+        ["forward pass", _flops(report.forward_flops_per_example), "from shapes"],
+        [
+            "forward and backward pass",
+            _flops(report.step_flops_per_example),
+            f"{TRAINING_PASSES} x forward",
+        ],
     ]
     yield table(["unsharded", "needs", "is"], rows)
-    if not fewest:
+    if not report.targets:
         yield "the target does not say how much memory it has, so no devices are counted"
         return
     yield ""
@@ -181,7 +220,7 @@ def _lines(need: TrainingNeed, fewest: list[FewestDevices]) -> Iterator[str]:
                 _bound(each.zero3),
                 "-" if each.zero3_with_activations is None else f"~ {each.zero3_with_activations}",
             ]
-            for each in fewest
+            for each in report.targets
         ],
     )
     yield (
@@ -192,12 +231,12 @@ def _lines(need: TrainingNeed, fewest: list[FewestDevices]) -> Iterator[str]:
         "~ is an estimate: FSDP, and one example on each device with full recomputation;\n"
         "capture plan says what fits"
     )
-    if any(None in vars(each).values() for each in fewest):
+    if any(None in vars(each).values() for each in report.targets):
         yield "- is no number of devices: what one of them must hold at once is too large"
 
 
-def _each(quantity: str) -> str:
-    return f"{quantity}/example"
+def _flops(flops: float) -> str:
+    return f"{format_flops(flops)}/example"
 
 
 def _bound(count: int | None) -> str:

@@ -17,11 +17,13 @@ from typing import Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
+from capture.documents import write
 from capture.options import Option, add, options_of, taken
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.space import StageSpace
+from capture.predictor.accuracy import DeviceErrors
 from profiling_runs.collect import split_warnings
-from profiling_runs.evaluate import EvaluationQuestion, evaluate
+from profiling_runs.evaluate import EvaluateReport, EvaluationQuestion, evaluate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,30 +61,30 @@ def main(options: argparse.Namespace) -> int:
     measurements = asked.open_measurements(options, of_profile)
     found = evaluate(question, measurements)
     warnings = split_warnings(measurements.backend.workload, question.microbatch_size)
-    document = {**found.to_json(), "workload": options.workload, "warnings": warnings}
+    report = replace(found.report, warnings=warnings)
     if options.output is not None:
-        options.output.write_text(json.dumps({**document, "predictions": found.predictions}))
-    emit(options, document, "\n".join([as_text(document), *warning_lines(document["warnings"])]))
+        document = {**write(report), "predictions": found.predictions}
+        options.output.write_text(json.dumps(document))
+    emit(options, report, "\n".join([as_text(report), *warning_lines(warnings)]))
     return 0
 
 
-def as_text(document: dict[str, Any]) -> str:
+def as_text(report: EvaluateReport) -> str:
     """Both modes side by side; the paper's, which does not know schedules, also per schedule."""
-    default = document["default"]
-    skipped = default["num_compiled_before"]
-    rows = [
+    default, paper = report.default, report.paper
+    rows: list[tuple[str, DeviceErrors]] = [
         ("default, not compiled before", default),
-        ("default, all devices", default["all_devices"]),
+        ("default, all devices", default.all_devices),
     ]
-    if paper := document.get("paper"):
-        rows.append(("default, where the paper predicts", document["default_where_paper_predicts"]))
+    if paper is not None and report.default_where_paper_predicts is not None:
+        rows.append(("default, where the paper predicts", report.default_where_paper_predicts))
         rows.append(("paper, not compiled before", paper))
-        rows.append(("paper, all devices", paper["all_devices"]))
-    if paper and len(document["by_schedule"]) > 1:
-        rows += [
-            (f"paper, {schedule}", modes["paper"])
-            for schedule, modes in document["by_schedule"].items()
-        ]
+        rows.append(("paper, all devices", paper.all_devices))
+        if len(report.by_schedule) > 1:
+            rows += [
+                (f"paper, {schedule}", modes["paper"])
+                for schedule, modes in report.by_schedule.items()
+            ]
     columns = [
         "within 2 %",
         "within 5 %",
@@ -94,40 +96,32 @@ def as_text(document: dict[str, Any]) -> str:
         "in interval",
         "above it",
     ]
-    return "\n".join(
-        [
-            f"{document['num_plans']} random plans of {document['workload']} on "
-            f"{document['cluster']}, target {document['target']}, "
-            f"{' and '.join(document['schedules'])}; {skipped} device predictions are of stages "
-            "compiled before",
-            *_nothing_fresh(default),
-            table(
-                ["mode", "predictions", *columns], [[name, *_cells(found)] for name, found in rows]
-            ),
-        ]
-    )
-
-
-def _nothing_fresh(default: dict[str, Any]) -> list[str]:
-    if default["num_predictions"]:
-        return []
-    return ["nothing was predicted: draw more plans (--plans), or ask for more devices (--cluster)"]
-
-
-def _cells(found: dict[str, Any]) -> list[Any]:
-    shares = [_percent(found[f"within_{p}pct"]) for p in (2, 5, 11)]
-    errors = [
-        _percent(found[f"{which}_error_fraction"])
-        for which in ("mean_abs", "max_abs", "mean", "lowest")
+    lines = [
+        f"{report.num_plans} random plans of {report.workload} on {report.cluster}, target "
+        f"{report.target}, {' and '.join(report.schedules)}; {default.num_compiled_before} device "
+        "predictions are of stages compiled before"
     ]
-    covered = found["interval_coverage_fraction"]
-    return [
-        found["num_predictions"],
-        *shares,
-        *errors,
-        _percent(covered),
-        "-" if covered is None else found["num_above_interval"],
+    if not default.num_predictions:
+        lines.append(
+            "nothing was predicted: draw more plans (--plans), or ask for more devices (--cluster)"
+        )
+    cells = [[name, *_cells(found)] for name, found in rows]
+    return "\n".join([*lines, table(["mode", "predictions", *columns], cells)])
+
+
+def _cells(found: DeviceErrors) -> list[Any]:
+    fractions = [
+        found.within_2pct,
+        found.within_5pct,
+        found.within_11pct,
+        found.mean_abs_error_fraction,
+        found.max_abs_error_fraction,
+        found.mean_error_fraction,
+        found.lowest_error_fraction,
+        found.interval_coverage_fraction,
     ]
+    above = "-" if found.interval_coverage_fraction is None else found.num_above_interval
+    return [found.num_predictions, *map(_percent, fractions), above]
 
 
 def _percent(value: float | None) -> str:

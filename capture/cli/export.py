@@ -4,20 +4,20 @@ own environment."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from capture.alpa.memory import AlpaMemory, alpa_memory
+from capture.alpa.nearest import nearest
+from capture.alpa.options import AlpaOptions, to_alpa, violations
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.documents import write
 from capture.measured.profile import Profile
 from capture.plan.kinds import load_plan, of_stages
-from capture.plan.stages import Plan
 from capture.quantities import counted, format_bytes
-from capture.report.difference import describe_name, describe_value, differences
-
-if TYPE_CHECKING:
-    from capture.alpa.nearest import NearestPlan
+from capture.report.difference import Difference, describe_name, describe_value, differences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,24 +44,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(options: argparse.Namespace) -> int:
-    from capture.alpa.memory import alpa_memory
-    from capture.alpa.nearest import nearest
-    from capture.alpa.options import to_alpa, violations
+@dataclass(frozen=True)
+class NearestReport:
+    """What is not as planned, because Alpa cannot express it.
 
+    Attributes:
+        changes: Decisions of the plan, and of the one that is exported.
+        state_bytes: Of both plans, parameters, gradients and optimizer state of the device that
+            holds most; None where the plan has no prediction.
+        peak_bytes: Peaks of both, the second predicted; None without a profile.
+    """
+
+    changes: tuple[Difference, ...]
+    state_bytes: tuple[int, int] | None
+    peak_bytes: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """A plan as another system has it.
+
+    Attributes:
+        kind: Kind of the plan: stages.
+        alpa: Options of ``alpa.PipeshardParallel``.
+        nearest: With ``--nearest``, what had to be changed; None if nothing.
+        memory: Peaks in Alpa's runtime; None without a profile.
+        written: By what it is, the files that were written.
+    """
+
+    kind: str
+    alpa: AlpaOptions
+    nearest: NearestReport | None
+    memory: AlpaMemory | None
+    written: Mapping[str, str]
+
+
+def main(options: argparse.Namespace) -> int:
     plan = of_stages(load_plan(options.plan))
     profile = None if options.profile is None else Profile.load(options.profile)
-    lines, document = list[str](), dict[str, Any]()
+    lines, written, changed = list[str](), dict[str, str](), None
     if options.nearest and violations(plan):
         found = nearest(plan, profile)
-        document["nearest"] = _nearest_document(plan, found)
-        lines += _nearest_lines(plan, found, options.output)
+        changed = NearestReport(
+            tuple(differences(plan, found.plan)), found.state_bytes, found.peak_bytes
+        )
+        lines += _nearest_lines(changed, options.output)
         plan = found.plan
         if options.output is not None:
-            plan.save(options.output.with_suffix(".json"))
+            written["plan"] = str(options.output.with_suffix(".json"))
+            plan.save(written["plan"])
     exported = to_alpa(plan)
     memory = None if profile is None else alpa_memory(plan, profile)
-    document["alpa"] = exported.to_json()
     header = ["stage", "layers", "hosts:devices", "physical", "logical (dp, tp)", "options"]
     rows: list[list[Any]] = []
     for s, stage in enumerate(plan.stages):
@@ -86,7 +119,6 @@ def main(options: argparse.Namespace) -> int:
             rows[-1].append(format_bytes(memory.stages[s].peak_bytes))
     if memory is not None:
         header.append("peak per device in Alpa")
-        document["memory"] = memory.to_json()
     lines.append(table(header, rows))
     if options.output is not None:
         about = (
@@ -94,21 +126,13 @@ def main(options: argparse.Namespace) -> int:
             f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}."
         )
         options.output.write_text(exported.source(about if plan.workload else ""))
-        document["written"] = str(options.output)
+        written["method"] = str(options.output)
         lines.append(f"alpa.PipeshardParallel -> {options.output}")
-    emit(options, document, "\n".join(lines))
+    emit(options, ExportReport("stages", exported, changed, memory, written), "\n".join(lines))
     return 0
 
 
-def _nearest_document(plan: Plan, found: NearestPlan) -> dict[str, Any]:
-    return {
-        "changes": write(differences(plan, found.plan)),
-        "state_bytes": found.state_bytes,
-        "peak_bytes": found.peak_bytes,
-    }
-
-
-def _nearest_lines(plan: Plan, found: NearestPlan, output: Path | None) -> list[str]:
+def _nearest_lines(found: NearestReport, output: Path | None) -> list[str]:
     """Return what is not as planned, in decisions and in bytes."""
     rows = [
         [
@@ -116,7 +140,7 @@ def _nearest_lines(plan: Plan, found: NearestPlan, output: Path | None) -> list[
             describe_value(each.name, each.first),
             describe_value(each.name, each.second),
         ]
-        for each in differences(plan, found.plan)
+        for each in found.changes
     ]
     sizes = {
         "state at the peak, per device": found.state_bytes,

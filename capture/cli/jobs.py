@@ -31,9 +31,7 @@ def main(options: argparse.Namespace) -> int:
     question = asked.profile_question(vars(options))
     asked.prepare_for([question])
     listing = list_jobs(question, asked.open_store(options))
-    cluster = options.cluster or shared.ONE_DEVICE
-    document = {"workload": options.workload, "cluster": cluster, **listing.to_json()}
-    emit(options, document, as_text(listing))
+    emit(options, listing, as_text(listing))
     return 0
 
 
@@ -43,7 +41,7 @@ def as_text(listing: Listing) -> str:
         [name, kind["num_jobs"], kind["num_done"], duration(kind["seconds"])]
         for name, kind in listing.kinds.items()
     ]
-    rows.append(["all", listing.num_jobs, listing.num_done, duration(listing.seconds)])
+    rows.append(["all", listing.num_jobs, listing.num_done, duration(listing.worker_seconds)])
     text = table(["kind", "jobs", "done", "one worker needs about"], rows)
     return text + (
         f"\nguessed, because the store knows none of its kind: {', '.join(listing.guessed)}"

@@ -283,7 +283,4 @@ def _report(asks_json: bool, violations: Sequence[Violation]) -> None:
     clear_line()
     print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)
     if asks_json:
-        errors = [
-            {"code": violation.code, "message": violation.message} for violation in violations
-        ]
-        print(json.dumps({"status": "error", "errors": errors}, indent=2))
+        print(json.dumps({"status": "error", "errors": [*map(vars, violations)]}, indent=2))

@@ -16,7 +16,6 @@ from capture.cli import options as shared
 from capture.cli.options import Asks
 from capture.cli.output import emit, say, table, warning_lines
 from capture.cli.whole import close
-from capture.documents import write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.options import options_of, taken
@@ -90,8 +89,8 @@ def plan(options: argparse.Namespace) -> int:
         found.save(options.output)
         lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
         result = replace(result, plan=found)
-    document = write(PlanReport.of("sharding", result, warnings=warnings))
-    emit(options, document, "\n".join([*lines, *warning_lines(warnings)]))
+    report = PlanReport.of("sharding", result, warnings=warnings)
+    emit(options, report, "\n".join([*lines, *warning_lines(warnings)]))
     return 0 if result.plan is not None else 1
 
 

@@ -23,10 +23,10 @@ from recommender.answer import StageAnswer
 from recommender.plan_report import PlanReport
 
 
-def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
-    """The document with ``--json``, else the text. A number that is none (the loss of a training
-    that diverged) becomes null."""
-    print(json.dumps(_finite(document), indent=2, allow_nan=False) if options.json else text)
+def emit(options: argparse.Namespace, report: Any, text: str) -> None:
+    """Print a report, a dataclass of ``docs/reference/files.md``, as JSON with ``--json``, else the
+    text. A number that is none (the loss of a training that diverged) becomes null."""
+    print(json.dumps(_finite(write(report)), indent=2, allow_nan=False) if options.json else text)
 
 
 def _finite(value: Any) -> Any:
@@ -74,6 +74,11 @@ class Beyond(NamedTuple):
 
     warnings: Sequence[str]
     failures: Sequence[str]
+
+
+def beyond_lines(report: Any) -> list[str]:
+    """Return the warnings and failures of a report for people, a line each."""
+    return warning_lines(report.warnings) + [f"failed: {each}" for each in report.failures]
 
 
 def told(
@@ -125,8 +130,7 @@ def told(
             search = f"search: {result.proof.algorithm}, {format_seconds(result.proof.seconds)}"
             lines.append(f"plan -> {options.output} ({how}{search})")
             lines += other_plans(options, result)
-    lines += warning_lines(beyond.warnings)
-    return report, lines + [f"failed: {failure}" for failure in beyond.failures]
+    return report, lines + beyond_lines(report)
 
 
 def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:

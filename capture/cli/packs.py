@@ -10,12 +10,11 @@ from pathlib import Path
 from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.options import Asks
-from capture.cli.output import emit, table, warning_lines
+from capture.cli.output import beyond_lines, emit, table
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
-from capture.documents import write
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
@@ -34,6 +33,7 @@ from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import with_model_hash
 from profiling_runs.packs import PackCompiler
+from profiling_runs.profile_report import LayersReport
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.recommendation import PacksAnswer, not_compiled
 from recommender.plan_report import PlanReport
@@ -109,7 +109,8 @@ def plan(options: argparse.Namespace) -> int:
         question = replace(question, profile=profile)
     server = question.server
     answer = noted(options, _answer(options, question, measured))
-    lines = layers.as_text(question.profile) if measured is not None else []
+    made = LayersReport.of(question.profile) if measured is not None else None
+    lines = layers.as_text(made) if made is not None else []
     lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
     lines += [f"{answer.status}: {answer.why.summary}"]
     lines += [f"not compiled: {answer.why.uncompiled}"] if answer.why.uncompiled else []
@@ -136,9 +137,10 @@ def plan(options: argparse.Namespace) -> int:
         report = replace(
             report,
             warnings=split_warnings(measured.task, _largest(answer.plan)),
-            layers=layers.document_of(question.profile),
+            layers=made,
+            failures=question.profile.made["failures"],
         )
-        lines += warning_lines(report.warnings)
+        lines += beyond_lines(report)
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
@@ -146,7 +148,7 @@ def plan(options: argparse.Namespace) -> int:
         found = REGISTERED["baselines"]["packs"](beside, configuration)
         report = replace(report, baselines=found)
         lines.append(baseline_table(found))
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     return 0 if answer.status == "ok" else 1
 
 
@@ -222,7 +224,7 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
             for task in graph.tasks
         ],
     )
-    emit(options, write(report), "\n".join([table(header, rows), *prediction_lines(plan)]))
+    emit(options, report, "\n".join([table(header, rows), *prediction_lines(plan)]))
     return 0
 
 
@@ -286,7 +288,7 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
     )
     lines = [pack_table(plan), *said]
     lines += [f"{what} -> {path}" for what, path in written.items()]
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     return 0
 
 

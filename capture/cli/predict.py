@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from capture.cli import options as shared
 from capture.cli.output import emit, peak_line, stage_table
 from capture.measured.profile import Profile
 from capture.plan.kinds import load_plan, of_stages
+from capture.report.needs import PlanNeeds
+from capture.report.verification import PredictReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +45,16 @@ def main(options: argparse.Namespace) -> int:
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
     plan = plan.with_(prediction=prediction)
     shown = plan.with_(verification=None)
-    document: dict[str, Any] = {
-        "prediction": prediction.to_json(),
-        "extrapolated": prediction.extrapolated,
-    }
     lines = [stage_table(shown, prediction.stages), peak_line(shown, prediction)]
     if prediction.extrapolated:
         lines.append(
             "extrapolated: degrees or the micro-batch size were not profiled; capture verify PLAN "
             "compiles the stages of the plan"
         )
+    written = {}
     if options.output is not None:
         plan.save(options.output)
-    emit(options, document, "\n".join(lines))
+        written["plan"] = str(options.output)
+    report = PredictReport("stages", PlanNeeds.of(shown), prediction, written)
+    emit(options, report, "\n".join(lines))
     return 0

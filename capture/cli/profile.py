@@ -21,17 +21,22 @@ from typing import Any
 from capture.cli import asked, job_file, jobs, layers
 from capture.cli import options as shared
 from capture.cli.job_file import ProfileJob
-from capture.cli.output import emit, warning_lines
+from capture.cli.output import beyond_lines, emit
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
-from capture.measured.layer_profile import LayerProfile
-from capture.measured.profile import Profile
 from capture.options import Option, add
 from capture.quantities import counted
+from profiling_runs.batch import Progress, Watch
 from profiling_runs.collect import profile, split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.listing import list_jobs
 from profiling_runs.measurements import open_measurements
+from profiling_runs.profile_report import (
+    LayersReport,
+    MadeProfile,
+    ProfileReport,
+    WindowsReport,
+)
 from profiling_runs.question import ProfileQuestion
 
 
@@ -72,8 +77,7 @@ def main(options: argparse.Namespace) -> int:
     code = 2  # of what nobody has foreseen, as in capture.cli.main
     try:
         made = [_one(options, profile, events) for profile in profiles]
-        documents = [document for document, _ in made]
-        code = 1 if any(document["num_set_aside"] for document in documents) else 0
+        code = 1 if any(each.num_set_aside for each, _ in made) else 0
     except CaptureError as error:
         errors = list(error.violations)
         code = 3 if shared.ENDED_EARLY & set(error.codes) else 2
@@ -89,10 +93,10 @@ def main(options: argparse.Namespace) -> int:
         events.say(
             "end",
             exit_code=code,
-            errors=[{"code": violation.code, "message": violation.message} for violation in errors],
+            errors=[*map(vars, errors)],
         )
-    document = {"profiles": documents} if options.jobs else documents[0]
-    emit(options, document, "\n".join(text for _, text in made))
+    report = ProfileReport([each for each, _ in made])
+    emit(options, report, "\n".join(text for _, text in made))
     return code
 
 
@@ -125,7 +129,7 @@ def _profiles(options: argparse.Namespace) -> list[ProfileJob]:
 
 
 def _dry_run(options: argparse.Namespace, profiles: list[ProfileJob]) -> int:
-    rows, texts, total = [], [], 0.0
+    found = []
     for job in profiles:
         if isinstance(job.question, LayersQuestion):
             raise ProfileError.of(
@@ -134,15 +138,14 @@ def _dry_run(options: argparse.Namespace, profiles: list[ProfileJob]) -> int:
                 "layers-dry-run",
             )
         listing = list_jobs(job.question, asked.open_store(options))
-        values, output = job.values, str(job.output)
-        cluster = values["cluster"] or shared.ONE_DEVICE
-        about = {"workload": values["workload"], "cluster": cluster, "output": output}
-        rows.append({**about, **listing.to_json()})
-        named = f"{values['workload']} on {cluster} of {values['target']} -> {output}"
-        texts.append(f"{named}\n{jobs.as_text(listing)}")
-        total += listing.seconds
-    text = "\n\n".join([*texts, f"one worker needs about {jobs.duration(total)}"])
-    emit(options, {"profiles": rows, "worker_seconds": total}, text)
+        found.append(replace(listing, output=str(job.output)))
+    report = ProfileReport(jobs=found)
+    texts = [
+        f"{each.workload} on {each.cluster} of {each.target} -> {each.output}\n{jobs.as_text(each)}"
+        for each in found
+    ]
+    text = f"one worker needs about {jobs.duration(report.worker_seconds)}"
+    emit(options, report, "\n\n".join([*texts, text]))
     return 0
 
 
@@ -152,9 +155,7 @@ def _terminate(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _one(
-    options: argparse.Namespace, job: ProfileJob, events: Events
-) -> tuple[dict[str, Any], str]:
+def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[MadeProfile, str]:
     """Make one profile, write it, and say what it is, as data and in words."""
     question = job.question
     named = {
@@ -177,76 +178,67 @@ def _one(
         if event["state"] == "set aside":
             set_aside.add(event["key"])
 
-    result: Profile | LayerProfile
-    if isinstance(question, LayersQuestion):
-        result = layers.make_layers(options, question, both, watch)
-    else:
-        told: dict[str, Any] = {"progress": both, "watch": watch}
-        made = {"store": asked.open_store(options), "where": asked.where_of(options), **told}
-        measurements = None
-        if not question.executes:
-            measurements = open_measurements(question, **made)
-            asked.say_layers(options, question, measurements)
-        result = profile(question, measurements=measurements, **made)
     job.output.parent.mkdir(parents=True, exist_ok=True)
-    result.save(job.output)
-    events.say("profile", state="done", num_set_aside=len(set_aside), **named)
-    document = {
-        "profile": named["output"],
-        "workload": named["workload"],
-        "backend": question.backend,
-        "num_set_aside": len(set_aside),
-    }
     if isinstance(question, LayersQuestion):
-        assert isinstance(result, LayerProfile), "of layers"
-        document["warnings"] = split_warnings(question.task, max(result.bwd.u))
-        lines = [
-            *layers.as_text(result),
-            f"layers -> {named['output']}",
-            *warning_lines(document["warnings"]),
-        ]
-        return {**document, **layers.document_of(result)}, "\n".join(lines)
-    assert isinstance(result, Profile), "of windows"
-    document |= _of_windows(question, result)
-    return document, _as_text(document)
-
-
-def _of_windows(question: ProfileQuestion, result: Profile) -> dict[str, Any]:
-    graph = result.graph
-    low, high = (
-        result.calibration.widest(result.choices, graph.num_layers)
-        if result.calibration
-        else (None, None)
+        found, lines = _of_layers(options, question, job.output, both, watch)
+    else:
+        found, lines = _of_windows(options, question, job.output, both, watch)
+    events.say("profile", state="done", num_set_aside=len(set_aside), **named)
+    made = MadeProfile(
+        profile=named.pop("output"),
+        **named,
+        backend=question.backend,
+        num_set_aside=len(set_aside),
+        **found,
     )
-    return {
-        "num_layers": graph.num_layers,
-        "auto_layers": result.auto_layers,
-        "notes": asked.layers_note(question, result.cut_into),
-        "num_parameters": graph.num_parameters,
-        "num_measurements": len(result.measurements),
-        "num_runs": None if result.paper is None else result.paper["num_runs"],
-        "num_failed_runs": None if result.paper is None else result.paper["num_failed_runs"],
-        "microbatch_sizes": list(result.microbatch_sizes),
-        "interval_factors": [low, high],
-        "warnings": list(result.warnings),
-        "failures": list(result.failures),
-        "provenance": dict(result.provenance),
+    return made, "\n".join([*lines, *beyond_lines(made)])
+
+
+def _of_layers(
+    options: argparse.Namespace,
+    question: LayersQuestion,
+    output: Path,
+    progress: Progress,
+    watch: Watch,
+) -> tuple[dict[str, Any], list[str]]:
+    made = layers.make_layers(options, question, progress, watch)
+    made.save(output)
+    report = LayersReport.of(made)
+    found = {
+        "layers": report,
+        "warnings": split_warnings(question.task, max(made.bwd.u)),
+        "failures": made.made["failures"],
     }
+    return found, [*layers.as_text(report), f"layers -> {output}"]
 
 
-def _as_text(document: dict[str, Any]) -> str:
-    sizes = ", ".join(map(str, document["microbatch_sizes"]))
+def _of_windows(
+    options: argparse.Namespace,
+    question: ProfileQuestion,
+    output: Path,
+    progress: Progress,
+    watch: Watch,
+) -> tuple[dict[str, Any], list[str]]:
+    told: dict[str, Any] = {"progress": progress, "watch": watch}
+    told |= {"store": asked.open_store(options), "where": asked.where_of(options)}
+    measurements = None
+    if not question.executes:
+        measurements = open_measurements(question, **told)
+        asked.say_layers(options, question, measurements)
+    made = profile(question, measurements=measurements, **told)
+    made.save(output)
+    report = WindowsReport.of(made, asked.layers_note(question, made.cut_into))
+    sizes = ", ".join(map(str, report.microbatch_sizes))
     lines = [
-        f"{counted(document['num_layers'], 'layer')}, {document['num_parameters']:,} parameters: "
-        f"{counted(document['num_measurements'], 'measurement')} at "
-        f"micro-batch sizes {sizes} -> {document['profile']}"
+        f"{counted(report.num_layers, 'layer')}, {report.num_parameters:,} parameters: "
+        f"{counted(report.num_measurements, 'measurement')} at micro-batch sizes {sizes} -> "
+        f"{output}"
     ]
-    if document["num_runs"] is not None:
-        how = "compiled and replayed" if document["backend"] == "compile" else "executed"
+    if report.num_runs is not None:
+        how = "compiled and replayed" if question.backend == "compile" else "executed"
         lines.append(
-            f"the paper's profiling runs, {how}: {document['num_runs']}, of which "
-            f"{document['num_failed_runs']} failed"
+            f"the paper's profiling runs, {how}: {report.num_runs}, of which "
+            f"{report.num_failed_runs} failed"
         )
-    lines += document["notes"]
-    lines += warning_lines(document["warnings"])
-    return "\n".join(lines + [f"failed: {failure}" for failure in document["failures"]])
+    found = {"windows": report, "warnings": made.warnings, "failures": made.failures}
+    return found, [*lines, *report.notes]

@@ -13,7 +13,6 @@ from pathlib import Path
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.documents import write
 from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
@@ -87,7 +86,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
     )
     emit(
         options,
-        write(report),
+        report,
         "\n".join([*said, *(f"{what} -> {path}" for what, path in written.items())]),
     )
     return 0

@@ -35,6 +35,7 @@ from capture.runtime.hosts.ray_hosts import run_on_ray
 from capture.runtime.hosts.restarts import Restarts
 from capture.runtime.hosts.saved import check_folders
 from capture.runtime.hosts.watching import SILENT_SECONDS
+from capture.runtime.run_report import RunReport
 from capture.step.trace_events import from_zero, save_events
 
 
@@ -138,18 +139,21 @@ def trained(options: argparse.Namespace, plan: Plan | PacksPlan) -> int:
 
     training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
-    _finish(options, document)
-    return 0
+    return finish(options, document)
 
 
-def _finish(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """What was done, said and written."""
-    events, text = document.pop("trace", None), as_text(document)
+def finish(
+    options: argparse.Namespace, document: dict[str, Any], models: Sequence[str] = ()
+) -> int:
+    """Say what was done, and write what was asked for; of several models, with what is set for
+    each."""
+    events, text = document.pop("trace", None), as_text(document, models)
     if events is not None:
         save_events(from_zero(events), options.trace)
         document["written"] = {"trace": str(options.trace)}
         text += f"\ntrace -> {options.trace}"
-    emit(options, document, text)
+    emit(options, RunReport(**document), text)
+    return 0
 
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
@@ -165,8 +169,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
                 plan, spec, training, options.ray, options.accelerator, report, restarts, silent
             )
         )
-        _finish(options, document)
-        return 0
+        return finish(options, document)
     environment.prepare(num_devices=max(plan.cluster.nodes))
     from capture.runtime import multihost
     from capture.runtime.training import train
@@ -181,9 +184,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
             plan, spec.load(), Training(**training), report if first else lambda text: None, hosts
         )
         documents = hosts.exchange("document", own)
-    if first:
-        _finish(options, joined(documents))
-    return 0
+    return finish(options, joined(documents)) if first else 0
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
             f"an update copies {format_bytes(moved['to_host'])} to the host and "
             f"{format_bytes(moved['to_device'])} back"
         )
-    named = {"loss": document["loss"], "one device": document["reference_loss"]}
+    named = {"loss": document["losses"], "one device": document["reference_losses"]}
     for name, losses in named.items():
         if losses is not None and models:
             each = zip(*losses, strict=True)

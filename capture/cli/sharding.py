@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from capture.cli import asked
 from capture.cli.output import emit, say, table
-from capture.documents import write
 from capture.plan.sharding import ShardingPlan
 from capture.report.difference import DiffReport, unequal
 from capture.report.explanation import ExplainReport, PageReport
@@ -43,7 +42,7 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> tuple[VerifyRepor
 
 def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Train on the devices of this machine."""
-    from capture.cli.run import as_text
+    from capture.cli.run import finish
 
     asked.refuse_unread(options, "sharding", "workload", "steps", "seed", "check")
     spec = asked.workload_of(options, plan)
@@ -57,8 +56,7 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
         check=options.check,
         report=lambda text: say(options, text),
     )
-    emit(options, document, as_text(document))
-    return 0
+    return finish(options, document)
 
 
 def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
@@ -69,7 +67,7 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
     needs = PlanNeeds.of(plan)
     found = ExplainReport(kind="sharding", needs=needs, operators=operator_rows(plan))
     lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, needs.headroom)]
-    emit(options, write(found), "\n".join(lines))
+    emit(options, found, "\n".join(lines))
     return 0
 
 
@@ -94,7 +92,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
         operators=operator_rows(plan),
         written=written,
     )
-    emit(options, write(found), "\n".join(lines))
+    emit(options, found, "\n".join(lines))
     return 0
 
 

@@ -19,7 +19,6 @@ from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close, of_whole, whole_question
-from capture.documents import write
 from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, check_compiler
@@ -200,7 +199,7 @@ def plan(options: argparse.Namespace) -> int:
         measure = None if measurements is None else _measuring(of_profile, measurements)
         change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
         report, lines = replace(report, cheapest_change=change), [name_change(change, "fits")]
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     return 0 if result.status == "ok" else 1
 
 
@@ -228,7 +227,7 @@ def _say_profile(
     """Say why a profile is made; and how long that takes, with the quicker way, if it is more than
     a few minutes."""
     listed = list_jobs(of_profile, measurements.backend.store, measurements)
-    seconds = listed.seconds / (options.workers or DEFAULT_LOCAL_WORKERS)
+    seconds = listed.worker_seconds / (options.workers or DEFAULT_LOCAL_WORKERS)
     missing = counted(listed.num_jobs - listed.num_done, "program")
     text = f"{' '.join(asked_by)}: a profile is made first, {missing} to compile"
     if seconds > LONG_SECONDS:
@@ -292,7 +291,7 @@ def _refused(
         change = cheapest_change(question, num_layers, None, measure)
         report = replace(report, cheapest_change=change)
         lines.append(name_change(change, "can fit"))
-    emit(options, write(report), "\n".join(lines))
+    emit(options, report, "\n".join(lines))
     return 1
 
 

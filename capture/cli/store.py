@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,46 @@ from capture.quantities import counted
 
 #: Of the rows of an exported file.
 _STORE_BEGINS = "SQLite format 3"
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Measurements and jobs of a state, a kind and a target."""
+
+    state: str
+    kind: str
+    target: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreReport:
+    """What an action found or did; None is of other actions.
+
+    Attributes:
+        num_measurements: In the store (``ls``).
+        jobs: How many there are of which state, kind and target (``ls``).
+        keys: By key, the jobs of the state that was asked for (``ls --state``).
+        row: All that is known of one measurement or job (``show``).
+        num_retried: Jobs that wait again (``retry``).
+        num_exported: Rows that were written (``export``).
+        num_added: Measurements that are new here (``import``, ``merge``).
+        different: Keys that are here with another value, which stays (``import``, ``merge``).
+        num_removed, dry_run: Rows that were removed, or would be (``gc``).
+        written: By what it is, the files that were written.
+    """
+
+    num_measurements: int | None = None
+    jobs: Sequence[Jobs] | None = None
+    keys: Mapping[str, Mapping[str, Any]] | None = None
+    row: Row | None = None
+    num_retried: int | None = None
+    num_exported: int | None = None
+    num_added: int | None = None
+    different: Sequence[str] | None = None
+    num_removed: int | None = None
+    dry_run: bool | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,22 +147,11 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
         )
         for row in rows
     )
-    document: dict[str, Any] = {
-        "store": str(store.path),
-        "num_measurements": len(store),
-        "jobs": [
-            {"state": s, "kind": k, "target": t, "count": n}
-            for (s, k, t), n in sorted(counts.items())
-        ],
-    }
+    jobs = tuple(Jobs(*about, count) for about, count in sorted(counts.items()))
     text = table(
-        ["kind", "state", "target", "jobs"],
-        [[k, s, t, n] for (s, k, t), n in sorted(counts.items())],
+        ["kind", "state", "target", "jobs"], [[j.kind, j.state, j.target, j.count] for j in jobs]
     )
     if options.state:
-        document["keys"] = {
-            row.key: {**row.job, "attempts": row.attempts, "error": row.error} for row in rows
-        }
         text = table(
             ["key", "kind", "attempts", "workload", "error"],
             [
@@ -136,7 +165,10 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
                 for row in rows
             ],
         )
-    emit(options, document, text if rows else "nothing")
+    keys = {row.key: {**row.job, "attempts": row.attempts, "error": row.error} for row in rows}
+    listed = keys if options.state else None
+    report = StoreReport(num_measurements=len(store), jobs=jobs, keys=listed)
+    emit(options, report, text if rows else "nothing")
 
 
 def _show(options: argparse.Namespace, store: Store) -> None:
@@ -146,14 +178,10 @@ def _show(options: argparse.Namespace, store: Store) -> None:
             f"{len(rows)} keys of store {str(store.path)!r} begin with {options.key!r}; name one.",
             "store-key",
         )
-    document = asdict(rows[0])
-    traceback = document["traceback"]
-    emit(
-        options,
-        document,
-        json.dumps({**document, "traceback": bool(traceback)}, indent=2)
-        + (f"\n{traceback}" if traceback else ""),
-    )
+    (row,) = rows
+    text = json.dumps({**asdict(row), "traceback": bool(row.traceback)}, indent=2)
+    text += f"\n{row.traceback}" if row.traceback else ""
+    emit(options, StoreReport(row=row), text)
 
 
 def _retry(options: argparse.Namespace, store: Store) -> None:
@@ -168,17 +196,16 @@ def _retry(options: argparse.Namespace, store: Store) -> None:
             )
         keys += found
     count = store.retry(keys or None)
-    emit(options, {"num_retried": count}, f"{counted(count, 'job waits', 'jobs wait')} again")
+    emit(
+        options, StoreReport(num_retried=count), f"{counted(count, 'job waits', 'jobs wait')} again"
+    )
 
 
 def _export(options: argparse.Namespace, store: Store) -> None:
     with options.file.open("w") as file:
         count = sum(bool(file.write(json.dumps(asdict(row)) + "\n")) for row in store.rows())
-    emit(
-        options,
-        {"num_rows": count, "file": str(options.file)},
-        f"{counted(count, 'row')} -> {options.file}",
-    )
+    report = StoreReport(num_exported=count, written={"rows": str(options.file)})
+    emit(options, report, f"{counted(count, 'row')} -> {options.file}")
 
 
 def _import(options: argparse.Namespace, store: Store) -> None:
@@ -229,7 +256,7 @@ def _say_added(options: argparse.Namespace, added: int, different: list[str]) ->
             f"; {len(different)} are here with another value, which stays: "
             f"{', '.join(different[:5])}"
         )
-    emit(options, {"num_added": added, "different": different}, text)
+    emit(options, StoreReport(num_added=added, different=different), text)
 
 
 def _gc(options: argparse.Namespace, store: Store) -> None:
@@ -250,8 +277,5 @@ def _gc(options: argparse.Namespace, store: Store) -> None:
         return limit is not None and row.created < limit
 
     count = sum(map(unwanted, store.rows())) if options.dry_run else store.remove(unwanted)
-    emit(
-        options,
-        {"num_removed": count, "dry_run": options.dry_run},
-        f"{count} rows {'would be ' if options.dry_run else ''}removed",
-    )
+    report = StoreReport(num_removed=count, dry_run=options.dry_run)
+    emit(options, report, f"{count} rows {'would be ' if options.dry_run else ''}removed")

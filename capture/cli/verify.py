@@ -10,7 +10,6 @@ from pathlib import Path
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table, warning_lines
-from capture.documents import write
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
@@ -33,8 +32,7 @@ def main(options: argparse.Namespace) -> int:
     report, verified = kind_of(plan).verb("verify")(options, plan)
     if options.output is not None:
         verified.save(options.output)
-    document = write(report)
-    emit(options, document, "\n".join([*as_text(report), *warning_lines(report.warnings)]))
+    emit(options, report, "\n".join([*as_text(report), *warning_lines(report.warnings)]))
     return 0 if report.status == "ok" else 1
 
 

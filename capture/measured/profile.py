@@ -263,6 +263,13 @@ class Profile:
             failures=tuple(dict.fromkeys((*self.failures, *said))),
         )
 
+    def widest_interval(self, choices: Iterable[StageChoice]) -> tuple[float, float] | None:
+        """Return the interval of the least certain kind of stage with one of the choices; None
+        without calibration."""
+        if self.calibration is None:
+            return None
+        return self.calibration.widest(choices, self.graph.num_layers)
+
     def plan(
         self,
         cluster: Cluster,

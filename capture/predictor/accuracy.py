@@ -52,53 +52,96 @@ def finite(number: float) -> float | None:
     return None if np.isnan(number) else number
 
 
-def statistics(found: Sequence[Outcome]) -> dict[str, Any]:
-    """The statistics of Figure 7 over the stages that were not compiled before, then over all
-    devices and over plans.
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far predictions are from the truth; None of none.
+
+    Attributes:
+        num_predictions: Predictions that are counted.
+        within_2pct, within_5pct, within_11pct: The part of them that is off by at most that.
+        mean_abs_error_fraction, max_abs_error_fraction: Sizes of errors.
+    """
+
+    num_predictions: int
+    within_2pct: float | None
+    within_5pct: float | None
+    within_11pct: float | None
+    mean_abs_error_fraction: float | None
+    max_abs_error_fraction: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceErrors(Errors):
+    """How far predictions of devices are from the truth; None of none.
+
+    Attributes:
+        mean_error_fraction, lowest_error_fraction: Errors with their signs.
+        underpredicted_fraction: The part of predictions below the truth.
+        interval_coverage_fraction: The part of intervals that hold the truth.
+        num_above_interval: Truths above their intervals.
+    """
+
+    mean_error_fraction: float | None
+    lowest_error_fraction: float | None
+    underpredicted_fraction: float | None
+    interval_coverage_fraction: float | None
+    num_above_interval: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy(DeviceErrors):
+    """The statistics of Figure 7, of the devices whose stages were not compiled before.
 
     Source: CAPTURE IV-B.
+
+    Attributes:
+        num_compiled_before: Devices whose stages were.
+        num_not_predictable: Devices of which a mode says nothing.
+        all_devices: Whether compiled before or not.
+        per_plan: Of the device of each plan that needs most.
     """
-    predictable = [o for o in found if not np.isnan(o.predicted)]
-    fresh = [o for o in predictable if not o.known]
-    peaks: dict[Any, tuple[float, float]] = {}
-    for o in found:
-        if not np.isnan(o.predicted):
+
+    num_compiled_before: int
+    num_not_predictable: int
+    all_devices: DeviceErrors
+    per_plan: Errors
+
+    @classmethod
+    def of(cls, found: Sequence[Outcome]) -> Accuracy:
+        """Return the statistics of outcomes."""
+        predictable = [o for o in found if not np.isnan(o.predicted)]
+        peaks: dict[Any, tuple[float, float]] = {}
+        for o in predictable:
             predicted, measured = peaks.get(o.plan, (0.0, 0.0))
             peaks[o.plan] = max(predicted, o.predicted), max(measured, o.measured)
-    per_plan = np.array([predicted / measured - 1 for predicted, measured in peaks.values()])
-    return {
-        "num_predictions": len(fresh),
-        "num_compiled_before": sum(o.known for o in found),
-        "num_not_predictable": len(found) - len(predictable),
-        **_of_devices(fresh),
-        "all_devices": {"num_predictions": len(predictable), **_of_devices(predictable)},
-        "per_plan": {
-            "num_predictions": len(per_plan),
-            **_shares(per_plan),
-            "mean_abs_error_fraction": float(np.abs(per_plan).mean()) if len(per_plan) else None,
-            "max_abs_error_fraction": float(np.abs(per_plan).max()) if len(per_plan) else None,
-        },
-    }
+        per_plan = [predicted / measured - 1 for predicted, measured in peaks.values()]
+        return cls(
+            **_of_devices([o for o in predictable if not o.known]),
+            num_compiled_before=sum(o.known for o in found),
+            num_not_predictable=len(found) - len(predictable),
+            all_devices=DeviceErrors(**_of_devices(predictable)),
+            per_plan=Errors(**_sizes(np.array(per_plan))),
+        )
 
 
 def _of_devices(found: Sequence[Outcome]) -> dict[str, Any]:
     errors = np.array([o.error for o in found])
     covered = [o.low <= o.measured <= o.high for o in found if not np.isnan(o.low)]
-    above = [o.measured > o.high for o in found if not np.isnan(o.high)]
     return {
-        **_shares(errors),
-        "mean_abs_error_fraction": float(np.abs(errors).mean()) if len(errors) else None,
-        "max_abs_error_fraction": float(np.abs(errors).max()) if len(errors) else None,
+        **_sizes(errors),
         "mean_error_fraction": float(errors.mean()) if len(errors) else None,
         "lowest_error_fraction": float(errors.min()) if len(errors) else None,
         "underpredicted_fraction": float((errors < 0).mean()) if len(errors) else None,
         "interval_coverage_fraction": float(np.mean(covered)) if covered else None,
-        "num_above_interval": sum(above),
+        "num_above_interval": sum(o.measured > o.high for o in found if not np.isnan(o.high)),
     }
 
 
-def _shares(errors: np.ndarray) -> dict[str, float | None]:
+def _sizes(errors: np.ndarray) -> dict[str, Any]:
+    off, known = np.abs(errors), len(errors) > 0
     return {
-        f"within_{p}pct": float((np.abs(errors) <= p / 100).mean()) if len(errors) else None
-        for p in (2, 5, 11)
+        "num_predictions": len(errors),
+        **{f"within_{p}pct": float((off <= p / 100).mean()) if known else None for p in (2, 5, 11)},
+        "mean_abs_error_fraction": float(off.mean()) if known else None,
+        "max_abs_error_fraction": float(off.max()) if known else None,
     }

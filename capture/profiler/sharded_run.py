@@ -110,7 +110,7 @@ def execute_plan(
     document |= _train(step, params, inputs, report)
     if check:
         document["max_relative_loss_error"] = max_relative_error(
-            document["loss"], document["reference_loss"]
+            document["losses"], document["reference_losses"]
         )
     document |= {
         "kind": "sharding",
@@ -192,7 +192,7 @@ def _train(
         "ledger_checks": 0,
         "resident_set_peak_bytes": resident.peak_bytes,
         "resident_set_before_bytes": resident.before_bytes,
-        "loss": losses,
+        "losses": losses,
         "warnings": warnings.said,
         "step_seconds": seconds,
     }

@@ -1,4 +1,4 @@
-"""What ``capture verify`` says of a plan, alike for every kind."""
+"""What ``capture verify`` and ``capture predict`` say of a plan, alike for every kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture.plan.headroom import Headroom
-from capture.plan.prediction import StepTime
+from capture.plan.prediction import Prediction, StepTime
+from capture.report.needs import PlanNeeds
+
+
+@dataclass(frozen=True)
+class PredictReport:
+    """A plan by what was measured of its model.
+
+    Attributes:
+        kind: Kind of the plan: stages.
+        needs: What the plan needs.
+        prediction: Memory of every stage and device.
+        written: By what it is, the files that were written.
+    """
+
+    kind: str
+    needs: PlanNeeds
+    prediction: Prediction
+    written: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def run_array(
             "measured_peak_bytes": meter.host_peak_bytes,
         },
         "moved_bytes": moved,
-        "loss": losses,
+        "losses": losses,
         "warnings": warnings.said,
         "num_compiled": compiled,
         "num_compiled_after_first_step": num_after_first,
@@ -241,7 +241,7 @@ def _compare(
     ]
     (model, leaf), (worst, of_rounding) = max(errors.items(), key=lambda one: one[1][0])
     return {
-        "reference_loss": by_step,
+        "reference_losses": by_step,
         "max_relative_loss_error": max(loss_errors),
         "max_relative_param_error": worst,
         "worst_param": {"model": model, "leaf": leaf, "rounding_error": of_rounding},

@@ -99,7 +99,7 @@ class ReferenceStep:
             own, state, loss = self(own, state, batch, key)
             losses.append(loss)
         return {
-            "reference_loss": losses,
+            "reference_losses": losses,
             "max_relative_gradient_error": errors[worst],
             "worst_gradient": worst,
         }

@@ -35,10 +35,10 @@ class RunReport:
             it may (``bound_bytes``), with its parts (``booked_``, ``scratch_``, ``unreturned_``,
             ``fed_`` and ``object_bytes``), what is ``unbounded``, and the ``source``.
         resident_set_peak_bytes, resident_set_before_bytes: Of this process.
-        loss: Of each step; of several models, a list of theirs.
+        losses: Of each step; of several models, a list of theirs.
         step_seconds: Of each step.
         dispatch_seconds: Median of the steps without a meter: one core's for its instructions.
-        reference_loss: The same losses on one device, and of each model alone (``--check``).
+        reference_losses: The same losses on one device, and of each model alone (``--check``).
         max_relative_loss_error: The largest error of a loss beside that.
         max_relative_gradient_error, worst_gradient: The same of gradients of the first step, and
             the leaf.
@@ -74,10 +74,10 @@ class RunReport:
     allocator: Mapping[str, Any] | None = None
     resident_set_peak_bytes: int | None = None
     resident_set_before_bytes: int | None = None
-    loss: Sequence[Any]
+    losses: Sequence[Any]
     step_seconds: Sequence[float] | None = None
     dispatch_seconds: float | None = None
-    reference_loss: Sequence[Any] | None = None
+    reference_losses: Sequence[Any] | None = None
     max_relative_loss_error: float | None = None
     max_relative_gradient_error: float | None = None
     worst_gradient: str | None = None

@@ -162,7 +162,7 @@ def train(
         "resident_set_before_bytes": None
         if measured is None
         else measured.resident_set_before_bytes,
-        "loss": [float(np.float64(loss)) for loss in losses],
+        "losses": [float(np.float64(loss)) for loss in losses],
         "warnings": warnings.said,
         "step_seconds": seconds,
         # Of steps without a meter.
@@ -182,9 +182,9 @@ def train(
         document["waiting_peak_bytes_per_device"] = list(waiting)
     if isinstance(plan, PacksPlan):
         document["host"] = _host_bytes(plan, replayed, measured)
-    if "reference_loss" in document:
+    if "reference_losses" in document:
         document["max_relative_loss_error"] = max_relative_error(
-            document["loss"], document["reference_loss"]
+            document["losses"], document["reference_losses"]
         )
     return RunReport(**document).document()
 

@@ -63,7 +63,7 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     assert ran["predicted_peak_bytes_per_device"] == ran["measured_peak_bytes_per_device"]
     assert ran["host"]["predicted_peak_bytes"] == ran["host"]["measured_peak_bytes"]
     assert ran["max_relative_loss_error"] < 1e-6 and ran["num_compiled_after_first_step"] == 0
-    assert [len(step) for step in ran["loss"]] == [2, 2]
+    assert [len(step) for step in ran["losses"]] == [2, 2]
     for verb in (["explain", "plan.json"], ["report", "plan.json"]):
         assert asked(capsys, *verb)[1]["kind"] == "array"
     assert asked(capsys, "diff", "plan.json", "plan.json")[1]["same_decision"]

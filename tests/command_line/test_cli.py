@@ -29,13 +29,14 @@ from capture.predictor import AdditivePredictor
 
 
 def test_profile_says_what_it_measured(planned):
-    document = planned.profile.document
+    (made,) = planned.profile.document["profiles"]
+    document = made["windows"]
     assert (document["num_layers"], document["num_parameters"], document["microbatch_sizes"]) == (
         8,
         8 * 16 * 16,
         [2],
     )
-    assert document["failures"] == [] and document["provenance"]["backend"] == "compile:cpu"
+    assert made["failures"] == [] and document["source"]["backend"] == "compile:cpu"
     # Layers, pairs and one anchor, on one device or either way on two.
     assert document["num_measurements"] == (8 + 7 + 1) * 3
     low, high = document["interval_factors"]
@@ -97,8 +98,8 @@ def test_run_measures_what_was_predicted_and_trains_like_one_device(planned):
             > 0
         )
     assert (
-        len(document["loss"]) == len(document["reference_loss"]) == 2
-        and document["loss"][1] < document["loss"][0]
+        len(document["losses"]) == len(document["reference_losses"]) == 2
+        and document["losses"][1] < document["losses"][0]
     )
     assert (
         document["max_relative_loss_error"] < 1e-5

@@ -74,7 +74,7 @@ def test_hosts_train_as_one_process(plan):
         documents.append(json.loads(out))
         assert "step 1: loss" in said
     one, hosts = documents
-    for name in ("loss", "reference_loss", "max_relative_gradient_error", "num_devices"):
+    for name in ("losses", "reference_losses", "max_relative_gradient_error", "num_devices"):
         assert hosts[name] == one[name], name
     assert hosts["measured_peak_bytes_per_device"] == hosts["replayed_peak_bytes_per_device"]
     offered = hosts["offered_peak_bytes_per_device"]
@@ -88,7 +88,7 @@ def test_hosts_train_as_one_process(plan):
     for name, where in (("hosts", ()), ("one", ("--hosts", "local"))):
         options = ("--steps", "1", "--json", "--restore", str(plan.with_name(name)))
         out, _ = start(plan, *options, *where).communicate(timeout=TIMEOUT_SECONDS)
-        losses.append(json.loads(out)["loss"])
+        losses.append(json.loads(out)["losses"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -96,7 +96,7 @@ def test_hosts_train_as_one_process(plan):
     hosts = {"CAPTURE_COORDINATOR": address, "CAPTURE_NUM_HOSTS": "2"}
     both = [start(plan, *options, CAPTURE_HOST=host, **hosts) for host in ("0", "1")]
     told = [command.communicate(timeout=TIMEOUT_SECONDS)[0] for command in both]
-    assert told[1] == "" and json.loads(told[0])["loss"] == losses[0] == losses[1]
+    assert told[1] == "" and json.loads(told[0])["losses"] == losses[0] == losses[1]
 
 
 def hosts_of(command: subprocess.Popen) -> list[int]:

@@ -86,7 +86,7 @@ def test_an_interrupted_run_goes_on_by_the_command_that_it_says(capsys, monkeypa
     assert (code, out, said) == (130, "", "interrupted; step 2 is saved in 'my run'")
     _, *arguments = shlex.split(command)
     code, rest, _ = run_here(capsys, *arguments)
-    assert code == 0 and json.loads(rest)["loss"] == json.loads(whole)["loss"][2:]
+    assert code == 0 and json.loads(rest)["losses"] == json.loads(whole)["losses"][2:]
     assert json.loads(rest)["saved"] == "my run/4"
 
 

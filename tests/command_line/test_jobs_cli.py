@@ -190,9 +190,7 @@ def test_the_profiles_of_a_file_are_made_with_events_and_resume(inside, capsys):
     ]
     code, plan, _ = run_json(capsys, *command, "--dry-run")
     assert code == 0 and not Path("profiles").exists()
-    listed = sum(
-        kind["num_jobs"] for profile in plan["profiles"] for kind in profile["kinds"].values()
-    )
+    listed = sum(kind["num_jobs"] for profile in plan["jobs"] for kind in profile["kinds"].values())
     assert plan["worker_seconds"] > 0 and listed > 0
     code, document, _ = run_json(capsys, *command)
     assert code == 0
@@ -293,12 +291,13 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(
     for _ in range(2):  # the second time it is known, and not tried
         code, document, _ = run_json(capsys, *command)
         assert (code, Path("lacking.json").exists()) == (1, True)
+        (made,) = document["profiles"]
         assert (
-            document["num_set_aside"] >= 2
-            and "2 stages (all with layer 0; data parallel 1, " in document["failures"][0]
+            made["num_set_aside"] >= 2
+            and "2 stages (all with layer 0; data parallel 1, " in made["failures"][0]
         )
-        assert "M_i is not known of every layer (without layers 0 to 0)" in document["warnings"][-1]
-    assert "capture store retry" in document["failures"][0]
+        assert "M_i is not known of every layer (without layers 0 to 0)" in made["warnings"][-1]
+    assert "capture store retry" in made["failures"][0]
     plan = ["plan", *QUESTION, "--profile", "lacking.json", "-o", "plan.json"]
     assert main(plan) == 2
     said = capsys.readouterr().err

@@ -260,7 +260,7 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
     facts = json.loads(text)
     assert code == 0, text
     assert facts["max_relative_loss_error"] < 1e-5
-    assert len(set(facts["loss"])) == 3 and facts["loss"][0] > facts["loss"][2]
+    assert len(set(facts["losses"])) == 3 and facts["losses"][0] > facts["losses"][2]
     code, text = said(capsys, "verify", "b.json", "--trust", "-o", "c.json", "--json")
     (peak,) = set(json.loads(text)["peak_bytes_per_device"])
     assert code == 0 and facts["measured_peak_bytes_per_device"] == [peak] * 4

@@ -325,7 +325,7 @@ def test_a_plan_trains_over_actors_as_in_one_process_and_its_driver_loads_no_jax
     out, said = driver.communicate(timeout=TIMEOUT_SECONDS)
     assert driver.returncode == 0, said
     one, over = json.loads(alone), json.loads(out)
-    assert over["loss"] == one["loss"] and [h["num_devices"] for h in over["hosts"]] == [1, 1]
+    assert over["losses"] == one["losses"] and [h["num_devices"] for h in over["hosts"]] == [1, 1]
     assert all(map(is_gone, actors))
     events = json.loads((directory / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {1, 2}
@@ -379,10 +379,10 @@ def test_hosts_are_placed_apart_and_started_again_on_other_nodes(
         patient = replace(starter, place_seconds=60.0)
         document = train_over_hosts(patient, plan, training, Restarts(2), report)
         assert [len(each) for each in nodes] == [2, 2] and killed[0] in nodes[0] - nodes[1]
-        assert len(document["loss"]) == 600 and len(document["restarts"]) == 1
+        assert len(document["losses"]) == 600 and len(document["restarts"]) == 1
         assert document["restarts"][0]["resumed_from_step"] in range(100, 600, 100)
         alone, _ = run(directory, "--steps", "600", "--json").communicate(timeout=TIMEOUT_SECONDS)
-        assert document["loss"] == json.loads(alone)["loss"]
+        assert document["losses"] == json.loads(alone)["losses"]
         # One that is stopped is found, and ended all the same.
         processes = starter.start(plan, {"num_steps": 100_000})
         stopped = processes._greetings[1].process

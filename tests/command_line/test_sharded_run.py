@@ -59,7 +59,7 @@ def test_a_loss_with_a_key_is_planned_and_trained_as_on_one_device(folder, capsy
     found = json.loads(text)
     assert code == 0 and found["max_relative_gradient_error"] < 1e-5
     assert found["max_relative_loss_error"] < 1e-5 and found["worst_gradient"] in ("up", "down")
-    assert found["loss"][0] != found["loss"][1]
+    assert found["losses"][0] != found["losses"][1]
 
     whole = Sharded.loss_and_gradients
 

@@ -58,12 +58,12 @@ def test_ls_show_and_retry(filled, capsys):
     }
     aside = run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"]["bb"]
     assert aside["attempts"] == 2 and "RuntimeError: no room" in aside["error"]
-    shown = run_json(capsys, *store, "show", "b")[1]
+    shown = run_json(capsys, *store, "show", "b")[1]["row"]
     assert "Traceback" in shown["traceback"] and shown["value"] is None
     assert main([*store, "retry", "a"]) == 2  # is done
     assert capsys.readouterr().err.endswith("[store-key]\n")
-    assert run_json(capsys, *store, "retry", "b")[1] == {"num_retried": 1}
-    assert not run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"]
+    assert run_json(capsys, *store, "retry", "b")[1]["num_retried"] == 1
+    assert run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"] == {}
     assert main([*store, "show", "c"]) == 2
     assert capsys.readouterr().err.endswith("[store-key]\n")
 
@@ -123,10 +123,8 @@ def test_export_import_and_merge_keep_everything(filled, tmp_path, capsys):
         mine = Store(other)
         mine.put("cc", 3, provenance={}, seconds=0.0)
         mine.close()
-        assert run_json(capsys, "store", "--store", str(other), action, str(source))[1] == {
-            "num_added": 1,
-            "different": [],
-        }
+        said = run_json(capsys, "store", "--store", str(other), action, str(source))[1]
+        assert (said["num_added"], said["different"]) == (1, [])
         rows = {row.key: row for row in Store(other).rows()}
         assert set(rows) == {"aa", "bb", "cc"}
         assert {key: rows[key] for key in ("aa", "bb")} == {
@@ -138,18 +136,16 @@ def test_a_measurement_with_another_value_is_named_and_stays(filled, tmp_path, c
     other = Store(tmp_path / "other.sqlite")
     other.put("aa", {"bytes": 2}, provenance={}, seconds=0.0)
     other.close()
-    assert run_json(
-        capsys, "store", "--store", str(filled), "merge", str(tmp_path / "other.sqlite")
-    )[1] == {"num_added": 0, "different": ["aa"]}
+    merge = ("merge", str(tmp_path / "other.sqlite"))
+    said = run_json(capsys, "store", "--store", str(filled), *merge)[1]
+    assert (said["num_added"], said["different"]) == (0, ["aa"])
     assert Store(filled).get(["aa"]) == {"aa": {"bytes": 1}}
 
 
 def test_gc_forgets_what_is_said_and_nothing_else(filled, capsys):
     store = ["store", "--store", str(filled), "gc"]
-    assert run_json(capsys, *store, "--older-than", "1", "--dry-run")[1] == {
-        "num_removed": 1,
-        "dry_run": True,
-    }
+    said = run_json(capsys, *store, "--older-than", "1", "--dry-run")[1]
+    assert (said["num_removed"], said["dry_run"]) == (1, True)
     assert run_json(capsys, *store, "--older-than", "1")[1]["num_removed"] == 1
     assert [row.key for row in Store(filled).rows()] == ["aa"]
     assert run_json(capsys, *store, "--other-versions")[1]["num_removed"] == 1

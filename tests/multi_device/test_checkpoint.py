@@ -133,11 +133,11 @@ def test_a_training_saves_as_it_goes_and_passes_over_what_is_damaged(tmp_path):
     (tmp_path / "4").mkdir()  # of a save that was killed
     again = replace(saving, restore=tmp_path, until=4)
     going_on = train_plan(plan, mlp(), again, said.append)
-    assert going_on["loss"][0] == whole["loss"][2]
+    assert going_on["losses"][0] == whole["losses"][2]
     assert complete_steps(tmp_path) == [2, 4] and (tmp_path / "3.unreadable").is_dir()
     assert "step 4 in" in said[1] and "was not written to its end" in said[1]
     assert "step 3 in" in said[2] and said[2].endswith("going on from that of step 2")
-    assert train_plan(plan, mlp(), again)["loss"] == [], "it is at its end"
+    assert train_plan(plan, mlp(), again)["losses"] == [], "it is at its end"
 
 
 def test_another_model_or_optimizer(small, tmp_path):

@@ -76,8 +76,8 @@ def test_killed_processes_change_nothing_and_a_node_may_stay_away(tmp_path):
     assert last["host"] == 1 and last["nodes_gone"] == [1]
     done = last["resumed_from_step"]
     assert done in (4, 8) and complete_steps(tmp_path) == [8, 10]
-    assert document["loss"][:done] == undisturbed["loss"][:done]
-    assert document["loss"] == pytest.approx(undisturbed["loss"], rel=1e-5)
+    assert document["losses"][:done] == undisturbed["losses"][:done]
+    assert document["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
     said = f"node 1 is gone: going on from the checkpoint of step {done}"
     assert any(line.startswith(said) for line in killer.said)
 
@@ -102,4 +102,4 @@ def test_kills_while_it_saves_and_while_it_restores_lose_nothing(tmp_path):
     while_saving, while_restoring = document["restarts"]
     assert (while_saving["host"], while_saving["resumed_from_step"]) == (0, 4)
     assert (while_restoring["host"], while_restoring["resumed_from_step"]) == (1, 4)
-    assert document["loss"] == undisturbed["loss"] and complete_steps(saved) == [8, 10]
+    assert document["losses"] == undisturbed["losses"] and complete_steps(saved) == [8, 10]

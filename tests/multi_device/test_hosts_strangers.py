@@ -85,7 +85,7 @@ class Visit:
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     """The losses of one process."""
-    return train(PLAN, tied(), Training(num_steps=NUM_STEPS))["loss"]
+    return train(PLAN, tied(), Training(num_steps=NUM_STEPS))["losses"]
 
 
 def train_with_strangers(starter: type[LocalStarter], count: int, num_ports: int) -> list[float]:
@@ -100,7 +100,7 @@ def train_with_strangers(starter: type[LocalStarter], count: int, num_ports: int
     assert visit.last_line < len(visit.said), "the last one came while it trained"
     assert visit.held_bytes < MOST_HELD_BYTES
     assert document["restarts"] is None
-    return document["loss"]
+    return document["losses"]
 
 
 @pytest.mark.slow

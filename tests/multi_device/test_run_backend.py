@@ -381,12 +381,11 @@ def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
     ]
     for _ in range(2):
         assert main([*command, "--mode", "paper"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert (
-            document["num_runs"],
-            document["num_failed_runs"],
-            document["num_measurements"],
-        ) == (6, 0, 0)
+        (made,) = json.loads(capsys.readouterr().out)["profiles"]
+        counts = [
+            made["windows"][f"num_{what}"] for what in ("runs", "failed_runs", "measurements")
+        ]
+        assert counts == [6, 0, 0]
     found = Profile.load(path)
     assert found.workload == WorkloadSpec("pipeline_models", "mlp")
     for m, layers in statistics(found).statistics[StageChoice()].items():

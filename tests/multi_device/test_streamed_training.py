@@ -453,7 +453,7 @@ def test_a_training_that_was_saved_goes_on_bit_by_bit(tmp_path, capsys):
     def run(*more: str) -> list[float]:
         arguments = ["run", str(tmp_path / "plan.json"), "--trust", *more, "--json", "--quiet"]
         assert main(arguments) == 0
-        return json.loads(capsys.readouterr().out)["loss"]
+        return json.loads(capsys.readouterr().out)["losses"]
 
     whole = run("--steps", "3", "--save", str(tmp_path / "whole"))
     first = run("--steps", "2", "--save", str(tmp_path / "parts"))

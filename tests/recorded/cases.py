@@ -316,7 +316,7 @@ def predict_compiled(bench: Bench) -> dict[str, Any]:
     verification = json.loads(file.read_text())["verification"]
     return {
         **access.prediction_facts(document["prediction"]),
-        "document": document["extrapolated"],
+        "document": document["prediction"]["extrapolated"],
         "verification": access.verification_facts(verification),
     }
 

@@ -13,7 +13,7 @@ from commands import run_here, run_json
 from pipeline_models import bare, mlp, tied
 from synthetic_profiles import Planted, hybrid
 
-from capture.cli.estimate import FewestDevices, _lines
+from capture.cli.estimate import EstimateReport, FewestDevices, as_text
 from capture.compiler.executable import Compiler
 from capture.machine.cluster import Cluster
 from capture.machine.target import Sourced, Target
@@ -126,4 +126,5 @@ def test_the_verb_compiles_nothing_and_says_what_is_a_bound(tmp_path, monkeypatc
         and "v5e" not in text
         and "fits" not in text.split(">= is")[0]
     )
-    assert "no devices are counted" in [*_lines(training_need(mlp(), 2), [])][-1]
+    report = EstimateReport.of("mlp", training_need(mlp(), 2))
+    assert "no devices are counted" in [*as_text(report)][-1]

@@ -172,12 +172,12 @@ def test_documents_of_hosts_are_one():
     alone = host_lives.ALONE | {"allocator": 1, "resident_set_peak_bytes": 2}
     alone |= {"resident_set_before_bytes": 3, "dispatch_seconds": 0.5}
     first = alone | {"measured_peak_bytes_per_device": [5, 6], "ledger_checks": 7}
-    first |= {"step_seconds": [1.0, 4.0], "loss": [0.5, 0.25], "reference_loss": [0.5, 0.25]}
+    first |= {"step_seconds": [1.0, 4.0], "losses": [0.5, 0.25], "reference_losses": [0.5, 0.25]}
     second = first | {"measured_peak_bytes_per_device": [8], "step_seconds": [2.0, 3.0]}
     document = joined([first, second])
     assert document["measured_peak_bytes_per_device"] == [5, 6, 8]
     assert document["ledger_checks"] == 14 and document["step_seconds"] == [2.0, 4.0]
-    assert document["loss"] == document["reference_loss"] == [0.5, 0.25]
+    assert document["losses"] == document["reference_losses"] == [0.5, 0.25]
     assert document["allocator"] is None, "that of one process says nothing of all"
     assert [host["num_devices"] for host in document["hosts"]] == [2, 1]
     assert document["hosts"][1]["allocator"] == 1

@@ -79,13 +79,13 @@ def test_errors_of_machines_say_that_the_same_command_resumes():
 
 
 def test_a_loss_that_is_no_number_is_null_in_the_document_of_all(capsys):
-    alone = ALONE | {"loss": [1.0, float("nan")], "step_seconds": [0.5, 0.5]}
+    alone = ALONE | {"losses": [1.0, float("nan")], "step_seconds": [0.5, 0.5]}
     emit(SimpleNamespace(json=True), joined([alone, alone]), "")  # type: ignore[arg-type]
-    assert json.loads(capsys.readouterr().out)["loss"] == [1.0, None]
+    assert json.loads(capsys.readouterr().out)["losses"] == [1.0, None]
 
 
 def test_a_run_says_where_its_state_is():
-    document = ALONE | {"loss": [0.5], "saved": "run/12"}
+    document = ALONE | {"losses": [0.5], "saved": "run/12"}
     assert as_text(document).splitlines()[-2:] == ["loss 0.500000", "state -> run/12"]
 
 

@@ -82,7 +82,7 @@ def test_it_goes_on_from_the_last_complete_checkpoint(tmp_path):
     said: list[str] = []
     save(tmp_path, 4, complete=False)
     document = train_over_hosts(starter, PLAN, training(tmp_path), Restarts(2), said.append)
-    assert document["loss"] == [1.0 / i for i in range(1, 7)]
+    assert document["losses"] == [1.0 / i for i in range(1, 7)]
     assert document["step_seconds"] == [0.5] * 6
     assert starter.started[0] == training(tmp_path)
     # What was complete when the first broke: nothing.
@@ -120,7 +120,7 @@ def test_a_second_failure_while_it_starts_again_is_one_more(tmp_path):
     refused = ExecutionError.of("no place for host 1.", "run-host-lost")
     starter = Starter(Attempt(range(1, 3), lost("killed")), refused, Attempt(range(1, 7)))
     document = train_over_hosts(starter, PLAN, training(None), Restarts(2))
-    assert len(document["restarts"]) == 2 and len(document["loss"]) == 6
+    assert len(document["restarts"]) == 2 and len(document["losses"]) == 6
 
 
 class Interrupted(Attempt):

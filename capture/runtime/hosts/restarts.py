@@ -172,7 +172,7 @@ class _Run:
             return document
         done = sorted(self.steps)
         return document | {
-            "loss": [self.steps[step][0] for step in done],
+            "losses": [self.steps[step][0] for step in done],
             "step_seconds": [self.steps[step][1] for step in done],
             "restarts": self.breaks,
         }
