@@ -24,6 +24,7 @@ from typing import Any, get_args, get_type_hints
 
 from capture import documents
 from capture.options import described
+from capture.plan.files import PlanFile
 from capture.plan.kinds import KINDS
 from docs.error_codes import errors
 from docs.markdown import heading, page, prose, table
@@ -190,6 +191,8 @@ def files() -> str:
 
 def _shape(cls: type) -> type:
     """The class whose fields are the keys of a document."""
+    if issubclass(cls, PlanFile):
+        return cls.document()
     return getattr(sys.modules[cls.__module__], SHAPE, cls) if not _keys(cls) else cls
 
 
@@ -214,12 +217,12 @@ def _parts(hint: Any) -> Iterator[Any]:
 def _fields(cls: type, public: type) -> list[tuple[str, str, str]]:
     """(key, type, meaning) of every key that is written: what ``to_json`` spells out, else the
     fields of the class."""
-    module = sys.modules[cls.__module__]
+    module = sys.modules[public.__module__]
     meaning: dict[str, str] = {}
     for other in (*cls.__mro__, public, *_dataclasses(module)):
         for name, text in _attributes(other).items() if is_dataclass(other) else ():
             meaning.setdefault(name, text)
-    types = {f.name: re.sub(r"\b_", "", str(f.type)) for f in fields(cls)}
+    types = {f.name: _type(f.type) for f in fields(cls)}
     rows = [
         (f"`{key}`", f"`{types[name]}`" if name in types else "", meaning.get(name, ""))
         for key, name in _keys(cls) or [(name, name) for name in types]
@@ -231,6 +234,12 @@ def _fields(cls: type, public: type) -> list[tuple[str, str, str]]:
     if cls is not public or (versions and "schema_version" in types):
         rows.insert(0, ("`schema_version`", "`int`", " or ".join(map(str, versions[0]))))
     return rows
+
+
+def _type(hint: Any) -> str:
+    """Return a type as it is written, without modules."""
+    written = hint if isinstance(hint, str) else inspect.formatannotation(hint)
+    return re.sub(r"\b_", "", re.sub(r"\b(\w+\.)+(?=\w)", "", written))
 
 
 def _dataclasses(module: Any) -> list[type]:

@@ -50,16 +50,16 @@ Source: Purandare et al. 2023 (mu-TWO), 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec, of_document
-from capture.plan.files import ClusterRow, PlanFile
+from capture.model.workload import WorkloadSpec
+from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.plan.why import Why
 
@@ -246,6 +246,10 @@ class ArrayPlan(PlanFile):
     """Models that are trained together on one device; see the module for the fields.
 
     Attributes:
+        workload, batch_size: Of models that have none of their own.
+        model_hash, num_layers: Of these, as traced.
+        models: Of the array.
+        tasks: Others that models train.
         named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
             empty for a plan that a program makes.
         asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
@@ -262,6 +266,9 @@ class ArrayPlan(PlanFile):
     """
 
     FORMAT = ARRAY_PLAN
+    IN_FILES: ClassVar[Mapping[str, Any]] = {"named_by": None}
+    REQUIRED = ("num_layers", "order")
+    LEFT_OUT = ("tasks", "asked")
 
     cluster: Cluster
     batch_size: int
@@ -344,25 +351,10 @@ class ArrayPlan(PlanFile):
             WorkloadSpec.parse(name).in_file(self.named_by).admitted(trust)
         return replace(self, named_by="")
 
-    def to_json(self) -> dict[str, Any]:
-        same = {name: getattr(self, name) for name in _SAME}
-        document = _Document(cluster=ClusterRow.of(self.cluster), **same)
-        return ARRAY_PLAN.write(documents.but_empty(document, "tasks", "asked"))
-
     @classmethod
-    def from_json(cls, data: Any) -> ArrayPlan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            PlanError: ``array-plan-schema`` for an unknown version, ``array-plan-kind`` for a plan
-                of another kind, ``array-plan-corrupt`` for a missing or wrong field,
-                ``plan-mixed-targets``, and the codes of the class.
-        """
-        document = of_document(ARRAY_PLAN.read(data, _Document))
-        if document.cluster.wrong:
-            raise ARRAY_PLAN.corrupt(document.cluster.wrong)
-        same = {name: getattr(document, name) for name in _SAME}
-        return cls(cluster=document.cluster.cluster, **same, named_by="a document")
+    def out_of_file(cls, written: dict[str, Any]) -> ArrayPlan:
+        """Return the plan of what a file has."""
+        return cls(**written, named_by="a document")
 
     def resolved(self, path: Path | str) -> ArrayPlan:
         """Return the plan that was read from a file, as seen from the working directory."""
@@ -448,39 +440,3 @@ class ArrayPlan(PlanFile):
                     "array-tasks",
                 )
         yield from sharing_violations(self.shared, self.trained)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A plan as files have it.
-
-    Attributes:
-        workload, batch_size: Of models that have none of their own.
-        model_hash, num_layers: Of these, as traced.
-        models: Of the array.
-        tasks: Others that models train.
-    """
-
-    workload: WorkloadSpec | None = None
-    model_hash: str = ""
-    cluster: ClusterRow
-    num_layers: int
-    batch_size: int
-    models: tuple[Member, ...]
-    tasks: tuple[ArrayTask, ...] = ()
-    shared: tuple[str, ...] = ()
-    shared_batches: bool = False
-    partition: tuple[tuple[int, ...], ...]
-    order: Order
-    decisions: tuple[tuple[Decision, ...], ...] = ()
-    bundle_bytes: int = BUNDLE_BYTES
-    memory_limit_bytes: int | None = None
-    prediction: ArrayPrediction | None = None
-    seconds_from: str = ""
-    saturation: tuple[Saturation, ...] = ()
-    why: Why | None = None
-    candidates: tuple[Mapping[str, Any], ...] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict)
-
-
-_SAME = tuple(f.name for f in fields(_Document) if f.name != "cluster")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from types import NoneType
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 from capture import documents
 from capture.errors import CaptureError, PlanError, TracingError
@@ -52,14 +54,37 @@ class ClusterRow:
         return Cluster(self.nodes, targets[0])
 
 
+@cache
+def _document(kind: Any) -> type[Any]:
+    """Return the dataclass of what files of a kind of plan have, what is alike for every kind
+    first."""
+    hints, known = get_type_hints(kind), {row.name: row for row in fields(kind)}
+    hints["cluster"] = ClusterRow if hints["cluster"] is Cluster else ClusterRow | None
+    hints |= kind.IN_FILES
+    rows: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys(("workload", "model_hash", "cluster", *known, *kind.IN_FILES)):
+        if (hint := hints[name]) is None:
+            continue
+        default = field(default=None) if NoneType in get_args(hint) else field()
+        if name in known and name not in kind.REQUIRED:
+            own = known[name]
+            default = field(default=own.default, default_factory=own.default_factory)
+        rows.append((name, hint, default))
+    return make_dataclass(f"{kind.__name__}File", rows, frozen=True, kw_only=True)
+
+
 class PlanFile:
     """The part of a plan that is alike for every kind: devices, workload, and a file of JSON.
 
     A kind of plan is a frozen dataclass of this class with what it decides, and a row of
-    ``capture.plan.kinds``.
+    ``capture.plan.kinds``. Its files have its fields, but for what it says here.
 
     Attributes:
         FORMAT: How its files are told from others, and what is said of wrong ones.
+        IN_FILES: Types of fields that are others in files (``in_files``), or are there alone; None
+            for fields that are not there.
+        REQUIRED: Fields with defaults that files must have all the same.
+        LEFT_OUT: Fields that files leave out where they say nothing.
         workload: By name; None for a plan made from Python objects.
         cluster: The devices; None where a kind knows them otherwise, or not at all.
         asked: What ``capture plan`` was asked, as the keys of a question's file; empty for a plan
@@ -67,16 +92,60 @@ class PlanFile:
     """
 
     FORMAT: ClassVar[documents.Format]
+    IN_FILES: ClassVar[Mapping[str, Any]] = {}
+    REQUIRED: ClassVar[Collection[str]] = ()
+    LEFT_OUT: ClassVar[Collection[str]] = ("asked",)
     workload: WorkloadSpec | None
     cluster: Cluster | None
     asked: Mapping[str, Any]
 
+    def in_files(self) -> dict[str, Any]:
+        """Return the values of fields that are others in files."""
+        return {}
+
+    @classmethod
+    def out_of_file(cls, written: dict[str, Any]) -> Self:
+        """Return the plan of what a file has, the inverse of ``in_files``.
+
+        Args:
+            written: By name, all that files have; the cluster as the plan has it.
+        """
+        return cls(**written)
+
+    @classmethod
+    def document(cls) -> type[Any]:
+        """Return the dataclass of what files have."""
+        return _document(cls)  # type: ignore[arg-type]
+
     def to_json(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return what a file has."""
+        values = self.in_files()
+        if self.cluster is not None:
+            values["cluster"] = ClusterRow.of(self.cluster)
+        written = {}
+        for name in (row.name for row in fields(self.document())):
+            value = values[name] if name in values else getattr(self, name)
+            if value not in (None, {}, ()) or name not in self.LEFT_OUT:
+                written[name] = documents.write(value)
+        return self.FORMAT.write(written)
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        raise NotImplementedError
+        """Return the plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: of ``FORMAT``: ``...-schema`` for an unknown version, ``...-kind`` for a plan
+                of another kind, ``...-corrupt`` for a missing or wrong field;
+                ``plan-mixed-targets``, and the codes of the class.
+        """
+        kind = cls.document()
+        document = of_document(cls.FORMAT.read(data, kind))
+        written = {row.name: getattr(document, row.name) for row in fields(kind)}
+        if (row := written["cluster"]) is not None:
+            if row.wrong:
+                raise cls.FORMAT.corrupt(row.wrong)
+            written["cluster"] = row.cluster
+        return cls.out_of_file(written)
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the paths of workloads and of a target's file are stored relative to the

@@ -25,16 +25,16 @@ A plan is JSON:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
-from capture.model.workload import WorkloadSpec, of_document
-from capture.plan.files import ClusterRow, PlanFile
+from capture.model.workload import WorkloadSpec
+from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.plan.task_graph import (
     ALL_ON,
@@ -142,6 +142,22 @@ class PacksPrediction:
 
 
 @dataclass(frozen=True)
+class _Packs:
+    """One direction as files have it."""
+
+    microbatch_size: int
+    packs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, packs: Packs) -> _Packs:
+        return cls(packs.microbatch_size, tuple((a, b - 1) for a, b in packs.packs))
+
+    @property
+    def read(self) -> Packs:
+        return Packs(self.microbatch_size, tuple((a, b + 1) for a, b in self.packs))
+
+
+@dataclass(frozen=True)
 class PacksPlan(PlanFile):
     """Packs of layers on the devices of a server.
 
@@ -169,6 +185,12 @@ class PacksPlan(PlanFile):
     """
 
     FORMAT = PACKS_PLAN
+    IN_FILES: ClassVar[Mapping[str, Any]] = {
+        "mode": str,  # checked by the class
+        "forward": _Packs,
+        "backward": _Packs,
+        "configuration": None,
+    }
 
     machine: Server
     num_layers: int
@@ -254,34 +276,16 @@ class PacksPlan(PlanFile):
         """How many examples a step has."""
         return self.minibatch_size
 
-    def to_json(self) -> dict[str, Any]:
-        document = _Document(
-            cluster=None if self.cluster is None else ClusterRow.of(self.cluster),
-            forward=_Packs.of(self.configuration.forward),
-            backward=_Packs.of(self.configuration.backward),
-            **{name: getattr(self, name) for name in _SAME},
-        )
-        return PACKS_PLAN.write(documents.but_empty(document, "asked"))
+    def in_files(self) -> dict[str, Any]:
+        """Return both directions."""
+        forward, backward = self.configuration.forward, self.configuration.backward
+        return {"forward": _Packs.of(forward), "backward": _Packs.of(backward)}
 
     @classmethod
-    def from_json(cls, data: Any) -> PacksPlan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            PlanError: ``packs-plan-schema`` for an unknown version, ``packs-plan-kind`` for a plan
-                of another kind, ``packs-plan-corrupt`` for a missing or wrong field,
-                ``plan-mixed-targets``, and the codes of the class; ClusterError: those of
-                ``Server``.
-        """
-        document = of_document(PACKS_PLAN.read(data, _Document))
-        cluster = document.cluster
-        if cluster is not None and cluster.wrong:
-            raise PACKS_PLAN.corrupt(cluster.wrong)
-        return cls(
-            configuration=Configuration(document.forward.read, document.backward.read),
-            cluster=None if cluster is None else cluster.cluster,
-            **{name: getattr(document, name) for name in _SAME},
-        )
+    def out_of_file(cls, written: dict[str, Any]) -> PacksPlan:
+        """Return the plan of what a file has."""
+        directions = (written.pop(name).read for name in ("forward", "backward"))
+        return cls(configuration=Configuration(*directions), **written)
 
     def _violations(self) -> Iterator[Violation]:
         yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)
@@ -345,44 +349,3 @@ def _covered(name: str, packs: Sequence[Span], num_layers: int) -> Iterator[Viol
             "order, some layers each; write [first, last] of each.",
             "packs-layers",
         )
-
-
-@dataclass(frozen=True)
-class _Packs:
-    """One direction as files have it."""
-
-    microbatch_size: int
-    packs: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, packs: Packs) -> _Packs:
-        return cls(packs.microbatch_size, tuple((a, b - 1) for a, b in packs.packs))
-
-    @property
-    def read(self) -> Packs:
-        return Packs(self.microbatch_size, tuple((a, b + 1) for a, b in self.packs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A plan as files have it."""
-
-    workload: WorkloadSpec | None = None
-    model_hash: str = ""
-    cluster: ClusterRow | None = None
-    model: str = ""
-    num_layers: int
-    machine: Server
-    minibatch_size: int
-    mode: str  # checked by the class
-    forward: _Packs
-    backward: _Packs
-    switches: Switches = ALL_ON
-    swaps: Swaps = AS_THEY_ARE
-    prediction: PacksPrediction | None = None
-    why: Why | None = None
-    points: tuple[Mapping[str, Any], ...] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict)
-
-
-_SAME = tuple(f.name for f in fields(_Document) if f.name not in ("forward", "backward", "cluster"))

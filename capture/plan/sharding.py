@@ -25,14 +25,14 @@ A plan is JSON:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec, of_document
-from capture.plan.files import ClusterRow, PlanFile
+from capture.model.workload import WorkloadSpec
+from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.quantities import format_bytes
 
@@ -138,6 +138,14 @@ class OperatorCost:
 
 
 @dataclass(frozen=True)
+class _Operator:
+    name: str
+    mode: Mode
+    params: tuple[str, ...]
+    cost: OperatorCost | None = None
+
+
+@dataclass(frozen=True)
 class ShardingPlan(PlanFile):
     """A batch size and the mode of every operator.
 
@@ -166,6 +174,12 @@ class ShardingPlan(PlanFile):
     """
 
     FORMAT = SHARDING_PLAN
+    IN_FILES: ClassVar[Mapping[str, Any]] = {
+        "operators": tuple[_Operator, ...],
+        **dict.fromkeys(("modes", "names", "params", "costs")),
+    }
+    REQUIRED = ("remat", "smallest_bytes", "look_ahead")
+    LEFT_OUT = ("compiled_peak_bytes", "interval_bytes", "asked")
 
     batch_size: int
     modes: tuple[Mode, ...]
@@ -241,34 +255,17 @@ class ShardingPlan(PlanFile):
             "operators_by_mode": {name: names.count(name) for name in sorted(set(names))},
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def in_files(self) -> dict[str, Any]:
+        """Return the operators, a row each."""
         count = len(self.modes)
         names, params = self.names or ("",) * count, self.params or ((),) * count
         rows = zip(names, self.modes, params, self.costs or (None,) * count, strict=True)
-        document = _Document(
-            cluster=None if self.cluster is None else ClusterRow.of(self.cluster),
-            operators=tuple(_Operator(*row) for row in rows),
-            **{name: getattr(self, name) for name in _SAME},
-        )
-        written = documents.fields_of(document)
-        for name in ("compiled_peak_bytes", "interval_bytes", "asked"):
-            if getattr(self, name) in (None, {}):
-                del written[name]
-        return SHARDING_PLAN.write(written)
+        return {"operators": [_Operator(*row) for row in rows]}
 
     @classmethod
-    def from_json(cls, data: Any) -> ShardingPlan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-kind`` for a plan of
-                another kind, ``osdp-plan-corrupt`` for a missing or wrong field,
-                ``plan-mixed-targets``.
-        """
-        document = of_document(SHARDING_PLAN.read(data, _Document))
-        rows, cluster = document.operators, document.cluster
-        if cluster is not None and cluster.wrong:
-            raise SHARDING_PLAN.corrupt(cluster.wrong)
+    def out_of_file(cls, written: dict[str, Any]) -> ShardingPlan:
+        """Return the plan of what a file has."""
+        rows = written.pop("operators")
         for i, mode in enumerate(row.mode for row in rows):
             least = min(
                 mode.num_slices, mode.num_slices if mode.group_size is None else mode.group_size
@@ -284,37 +281,5 @@ class ShardingPlan(PlanFile):
             names=tuple(row.name for row in rows),
             params=tuple(row.params for row in rows),
             costs=costs if len(costs) == len(rows) else (),
-            cluster=None if cluster is None else cluster.cluster,
-            **{name: getattr(document, name) for name in _SAME},
+            **written,
         )
-
-
-@dataclass(frozen=True)
-class _Operator:
-    name: str
-    mode: Mode
-    params: tuple[str, ...]
-    cost: OperatorCost | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A plan as files have it."""
-
-    workload: WorkloadSpec | None = None
-    model_hash: str = ""
-    cluster: ClusterRow | None = None
-    batch_size: int
-    step_seconds: float
-    peak_bytes: int
-    examples_per_second: float
-    compiled_peak_bytes: int | None = None
-    interval_bytes: tuple[int, int] | None = None
-    remat: bool
-    smallest_bytes: int
-    look_ahead: bool
-    operators: tuple[_Operator, ...]
-    asked: Mapping[str, Any] = field(default_factory=dict)
-
-
-_SAME = tuple(f.name for f in fields(_Document) if f.name not in ("operators", "cluster"))

@@ -8,16 +8,16 @@ classes below; ``stages[].layers`` is ``[first, last]``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec, of_document
+from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_TEXT, is_remat
-from capture.plan.files import ClusterRow, PlanFile
+from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.plan.prediction import Prediction, StepTime, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
@@ -75,6 +75,12 @@ class Plan(PlanFile):
     """
 
     FORMAT = PLAN
+    IN_FILES: ClassVar[Mapping[str, Any]] = {
+        "stages": tuple[StageRow, ...],
+        "microbatch_size": int | None,
+        "tensor_parallel_rule": str,  # checked by the class
+        **dict.fromkeys(("prediction", "why", "verification", "time"), Mapping[str, Any] | None),
+    }
 
     cluster: Cluster
     num_layers: int
@@ -166,62 +172,21 @@ class Plan(PlanFile):
             **{**notes, "why": why},
         )
 
-    def to_json(self) -> dict[str, Any]:
-        written = {name: documents.write(getattr(self, name)) for name in _DOCUMENT}
-        if not self.asked:
-            del written["asked"]
-        return PLAN.write({**written, "cluster": documents.write(ClusterRow.of(self.cluster))})
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            PlanError: ``plan-schema`` for an unknown schema version, ``plan-kind`` for a plan of
-                another kind, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets``
-                for nodes of different targets, and the codes of the constructor.
-        """
-        document = of_document(PLAN.read(data, _Document))
-        if document.cluster.wrong:
-            raise PLAN.corrupt(document.cluster.wrong)
-        return cls(
-            **{name: getattr(document, name) for name in _SAME},
-            cluster=document.cluster.cluster,
-            stages=tuple(row.stage for row in document.stages),
-            prediction=_note(document.prediction, "prediction", Prediction.read),
-            why=_note(document.why, "why", Why.read),
-            verification=_note(document.verification, "verification", Verified.read),
-            time=_note(document.time, "time", StepTime.read),
-        )
+    def out_of_file(cls, written: dict[str, Any]) -> Plan:
+        """Return the plan of what a file has."""
+        del written["microbatch_size"]
+        notes = {name: _note(written[name], name, read) for name, read in _NOTES.items()}
+        return cls(**{**written, "stages": [row.stage for row in written["stages"]], **notes})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A plan as files have it."""
-
-    workload: WorkloadSpec | None = None
-    model_hash: str = ""
-    cluster: ClusterRow
-    num_layers: int
-    auto_layers: bool = False
-    global_batch_size: int
-    num_microbatches: int
-    microbatch_size: int | None = None
-    schedule: str = "1f1b"
-    tensor_parallel_rule: str = "auto"
-    stages: tuple[StageRow, ...]
-    prediction: Mapping[str, Any] | None = None
-    why: Mapping[str, Any] | None = None
-    verification: Mapping[str, Any] | None = None
-    time: Mapping[str, Any] | None = None
-    asked: Mapping[str, Any] = field(default_factory=dict)
-
-
-_DOCUMENT = tuple(field.name for field in fields(_Document))
-_NOTES = ("prediction", "why", "verification", "time")
-_SAME = tuple(
-    name for name in _DOCUMENT if name not in ("cluster", "stages", "microbatch_size", *_NOTES)
-)
+#: What may be said of a plan: how that is read.
+_NOTES: Mapping[str, Callable[[Any, str], Any]] = {
+    "prediction": Prediction.read,
+    "why": Why.read,
+    "verification": Verified.read,
+    "time": StepTime.read,
+}
 
 
 def _note(data: Any, name: str, read: Callable[[Any, str], Note]) -> Note | None:
