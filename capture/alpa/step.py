@@ -12,39 +12,46 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from capture.plan.schedule import Schedule, Task
+from capture.plan.schedule import Schedule
+from capture.plan.schedule import Task as Pass
 from capture.step.interface import StageInterface
-from capture.step.pipeline import PipelineBuilder
-from capture.step.program import Copy, Instruction, Step
+from capture.step.pipeline import Pipeline, built
+from capture.step.program import Step
+from capture.step.tasks import Round, Send, Task
 
 
 def build_alpa_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
     """As ``capture.step.pipeline.build_step``."""
-    return _AlpaBuilder(stages, schedule).build()
+    return built(_AlpaPipeline(stages, schedule))
 
 
-class _AlpaBuilder(PipelineBuilder):
+class _AlpaPipeline(Pipeline):
     """Values go from their maker to each reader, gradients back from reader to reader."""
 
-    def order(self) -> Iterator[Instruction]:
+    def passes(self) -> Iterator[Round]:
         """What a program makes is sent in the clock of the program that reads it, to the first
         stage first."""
+        tasks: list[Task | Send] = []
         for s in range(len(self.stages)):
-            yield from self.accumulators(s)
-        for s in range(len(self.stages)):
+            tasks += self.accumulators(s)
+        for s, place in enumerate(self.places):
             for m in range(self.schedule.num_microbatches):
-                yield from self.feed(s, m, "start of the step")
+                fed = self.batch(s, m)
+                tasks += [Send(v, place, v.nbytes, "start of the step") for v in fed]
+        yield Round(tasks)
         stage_of = {place.name: s for s, place in enumerate(self.places)}
-        waiting: defaultdict[Task, list[Copy]] = defaultdict(list)
+        waiting: defaultdict[Pass, list[Send]] = defaultdict(list)
         for clock in self.schedule.clocks:
-            for task in sorted(clock, key=lambda task: task.stage_id):
-                yield from waiting.pop(task, ())
-            for task in clock:
-                transfers: list[Copy] = []
-                yield from self.run(task, transfers)
-                for copy in transfers:
-                    reader = stage_of[self.step.slots[copy.target].place.name]
-                    waiting[Task(reader, task.kind, task.microbatch)].append(copy)
+            tasks = []
+            for one in sorted(clock, key=lambda one: one.stage_id):
+                tasks += waiting.pop(one, ())
+            for one in clock:
+                sends: list[Send] = []
+                tasks += self.run(one, sends)
+                for send in sends:
+                    reader = Pass(stage_of[send.place.name], one.kind, one.microbatch)
+                    waiting[reader].append(send)
+            yield Round(tasks)
 
     def received(self, s: int) -> tuple[int, ...]:
         return self.stages[s].used

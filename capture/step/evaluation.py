@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from capture.plan.schedule import Schedule
 from capture.step.interface import StageInterface
-from capture.step.pipeline import PipelineBuilder
-from capture.step.program import Copy, Instruction, Step
+from capture.step.pipeline import Pipeline, built
+from capture.step.program import Step
+from capture.step.tasks import Round, Send, Task
 
 
 def build_evaluation(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
@@ -22,18 +23,18 @@ def build_evaluation(stages: Sequence[StageInterface], schedule: Schedule) -> St
     nothing_kept = [
         replace(stage, kept_inputs=(), kept_outputs=(), kept_batch=()) for stage in stages
     ]
-    return _EvaluationBuilder(nothing_kept, schedule).build()
+    return built(_Evaluation(nothing_kept, schedule))
 
 
-class _EvaluationBuilder(PipelineBuilder):
+class _Evaluation(Pipeline):
     """Forward passes, each followed by what it sends."""
 
-    def order(self) -> Iterator[Instruction]:
+    def passes(self) -> Iterator[Round]:
         for clock in self.schedule.forward_clocks:
-            for task in clock:
-                transfers: list[Copy] = []
-                yield from self.run(task, transfers)
-                yield from transfers
+            for one in clock:
+                sends: list[Send] = []
+                tasks: list[Task | Send] = [*self.run(one, sends)]
+                yield Round([*tasks, *sends])
 
-    def updates(self) -> Iterator[Instruction]:
+    def updates(self) -> Iterator[Task | Send]:
         return iter(())

@@ -1,34 +1,46 @@
-"""The step of a pipeline: stages and a schedule table as instructions. What a program makes is sent
-at the end of its round, and what nothing reads any more a pass ends
-(``capture.step.passes.frees``).
+"""The step of a pipeline: stages and a schedule table as tasks over values.
 
 Every stage is a place; stages that share devices are several places on them, and hand over what
-they make without a copy, unless the one that made it keeps it, too. The slots of a stage are called
-``params``, ``optimizer``, ``gradient``, ``param`` (one borrowed), ``residuals``, ``batch``,
+they make without a copy, unless the one that made it keeps it, too. The values of a stage are
+called ``params``, ``optimizer``, ``gradient``, ``param`` (one borrowed), ``residuals``, ``batch``,
 ``input``, ``output``, ``input gradient``, ``cotangent`` or ``summary``; its programs ``forward``,
 ``zero_gradients``, ``backward``, ``summarize`` and ``update``. A split backward pass is
 ``backward_inputs`` and ``backward_weights``: what only the first reads dies with it, the rest
 (``held residuals`` among it) and what it makes for the second (``deferred``) with the second.
 
 Parameters and optimizer state outlive the step. Gradients are accumulated from zeros, which are
-made just before a stage's first pass that adds to them, until its update, which takes them.
+made just before a stage's first pass that adds to them, until its update, which takes them. What a
+program makes is sent at the end of its round; what is copied, awaited and freed when is found by
+``capture.step.passes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Rates
-from capture.plan.schedule import Schedule, Task
-from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
+from capture.plan.schedule import Schedule
+from capture.plan.schedule import Task as Pass
+from capture.step.holds import KeptPart, Leaves, Params, State, Summary
+from capture.step.holds import Values as Between
 from capture.step.interface import SplitBackward, StageInterface
 from capture.step.passes.frees import free
-from capture.step.program import Copy, Feed, Free, Instruction, Place, Program, Run, Step
+from capture.step.passes.transfers import transfer
+from capture.step.program import Place, Program, Step
+from capture.step.tasks import Round, Send, Task, Value
 from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
 from capture.step.times import StageTimes
+
+Values = tuple[Value, ...]
+
+Key = tuple[str, int, int, int]
+"""What a value of a micro-batch is, the stage, the micro-batch, and the id in the layer graph."""
 
 
 def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
@@ -38,12 +50,30 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
         stages: In pipeline order.
         schedule: As many stages; where it splits backward passes, those of all stages.
     """
-    return PipelineBuilder(stages, schedule).build()
+    return built(Pipeline(stages, schedule))
 
 
-def program_name(kind: str, stage_id: int) -> str:
-    """Name of a stage's program in the table of a step."""
-    return f"{kind}@{stage_id}"
+def built(pipeline: Pipeline) -> Step:
+    """The step of a pipeline, whose tasks nobody has listed before."""
+    step = Step(pipeline.places)
+    rounds = [*pipeline.passes(), Round([*pipeline.updates()])]
+    for turn in transfer(step, rounds, pipeline.kept):
+        step.num_passes = len(step.instructions)  # those before the last round
+        step.instructions += chain.from_iterable(turn.body)
+    free(step)
+    return step
+
+
+class StageCall(NamedTuple):
+    """What a program of a pipeline computes: its kind, of the stage of that number."""
+
+    kind: str
+    stage: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.kind}@{self.stage}"
 
 
 def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
@@ -62,10 +92,8 @@ def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
             "one per stage.",
             "timeline-stages",
         )
-    of_place = dict(zip(step.places, times, strict=True))
-    return {
-        name: of_place[program.place].of(program.kind) for name, program in step.programs.items()
-    }
+    calls = {name: program.call for name, program in step.programs.items()}
+    return {name: times[call.stage].of(call.kind) for name, call in calls.items()}
 
 
 def plan_timeline(
@@ -85,58 +113,55 @@ def plan_timeline(
     )
 
 
-class PipelineBuilder:
-    """Emits the instructions; remembers which slot holds which value of which micro-batch.
+class Pipeline:
+    """Lists the tasks; remembers the values of every micro-batch.
 
     A value travels from stage to stage until its last reader, and its gradient goes back from
-    reader to reader, each adding its own. Another runtime's habits override ``order`` and the three
-    methods after it.
+    reader to reader, each adding its own. Another runtime's habits override ``passes`` and the
+    three methods after it.
 
     Args:
         stages: In pipeline order.
         schedule: As many stages.
+
+    Attributes:
+        kept: Values that are there before the step and after it.
     """
 
     def __init__(self, stages: Sequence[StageInterface], schedule: Schedule):
         self.stages, self.schedule = stages, schedule
         self.places = tuple(Place(f"stage {s}", stage.devices) for s, stage in enumerate(stages))
-        self.step = Step(self.places)
-        self.values: dict[
-            tuple[str, int, int, int], int
-        ] = {}  # (what, stage, micro-batch, id) -> slot
-        self.params: list[tuple[int, ...]] = []  # per stage, owned and then borrowed
-        self.gradients: dict[int, tuple[int, ...]] = {}  # alike, once there are any
+        self.kept: list[Value] = []
+        self._programs: dict[StageCall, Program] = {}
+        self._values: dict[Key, Value] = {}
+        #: Where values are that another stage on the same devices has made.
+        self._handed: dict[Value, Place] = {}
+        self._params: list[Values] = []  # per stage, owned and then borrowed
+        self._optimizer: list[Value] = []
+        self._gradients: dict[int, Values] = {}  # like parameters, once there are any
+        self._owner = {p: s for s, stage in enumerate(stages) for p in stage.owned}
         for s, stage in enumerate(stages):
-            needs = {**stage.transient_bytes, "zero_gradients": sum(stage.param_bytes.values())}
-            for kind, nbytes in needs.items():
-                self.step.programs[program_name(kind, s)] = Program(kind, self.places[s], nbytes)
-            owned = Params(tuple(stage.owned))
-            params = [self._keep("params", s, "parameters", stage.params_bytes, owned)]
-            self._keep("optimizer", s, "optimizer", stage.optimizer_bytes, State(owned.ids))
+            owned, of = Params(tuple(stage.owned)), ("params", "parameters")
+            params = [self._keep(s, *of, stage.params_bytes, owned)]
+            state = "optimizer", "optimizer", stage.optimizer_bytes, State(owned.ids)
+            self._optimizer.append(self._keep(s, *state))
             for p in stage.borrowed:
-                nbytes = stage.param_bytes[p]
-                params.append(self._keep("param", s, "parameters", nbytes, Params((p,)), p))
-            self.params.append(tuple(params))
-
-    def build(self) -> Step:
-        """The step; once."""
-        step = self.step
-        step.instructions += self.order()
-        step.num_passes = len(step.instructions)
-        step.instructions += self.updates()
-        free(step)
-        return step
+                owner, of = self._owner[p], ("param", "parameters")
+                borrowed = self._keep(s, *of, stage.param_bytes[p], Params((p,)), p)
+                borrowed.source = self._params[owner][0]
+                borrowed.index = stages[owner].owned.index(p)
+                params.append(borrowed)
+            self._params.append(tuple(params))
 
     # ---- what another runtime does otherwise -----------------------------------------------------
 
-    def order(self) -> Iterator[Instruction]:
-        """The forward and backward passes, and when what they make is sent."""
-        for tasks in self.schedule.rounds:
-            transfers: dict[Task, list[Copy]] = {task: [] for task in tasks}
-            for task in tasks:
-                yield from self.run(task, transfers[task])
-            for task in sorted(tasks, key=_order_of_transfers):
-                yield from transfers[task]
+    def passes(self) -> Iterator[Round]:
+        """The forward and backward passes, and when what they make is sent; once."""
+        for passes in self.schedule.rounds:
+            sends: dict[Pass, list[Send]] = {one: [] for one in passes}
+            tasks = [task for one in passes for task in self.run(one, sends[one])]
+            behind = (send for one in sorted(passes, key=_order_of_sends) for send in sends[one])
+            yield Round([*tasks, *behind])
 
     def received(self, s: int) -> tuple[int, ...]:
         """Values that a stage gets from others."""
@@ -152,171 +177,146 @@ class PipelineBuilder:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def run(self, task: Task, transfers: list[Copy]) -> Iterator[Instruction]:
-        """A pass; what is to be sent after it is added to ``transfers``."""
-        s, m = task.stage_id, task.microbatch
-        match task.kind:
+    def run(self, one: Pass, sends: list[Send]) -> Iterator[Task]:
+        """A pass; what is to be sent after it is added to ``sends``."""
+        s, m = one.stage_id, one.microbatch
+        if one.kind in ("backward", "backward_weights"):
+            yield from self.accumulators(s)
+        match one.kind:
             case "forward":
-                return self._forward(s, m, transfers)
+                yield self._forward(s, m)
+                sends += self._values_to_send(s, m)
             case "backward":
-                return self._backward(s, m, transfers)
+                yield self._backward(s, m)
+                sends += self._gradients_to_send(s, m)
             case "backward_inputs":
-                return self._backward_inputs(s, m, transfers)
+                yield self._backward_inputs(s, m)
+                sends += self._gradients_to_send(s, m)
             case "backward_weights":
-                return self._backward_weights(s, m)
+                yield self._backward_weights(s, m)
 
-    def feed(self, s: int, m: int, label: str) -> Iterator[Instruction]:
-        """The leaves of a micro-batch that the stage reads, unless they are there already."""
-        for b in self.stages[s].batch:
-            if ("batch", s, m, b) not in self.values:
-                nbytes = self.stages[s].batch_bytes[b]
-                slot = self._new("batch", "batch", s, m, b, nbytes, Leaves((b,)))
-                yield Feed(slot, m, (b,), label)
+    def batch(self, s: int, m: int) -> Values:
+        """The leaves of a micro-batch that the stage reads."""
+        stage = self.stages[s]
+        for b in stage.batch:
+            if ("batch", s, m, b) not in self._values:
+                of = "batch", "batch", s, m, b, Leaves((b,)), stage.batch_bytes[b]
+                self._new(*of, fed=(m, (b,)))
+        return self._read("batch", s, m, stage.batch)
 
-    def accumulators(self, s: int) -> Iterator[Instruction]:
+    def accumulators(self, s: int) -> Iterator[Task]:
         """Zeros for the gradients of a stage's parameters, unless they are there already."""
-        if s in self.gradients:
-            return
-        stage, place = self.stages[s], self.places[s]
-        parts = [("gradients", stage.params_bytes, tuple(stage.owned))]
-        parts += [(f"gradient{p}", stage.param_bytes[p], (p,)) for p in stage.borrowed]
-        self.gradients[s] = tuple(
-            self.step.slot(f"{name}@{s}", place, "gradients", nbytes, "gradient", Params(ids))
-            for name, nbytes, ids in parts
-        )
-        label = f"zero gradients on stage {s}"
-        yield Run(program_name("zero_gradients", s), (), self.gradients[s], (), label)
+        if s not in self._gradients:
+            names = ["gradients", *(f"gradient{p}" for p in self.stages[s].borrowed)]
+            self._gradients[s] = tuple(
+                Value("gradient", "gradients", of.nbytes, of.holds, name=f"{name}@{s}")
+                for name, of in zip(names, self._params[s], strict=True)
+            )
+            label = f"zero gradients on stage {s}"
+            yield self._task("zero_gradients", s, (), self._gradients[s], (), label)
 
     def _keep(
-        self, what: str, s: int, category: str, nbytes: int, holds: Any, key: int | str = ""
-    ) -> int:
-        return self.step.keep(f"{what}{key}@{s}", self.places[s], category, nbytes, what, holds)
+        self, s: int, what: str, category: str, nbytes: int, holds: Any, key: int | str = ""
+    ) -> Value:
+        name = f"{what}{key}@{s}"
+        self.kept.append(Value(what, category, nbytes, holds, home=self.places[s], name=name))
+        return self.kept[-1]
 
     def _new(
-        self, what: str, category: str, s: int, m: int, key: int, nbytes: int, holds: Any = None
-    ) -> int:
-        """A slot of a micro-batch; of a value that passes between layers unless it is said."""
-        name, holds = f"{what}{key}.{m}@{s}", holds or Values((key,))
-        slot = self.step.slot(name, self.places[s], category, nbytes, what, holds)
-        self.values[what, s, m, key] = slot
-        return slot
+        self,
+        what: str,
+        category: str,
+        s: int,
+        m: int,
+        key: int,
+        holds: Any = None,
+        nbytes: int = 0,
+        **more: Any,
+    ) -> Value:
+        """A value of a micro-batch; of one that passes between layers unless it is said."""
+        if holds is None:
+            holds, nbytes = Between((key,)), self.stages[s].value_bytes[key]
+        value = Value(what, category, nbytes, holds, name=f"{what}{key}.{m}@{s}", **more)
+        self._values[what, s, m, key] = value
+        return value
 
-    def _read(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.values[what, s, m, key] for key in keys)
+    def _read(self, what: str, s: int, m: int, keys: Sequence[int]) -> Values:
+        return tuple([self._values[what, s, m, key] for key in keys])
 
-    def _copy(self, source: int, target: int, label: str) -> Copy:
-        slots = self.step.slots
-        return Copy(source, target, max(slots[source].nbytes, slots[target].nbytes), label)
+    def _task(
+        self,
+        kind: str,
+        s: int,
+        reads: tuple[Values, ...],
+        makes: Values,
+        takes: Values,
+        label: str,
+        ends: Values = (),
+    ) -> Task:
+        call = StageCall(kind, s)
+        if call not in self._programs:
+            needs = self.stages[s].transient_bytes
+            zeros = sum(self.stages[s].param_bytes.values())
+            nbytes = zeros if kind == "zero_gradients" else needs[kind]
+            self._programs[call] = Program(kind, self.places[s], nbytes, call)
+        program, at = self._programs[call], self._handed
+        return Task(call.name, program, reads, makes, takes, ends=ends, at=at, label=label)
 
-    def _forward(self, s: int, m: int, transfers: list[Copy]) -> Iterator[Instruction]:
-        stage, label, last = self.stages[s], f"forward {m} on stage {s}", s == len(self.stages) - 1
-        yield from self.feed(s, m, label)
-        category = "loss" if last else "sent activations"
-        outputs = tuple(
-            self._new(
-                "output",
-                "activations" if v in stage.kept_outputs else category,
-                s,
-                m,
-                v,
-                stage.value_bytes[v],
-            )
-            for v in stage.outputs
+    def _forward(self, s: int, m: int) -> Task:
+        stage, last = self.stages[s], s == len(self.stages) - 1
+        assert not (last and stage.kept_outputs), (
+            "the loss outlives the backward pass, which would free it"
         )
-        residuals = self._residuals(s, m)
-        yield Run(
-            program_name("forward", s),
-            (
-                self.params[s],
-                self._read("input", s, m, stage.used),
-                self._read("batch", s, m, stage.batch),
-            ),
-            (*outputs, *residuals),
-            (),
-            label,
-        )
-        if last:
-            assert not stage.kept_outputs, (
-                "the loss outlives the backward pass, which would free it"
-            )
-            self.step.reported += outputs
-        for v in stage.sent:
-            made = v in stage.outputs
-            is_kept = v in (stage.kept_outputs if made else stage.kept_inputs)
-            for t in self.receivers(s, v):
-                source = self.values["output" if made else "input", s, m, v]
-                if self._together(s, t) and not is_kept:
-                    self.values["input", t, m, v] = source
-                    continue
-                nbytes = self.stages[t].value_bytes[v]
-                target = self._new("input", "received activations", t, m, v, nbytes)
-                transfers.append(self._copy(source, target, f"send {v}.{m} from stage {s} to {t}"))
+        reads = self._params[s], self._read("input", s, m, stage.used), self.batch(s, m)
+        for v in stage.outputs:
+            category = "loss" if last else "sent activations"
+            category = "activations" if v in stage.kept_outputs else category
+            self._new("output", category, s, m, v, reported=last)
+        makes = (*self._read("output", s, m, stage.outputs), *self._residuals(s, m))
+        return self._task("forward", s, reads, makes, (), f"forward {m} on stage {s}")
 
-    def _backward(self, s: int, m: int, transfers: list[Copy]) -> Iterator[Instruction]:
-        yield from self.accumulators(s)
-        stage, label = self.stages[s], f"backward {m} on stage {s}"
+    def _backward(self, s: int, m: int) -> Task:
+        stage = self.stages[s]
         kept = (
             self._read("input", s, m, stage.kept_inputs),
             self._read("batch", s, m, stage.kept_batch),
             self._read("output", s, m, stage.kept_outputs),
             self._read("residuals", s, m, [0]),
         )
-        cotangents = self._read("cotangent", s, m, stage.cotangents)
-        made = tuple(
-            self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
-            for v in stage.input_gradients
-        )
-        accumulated = self.gradients[s]
-        yield Run(
-            program_name("backward", s),
-            (self.params[s], *kept, cotangents, accumulated),
-            (*made, *accumulated),
-            (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated),
-            label,
-        )
-        self._send_gradients(s, m, transfers)
+        cotangents, sums = self._read("cotangent", s, m, stage.cotangents), self._gradients[s]
+        reads = (self._params[s], *kept, cotangents, sums)
+        makes = (*self._input_gradients(s, m), *sums)
+        takes = (*kept[0], *kept[2], *kept[3], *cotangents, *sums)
+        return self._task("backward", s, reads, makes, takes, f"backward {m} on stage {s}")
 
-    def _backward_inputs(self, s: int, m: int, transfers: list[Copy]) -> Iterator[Instruction]:
+    def _backward_inputs(self, s: int, m: int) -> Task:
         """The gradients that the stage before waits for."""
         stage, split = self.stages[s], self.split(s)
-        batch = self._read("batch", s, m, stage.kept_batch)
         gone = (
             *self._read("input", s, m, _without(stage.kept_inputs, split.inputs)),
             *self._read("output", s, m, _without(stage.kept_outputs, split.outputs)),
             *self._read("residuals", s, m, [0]),
             *self._read("cotangent", s, m, _without(stage.cotangents, split.cotangents)),
         )
-        held = self._held(s, m)
-        made = tuple(
-            self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
-            for v in stage.input_gradients
-        )
-        of = "deferred", "activations", s, m, 0, split.deferred_bytes
-        deferred = self._new(*of, KeptPart("deferred"))
-        yield Run(
-            program_name("backward_inputs", s),
-            (self.params[s], batch, gone, held),
-            (*made, deferred),
-            gone,
-            f"gradients of inputs {m} on stage {s}",
-        )
-        self._send_gradients(s, m, transfers)
+        batch = self._read("batch", s, m, stage.kept_batch)
+        reads, made = (self._params[s], batch, gone, self._held(s, m)), self._input_gradients(s, m)
+        of = "deferred", "activations", s, m, 0, KeptPart("deferred"), split.deferred_bytes
+        label = f"gradients of inputs {m} on stage {s}"
+        return self._task("backward_inputs", s, reads, (*made, self._new(*of)), gone, label)
 
-    def _backward_weights(self, s: int, m: int) -> Iterator[Instruction]:
+    def _backward_weights(self, s: int, m: int) -> Task:
         """Those that nobody waits for."""
-        yield from self.accumulators(s)
-        accumulated, held = self.gradients[s], self._held(s, m)
         batch = self._read("batch", s, m, self.split(s).batch)
-        deferred = self._read("deferred", s, m, [0])
-        yield Run(
-            program_name("backward_weights", s),
-            (self.params[s], batch, held, deferred, accumulated),
-            accumulated,
-            (*held, *deferred, *accumulated),
-            f"gradients of weights {m} on stage {s}",
-        )
+        held, deferred = self._held(s, m), self._read("deferred", s, m, [0])
+        sums, label = self._gradients[s], f"gradients of weights {m} on stage {s}"
+        reads, takes = (self._params[s], batch, held, deferred, sums), (*held, *deferred, *sums)
+        return self._task("backward_weights", s, reads, sums, takes, label)
 
-    def _held(self, s: int, m: int) -> tuple[int, ...]:
+    def _input_gradients(self, s: int, m: int) -> Values:
+        new = partial(self._new, "input gradient", "sent gradients", s, m)
+        return tuple(map(new, self.stages[s].input_gradients))
+
+    def _held(self, s: int, m: int) -> Values:
         """What the gradients of weights read of what the backward pass does, in their order."""
         split = self.split(s)
         return (
@@ -332,118 +332,102 @@ class PipelineBuilder:
         assert split is not None, f"stage {s} is not known with a split backward pass"
         return split
 
-    def _residuals(self, s: int, m: int) -> tuple[int, ...]:
+    def _residuals(self, s: int, m: int) -> Values:
         """Those of a micro-batch; where the backward pass is split, what dies with its first part
         and with its second."""
-        nbytes, held = self.stages[s].residual_bytes, 0
-        if self.schedule.splits_backward:
-            held = self.split(s).residual_bytes
-        first = self._new("residuals", "activations", s, m, 0, nbytes - held, KeptPart("residuals"))
-        if not self.schedule.splits_backward:
+        splits, nbytes = self.schedule.splits_backward, self.stages[s].residual_bytes
+        held = self.split(s).residual_bytes if splits else 0
+        new = partial(self._new, category="activations", s=s, m=m, key=0)
+        first = new("residuals", holds=KeptPart("residuals"), nbytes=nbytes - held)
+        if not splits:
             return (first,)
-        return first, self._new("held residuals", "activations", s, m, 0, held, KeptPart("held"))
+        return first, new("held residuals", holds=KeptPart("held"), nbytes=held)
 
-    def _send_gradients(self, s: int, m: int, transfers: list[Copy]) -> None:
+    # ---- what is sent ----------------------------------------------------------------------------
+
+    def _values_to_send(self, s: int, m: int) -> Iterator[Send]:
         stage = self.stages[s]
-        for v in self.received(s):
-            if v not in stage.differentiable:
-                continue
-            t = self.sender(s, v)
-            what = "input gradient" if v in stage.input_gradients else "cotangent"
-            source = self.values[what, s, m, v]
-            if self._together(s, t):
-                self.values["cotangent", t, m, v] = source
-                continue
-            nbytes = self.stages[t].value_bytes[v]
-            target = self._new("cotangent", "received gradients", t, m, v, nbytes)
-            label = f"send gradient {v}.{m} from stage {s} to {t}"
-            transfers.append(self._copy(source, target, label))
+        for v in stage.sent:
+            what, kept = ("input", stage.kept_inputs)
+            if v in stage.outputs:
+                what, kept = ("output", stage.kept_outputs)
+            for t in self.receivers(s, v):
+                yield from self._give((what, s, m, v), "input", t, copied=v in kept)
 
-    def _together(self, s: int, t: int) -> bool:
-        """Whether two stages share their devices, and so split values alike."""
-        return self.stages[s].devices == self.stages[t].devices
+    def _gradients_to_send(self, s: int, m: int) -> Iterator[Send]:
+        stage = self.stages[s]
+        for v in (v for v in self.received(s) if v in stage.differentiable):
+            what = "input gradient" if v in stage.input_gradients else "cotangent"
+            yield from self._give((what, s, m, v), "cotangent", self.sender(s, v))
+
+    def _give(self, key: Key, what: str, t: int, *, copied: bool = False) -> Iterator[Send]:
+        """Stage t gets a value: that itself, where both share their devices, and so split it alike;
+        or a copy."""
+        source, (_, s, m, v) = self._values[key], key
+        if self.stages[s].devices == self.stages[t].devices and not copied:
+            self._values[what, t, m, v] = source
+            self._handed.setdefault(source, self.places[s])
+            return
+        kind, of = ("gradients", "gradient ") if what == "cotangent" else ("activations", "")
+        value = self._new(what, f"received {kind}", t, m, v, source=source)
+        label, nbytes = f"send {of}{v}.{m} from stage {s} to {t}", max(source.nbytes, value.nbytes)
+        yield Send(value, self.places[t], nbytes, label)
 
     # ---- updates ---------------------------------------------------------------------------------
 
-    def updates(self) -> Iterator[Instruction]:
+    def updates(self) -> Iterator[Task | Send]:
         """Sum the gradients of shared parameters at their owner, update there, and send the new
         values back."""
-        stages, step, places = self.stages, self.step, self.places
-        owner_of = {p: s for s, stage in enumerate(stages) for p in stage.owned}
-        borrowers = [
-            (p, owner_of[p], s)
-            for p in sorted(owner_of)  # the order in which the owner's programs take them
-            for s, stage in enumerate(stages)
-            if p in stage.borrowed
-        ]
-        arrived: list[list[int]] = [[] for _ in stages]
-        for p, owner, s in borrowers:
-            source = self.gradients[s][1 + stages[s].borrowed.index(p)]
+        stages, arrived = self.stages, dict[int, Values](dict.fromkeys(range(len(self.stages)), ()))
+        for p, owner in sorted(self._owner.items()):  # as the owner's programs take them
             nbytes = stages[owner].param_bytes[p]
-            name = f"gradient{p} of {s}@{owner}"
-            slot = step.slot(
-                name, places[owner], "received gradients", nbytes, "gradient", Params((p,))
-            )
-            arrived[owner].append(slot)
-            label = f"send gradient of parameter {p} from stage {s} to {owner}"
-            yield self._copy(source, slot, label)
-        summaries: list[list[int]] = [[] for _ in stages]
+            for s in (s for s, stage in enumerate(stages) if p in stage.borrowed):
+                source = self._gradients[s][1 + stages[s].borrowed.index(p)]
+                of, name = ("gradient", "received gradients"), f"gradient{p} of {s}@{owner}"
+                value = Value(*of, nbytes, source.holds, name=name, source=source)
+                arrived[owner] += (value,)
+                label = f"send gradient of parameter {p} from stage {s} to {owner}"
+                yield Send(value, self.places[owner], max(source.nbytes, nbytes), label)
+        own = [(self._params[s][0], self._optimizer[s], self._gradients[s][0]) for s in arrived]
+        reads = [(*((value,) for value in own[s]), arrived[s]) for s in arrived]
+        summaries: dict[int, Values] = dict.fromkeys(arrived, ())
         if any(stage.summary_bytes for stage in stages):
-            yield from self._summaries(arrived, summaries)
-        for s in range(len(stages)):
-            own, borrowed = self._own(s), self.gradients[s][1:]
-            others = (slot for slot in summaries[s] if step.slots[slot].holds.of != s)
-            inputs = (*((slot,) for slot in own), tuple(arrived[s]), tuple(others))
-            yield Run(program_name("update", s), inputs, own[:2], own, f"update on stage {s}")
-            yield Free((*borrowed, *arrived[s], *summaries[s]))
+            yield from self._summaries(reads, summaries)
+        for s in arrived:
+            ends = (*self._gradients[s][1:], *arrived[s], *summaries[s])
+            groups, label = (*reads[s], summaries[s][1:]), f"update on stage {s}"
+            yield self._task("update", s, groups, own[s][:2], own[s], label, ends)
         for s, stage in enumerate(stages):
-            for p in stage.borrowed:
-                owner = owner_of[p]
-                target, nbytes = step.persistent[f"param{p}@{s}"], stages[owner].param_bytes[p]
-                yield Free((target,))
-                yield Copy(
-                    self.params[owner][0],
-                    target,
-                    max(nbytes, step.slots[target].nbytes),
-                    f"send parameter {p} from stage {owner} to {s}",
-                    stages[owner].owned.index(p),
-                )
-
-    def _own(self, s: int) -> tuple[int, int, int]:
-        optimizer = self.step.persistent[f"optimizer@{s}"]
-        return self.params[s][0], optimizer, self.gradients[s][0]
+            for p, value in zip(stage.borrowed, self._params[s][1:], strict=True):
+                owner = self._owner[p]
+                nbytes = max(stages[owner].param_bytes[p], value.nbytes)
+                label = f"send parameter {p} from stage {owner} to {s}"
+                yield Send(value, self.places[s], nbytes, label)
 
     def _summaries(
-        self, arrived: Sequence[Sequence[int]], summaries: Sequence[list[int]]
-    ) -> Iterator[Instruction]:
-        """Small values that every stage's update needs of all others."""
-
-        def new(s: int, t: int, name: str) -> int:
-            nbytes = self.stages[s].summary_bytes
-            slot = self.step.slot(name, self.places[t], "optimizer", nbytes, "summary", Summary(s))
-            summaries[t].append(slot)
-            return slot
-
-        made = []
-        for s in range(len(self.stages)):
-            made.append(new(s, s, f"summary@{s}"))
-            read = (*((slot,) for slot in self._own(s)), tuple(arrived[s]))
+        self, reads: Sequence[tuple[Values, ...]], summaries: dict[int, Values]
+    ) -> Iterator[Task | Send]:
+        """Small values that every stage's update needs of all others; a stage's own first."""
+        for s, stage in enumerate(self.stages):
+            of = "summary", "optimizer", stage.summary_bytes, Summary(s)
+            summaries[s] = (Value(*of, name=f"summary@{s}"),)
             label = f"summarize gradients on stage {s}"
-            yield Run(program_name("summarize", s), read, (made[s],), (), label)
-        for s in range(len(self.stages)):
-            for t in range(len(self.stages)):
-                if s != t:
-                    target = new(s, t, f"summary of {s}@{t}")
-                    yield self._copy(made[s], target, f"send summary from stage {s} to {t}")
+            yield self._task("summarize", s, reads[s], summaries[s], (), label)
+        for s, (made,) in list(summaries.items()):
+            for t in (t for t in summaries if t != s):
+                value = replace(made, name=f"summary of {s}@{t}", source=made)
+                summaries[t] += (value,)
+                label = f"send summary from stage {s} to {t}"
+                yield Send(value, self.places[t], made.nbytes, label)
 
 
 def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:
     return [key for key in keys if key not in others]
 
 
-def _order_of_transfers(task: Task) -> tuple[bool, int]:
+def _order_of_sends(one: Pass) -> tuple[bool, int]:
     """Activations from the last stage to the first, then gradients from the first to the last: a
     stage hands on and frees what it made before it receives, except where two neighbours exchange
     both in one clock."""
-    forward = task.kind == "forward"
-    return not forward, -task.stage_id if forward else task.stage_id
+    forward = one.kind == "forward"
+    return not forward, -one.stage_id if forward else one.stage_id

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from capture.step.program import Instruction, Place, Program
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """Arrays that live and die together.
 
     Attributes:
         what, category, nbytes, holds: As of the slots that they are in.
         home: Where the arrays are before the step and after it; None if the step makes them.
-        name: Of a value with a home, unique in a step.
+        name: For people, and unique in a step; of values without a home it may be left out.
         source: The value of which this one is a copy, made where it is read first.
         index: Which arrays of the source; None for all.
         fed: The part of the batch and the leaves that it comes from, if it does.
@@ -39,7 +39,7 @@ class Value:
     reported: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """A program in its turn.
 
@@ -50,6 +50,8 @@ class Task:
         takes: What the program takes over.
         rests: Values that go to another place behind the program and leave this one. A copy of a
             value with a home is written over that value.
+        ends: Values that nothing reads behind the program, or nothing has read since a copy that
+            may not have ended: they stay till then, and end there.
         at: The places of values that are not where the program is, which may be several devices.
         label: For people.
     """
@@ -60,11 +62,28 @@ class Task:
     makes: tuple[Value, ...]
     takes: tuple[Value, ...] = ()
     rests: Sequence[tuple[Value, Place]] = ()
+    ends: tuple[Value, ...] = ()
     at: Mapping[Value, Place] = field(default_factory=dict)
     label: str = ""
 
     def where(self, value: Value) -> Place:
         return self.at.get(value, self.program.place)
+
+
+@dataclass(eq=False, slots=True)
+class Send:
+    """A value goes in its turn where it is read later; one with a home is written over there.
+
+    Attributes:
+        value, place: What, and where to.
+        nbytes: As of a ``Copy``: what the busier side sends or receives.
+        label: For people.
+    """
+
+    value: Value
+    place: Place
+    nbytes: int
+    label: str
 
 
 Arrival = Task | tuple[Value, ...]
@@ -82,10 +101,15 @@ class Round(NamedTuple):
         settled: Whether everything that goes out has gone before.
     """
 
-    tasks: Sequence[Task]
+    tasks: Sequence[Task | Send]
     lane: int | None = None
     arrivals: Sequence[Arrival] | None = None
     settled: bool = False
+
+    @property
+    def first(self) -> Task:
+        """The first program."""
+        return next(task for task in self.tasks if isinstance(task, Task))
 
 
 Block = list[Instruction]

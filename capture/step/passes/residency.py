@@ -60,7 +60,7 @@ class _Issued:
         if lane is None:
             self._issue(*turn.body)
             return
-        if turn.of.tasks[0].program.place.host:
+        if turn.of.first.program.place.host:
             self.late[lane].append((self._now, turn))
             return
         if is_pass and not behind:

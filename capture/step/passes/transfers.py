@@ -2,16 +2,17 @@
 
 **Guarantee.** A program reads every value at its own place: where the value was not, it was fed or
 copied there, once for all that read it until it goes to rest. What goes to rest is copied there
-right behind the program. Nothing else is copied, and a value has one slot per place where it is.
+right behind the program, what is sent in its turn. Nothing else is copied, and a value has one slot
+per place where it is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from capture.step.program import Copy, Feed, Free, Place, Run, Step
-from capture.step.tasks import Arrival, Block, Round, Task, Turn, Value
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step
+from capture.step.tasks import Arrival, Block, Round, Send, Task, Turn, Value
 
 
 def transfer(step: Step, rounds: Iterable[Round], kept: Iterable[Value]) -> list[Turn]:
@@ -39,57 +40,71 @@ class _Transfers:
         self._blocks: dict[int, tuple[Arrival, Block]] = {}
 
     def turn(self, each: Round) -> Turn:
-        arrivals = [self._arrival(group, each.tasks[0]) for group in each.arrivals or () if group]
-        return Turn(each, arrivals, [list(self._run(task)) for task in each.tasks])
+        arrivals = [self._arrival(group, each) for group in each.arrivals or () if group]
+        body = [self._send(t) if isinstance(t, Send) else self._run(t) for t in each.tasks]
+        return Turn(each, arrivals, body)
 
-    def _arrival(self, group: Arrival, user: Task) -> Block:
+    def _arrival(self, group: Arrival, of: Round) -> Block:
         if id(group) not in self._blocks:
-            block: Block = []
-            if isinstance(group, Task):
-                block += self._run(group)
+            block, user = self._run(group) if isinstance(group, Task) else [], of.first
             for value in () if isinstance(group, Task) else group:
-                block += self._bring(value, user.where(value), user.label)
+                self._bring(value, user.where(value), user.label, block)
             self._blocks[id(group)] = group, block
         return self._blocks[id(group)][1]
 
-    def _run(self, task: Task) -> Iterator[Feed | Copy | Run | Free]:
+    def _run(self, task: Task) -> Block:
+        label, where, block = task.label, task.where, list[Instruction]()
         self._step.programs.setdefault(task.name, task.program)
-        for value in (value for group in task.reads for value in group):
-            yield from self._bring(value, task.where(value), task.label)
-        reads = tuple(tuple(self._at(v, task) for v in group) for group in task.reads)
-        donated = tuple(self._at(value, task) for value in task.takes)
+        reads = tuple(
+            tuple([self._bring(v, where(v), label, block) for v in group]) for group in task.reads
+        )
+        donated = tuple([self._slots[v][where(v).name] for v in task.takes])
         for value in task.takes:
             if value not in task.makes:
-                del self._slots[value][task.where(value).name]
-        made = tuple(self._make(value, task.where(value)) for value in task.makes)
-        yield Run(task.name, reads, made, donated, task.label)
+                del self._slots[value][where(value).name]
+        made = tuple([self._make(value, where(value)) for value in task.makes])
+        block.append(Run(task.name, reads, made, donated, label))
         changed = [(v, v.source) for v, _ in task.rests if v.source and v.source.home]
         if over := tuple(slot for _, home in changed for slot in self._slots[home].values()):
-            yield Free(over)
+            block.append(Free(over))
         for (value, _), target in zip(changed, over, strict=True):
-            yield Copy(self._at(value, task), target, value.nbytes, task.label)
+            source = self._slots[value][where(value).name]
+            block.append(Copy(source, target, value.nbytes, label))
         for value, place in task.rests[len(changed) :]:
-            yield from self._bring(value, place, task.label)
-            self._slots[value] = {place.name: self._slots[value][place.name]}
+            self._slots[value] = {place.name: self._bring(value, place, label, block)}
+        if task.ends:
+            gone = tuple([self._slots[value].pop(where(value).name) for value in task.ends])
+            block.append(Free(gone))
+        return block
 
-    def _bring(self, value: Value, place: Place, label: str) -> Iterator[Feed | Copy]:
+    def _send(self, send: Send) -> Block:
+        value, block = send.value, list[Instruction]()
+        if value.home is None or value.source is None:
+            self._bring(value, send.place, send.label, block, send.nbytes)
+            return block
+        (over,), (source,) = self._slots[value].values(), self._slots[value.source].values()
+        return [Free((over,)), Copy(source, over, send.nbytes, send.label, value.index)]
+
+    def _bring(
+        self, value: Value, place: Place, label: str, block: Block, nbytes: int | None = None
+    ) -> int:
+        """Return the slot of a value at a place, with what makes it if it is not there."""
         here, name = self._slots[value], place.name
         if name in here:
-            return
+            return here[name]
         if value.fed is not None:
             here[name] = self._slot(value, place)
-            yield Feed(here[name], *value.fed, label)
-            return
+            block.append(Feed(here[name], *value.fed, label))
+            return here[name]
         there, index = here or self._slots[value.source or value], None if here else value.index
         assert there, f"{value.what} of {value.holds} is nowhere"
         slots = self._step.slots
         near = (slot for slot in there.values() if slots[slot].place.devices == place.devices)
         source = next(near, next(iter(there.values())))
         here[name] = self._slot(value, place)
-        yield Copy(source, here[name], value.nbytes, label, index)
-
-    def _at(self, value: Value, task: Task) -> int:
-        return self._slots[value][task.where(value).name]
+        moved = value.nbytes if nbytes is None else nbytes
+        block.append(Copy(source, here[name], moved, label, index))
+        return here[name]
 
     def _make(self, value: Value, place: Place) -> int:
         if place.name not in self._slots[value]:
@@ -99,5 +114,5 @@ class _Transfers:
 
     def _slot(self, value: Value, place: Place) -> int:
         category = value.resting if place.host and value.resting else value.category
-        name = f"{value.what} {len(self._step.slots)}"
+        name = value.name or f"{value.what} {len(self._step.slots)}"
         return self._step.slot(name, place, category, value.nbytes, value.what, value.holds)
