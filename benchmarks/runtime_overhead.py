@@ -52,7 +52,7 @@ from capture.runtime import fast_paths  # noqa: E402
 from capture.runtime.heap import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
-from capture.step.pipeline import program_name  # noqa: E402
+from capture.step.pipeline import StageCall  # noqa: E402
 from capture.step.program import Copy, Feed, Run  # noqa: E402
 
 #: Steps of it are nothing but dispatch.
@@ -193,7 +193,7 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
         runs = [
             i
             for i in step.program.instructions
-            if isinstance(i, Run) and i.program == program_name("forward", s)
+            if isinstance(i, Run) and i.program == StageCall("forward", s).name
         ]
         moves = [i for i in step.program.instructions if isinstance(i, Copy) and _sends(step, i, s)]
         feeds = [

@@ -36,8 +36,7 @@ class _AlpaPipeline(Pipeline):
             tasks += self.accumulators(s)
         for s, place in enumerate(self.places):
             for m in range(self.schedule.num_microbatches):
-                fed = self.batch(s, m)
-                tasks += [Send(v, place, v.nbytes, "start of the step") for v in fed]
+                tasks += [Send(v, place, "start of the step") for v in self.batch(s, m)]
         yield Round(tasks)
         stage_of = {place.name: s for s, place in enumerate(self.places)}
         waiting: defaultdict[Pass, list[Send]] = defaultdict(list)
@@ -46,9 +45,8 @@ class _AlpaPipeline(Pipeline):
             for one in sorted(clock, key=lambda one: one.stage_id):
                 tasks += waiting.pop(one, ())
             for one in clock:
-                sends: list[Send] = []
-                tasks += self.run(one, sends)
-                for send in sends:
+                tasks += self.run(one)
+                for send in self.sends(one):
                     reader = Pass(stage_of[send.place.name], one.kind, one.microbatch)
                     waiting[reader].append(send)
             yield Round(tasks)

@@ -32,9 +32,7 @@ class _Evaluation(Pipeline):
     def passes(self) -> Iterator[Round]:
         for clock in self.schedule.forward_clocks:
             for one in clock:
-                sends: list[Send] = []
-                tasks: list[Task | Send] = [*self.run(one, sends)]
-                yield Round([*tasks, *sends])
+                yield Round([*self.run(one), *self.sends(one)])
 
     def updates(self) -> Iterator[Task | Send]:
         return iter(())

@@ -338,7 +338,7 @@ class PackState:
 
     def _on_device(self, span: Span, rank: int, *groups: Values, label: str, writes: bool) -> Task:
         (weights, *others), (home,) = groups, self._state[span]
-        state, host = replace(home, home=None, source=home), self.hosts[self._owner[span]]
+        state, host = replace(home, home=None, name="", source=home), self.hosts[self._owner[span]]
         rests = [(value, host) for value in (*weights, state) if writes]
         reads = (weights, (state,), *others)
         return self._updated(self.devices[rank], span, reads, rests=rests, label=label)

@@ -55,7 +55,7 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
 
 def built(pipeline: Pipeline) -> Step:
     """The step of a pipeline, whose tasks nobody has listed before."""
-    step = Step(pipeline.places)
+    step = Step(pipeline.places, pipeline.programs)
     rounds = [*pipeline.passes(), Round([*pipeline.updates()])]
     for turn in transfer(step, rounds, pipeline.kept):
         step.num_passes = len(step.instructions)  # those before the last round
@@ -125,6 +125,7 @@ class Pipeline:
         schedule: As many stages.
 
     Attributes:
+        programs: Of all stages, by name.
         kept: Values that are there before the step and after it.
     """
 
@@ -132,7 +133,7 @@ class Pipeline:
         self.stages, self.schedule = stages, schedule
         self.places = tuple(Place(f"stage {s}", stage.devices) for s, stage in enumerate(stages))
         self.kept: list[Value] = []
-        self._programs: dict[StageCall, Program] = {}
+        self.programs: dict[str, Program] = {}
         self._values: dict[Key, Value] = {}
         #: Where values are that another stage on the same devices has made.
         self._handed: dict[Value, Place] = {}
@@ -141,6 +142,10 @@ class Pipeline:
         self._gradients: dict[int, Values] = {}  # like parameters, once there are any
         self._owner = {p: s for s, stage in enumerate(stages) for p in stage.owned}
         for s, stage in enumerate(stages):
+            needs = {**stage.transient_bytes, "zero_gradients": sum(stage.param_bytes.values())}
+            for kind, nbytes in needs.items():
+                call = StageCall(kind, s)
+                self.programs[call.name] = Program(kind, self.places[s], nbytes, call)
             owned, of = Params(tuple(stage.owned)), ("params", "parameters")
             params = [self._keep(s, *of, stage.params_bytes, owned)]
             state = "optimizer", "optimizer", stage.optimizer_bytes, State(owned.ids)
@@ -158,10 +163,9 @@ class Pipeline:
     def passes(self) -> Iterator[Round]:
         """The forward and backward passes, and when what they make is sent; once."""
         for passes in self.schedule.rounds:
-            sends: dict[Pass, list[Send]] = {one: [] for one in passes}
-            tasks = [task for one in passes for task in self.run(one, sends[one])]
-            behind = (send for one in sorted(passes, key=_order_of_sends) for send in sends[one])
-            yield Round([*tasks, *behind])
+            tasks = [task for one in passes for task in self.run(one)]
+            ordered = sorted(passes, key=_order_of_sends)
+            yield Round([*tasks, *(send for one in ordered for send in self.sends(one))])
 
     def received(self, s: int) -> tuple[int, ...]:
         """Values that a stage gets from others."""
@@ -177,23 +181,45 @@ class Pipeline:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def run(self, one: Pass, sends: list[Send]) -> Iterator[Task]:
-        """A pass; what is to be sent after it is added to ``sends``."""
+    def run(self, one: Pass) -> Iterator[Task]:
+        """A pass, and what has to be there for it."""
         s, m = one.stage_id, one.microbatch
         if one.kind in ("backward", "backward_weights"):
             yield from self.accumulators(s)
         match one.kind:
             case "forward":
                 yield self._forward(s, m)
-                sends += self._values_to_send(s, m)
             case "backward":
                 yield self._backward(s, m)
-                sends += self._gradients_to_send(s, m)
             case "backward_inputs":
                 yield self._backward_inputs(s, m)
-                sends += self._gradients_to_send(s, m)
             case "backward_weights":
                 yield self._backward_weights(s, m)
+
+    def sends(self, one: Pass) -> Iterator[Send]:
+        """What a pass has made for other stages, or what has passed through its own."""
+        s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
+        for v in stage.sent if one.kind == "forward" else ():
+            made = v in stage.outputs
+            what, kept = ("output", stage.kept_outputs) if made else ("input", stage.kept_inputs)
+            for t in self.receivers(s, v):
+                yield from self._give((what, s, m, v), "input", t, copied=v in kept)
+        for v in self.received(s) if one.kind in ("backward", "backward_inputs") else ():
+            if v in stage.differentiable:
+                what = "input gradient" if v in stage.input_gradients else "cotangent"
+                yield from self._give((what, s, m, v), "cotangent", self.sender(s, v))
+
+    def _give(self, key: Key, what: str, t: int, *, copied: bool = False) -> Iterator[Send]:
+        """Stage t gets a value: that itself, where both share their devices, and so split it alike;
+        or a copy."""
+        source, (_, s, m, v) = self._values[key], key
+        if self.stages[s].devices == self.stages[t].devices and not copied:
+            self._values[what, t, m, v] = source
+            self._handed.setdefault(source, self.places[s])
+            return
+        kind, of = ("gradients", "gradient ") if what == "cotangent" else ("activations", "")
+        value = self._new(what, f"received {kind}", t, m, v, source=source)
+        yield Send(value, self.places[t], f"send {of}{v}.{m} from stage {s} to {t}")
 
     def batch(self, s: int, m: int) -> Values:
         """The leaves of a micro-batch that the stage reads."""
@@ -253,14 +279,9 @@ class Pipeline:
         label: str,
         ends: Values = (),
     ) -> Task:
-        call = StageCall(kind, s)
-        if call not in self._programs:
-            needs = self.stages[s].transient_bytes
-            zeros = sum(self.stages[s].param_bytes.values())
-            nbytes = zeros if kind == "zero_gradients" else needs[kind]
-            self._programs[call] = Program(kind, self.places[s], nbytes, call)
-        program, at = self._programs[call], self._handed
-        return Task(call.name, program, reads, makes, takes, ends=ends, at=at, label=label)
+        name, at = StageCall(kind, s).name, self._handed
+        program = self.programs[name]
+        return Task(name, program, reads, makes, takes, ends=ends, at=at, label=label)
 
     def _forward(self, s: int, m: int) -> Task:
         stage, last = self.stages[s], s == len(self.stages) - 1
@@ -343,36 +364,6 @@ class Pipeline:
             return (first,)
         return first, new("held residuals", holds=KeptPart("held"), nbytes=held)
 
-    # ---- what is sent ----------------------------------------------------------------------------
-
-    def _values_to_send(self, s: int, m: int) -> Iterator[Send]:
-        stage = self.stages[s]
-        for v in stage.sent:
-            what, kept = ("input", stage.kept_inputs)
-            if v in stage.outputs:
-                what, kept = ("output", stage.kept_outputs)
-            for t in self.receivers(s, v):
-                yield from self._give((what, s, m, v), "input", t, copied=v in kept)
-
-    def _gradients_to_send(self, s: int, m: int) -> Iterator[Send]:
-        stage = self.stages[s]
-        for v in (v for v in self.received(s) if v in stage.differentiable):
-            what = "input gradient" if v in stage.input_gradients else "cotangent"
-            yield from self._give((what, s, m, v), "cotangent", self.sender(s, v))
-
-    def _give(self, key: Key, what: str, t: int, *, copied: bool = False) -> Iterator[Send]:
-        """Stage t gets a value: that itself, where both share their devices, and so split it alike;
-        or a copy."""
-        source, (_, s, m, v) = self._values[key], key
-        if self.stages[s].devices == self.stages[t].devices and not copied:
-            self._values[what, t, m, v] = source
-            self._handed.setdefault(source, self.places[s])
-            return
-        kind, of = ("gradients", "gradient ") if what == "cotangent" else ("activations", "")
-        value = self._new(what, f"received {kind}", t, m, v, source=source)
-        label, nbytes = f"send {of}{v}.{m} from stage {s} to {t}", max(source.nbytes, value.nbytes)
-        yield Send(value, self.places[t], nbytes, label)
-
     # ---- updates ---------------------------------------------------------------------------------
 
     def updates(self) -> Iterator[Task | Send]:
@@ -387,7 +378,7 @@ class Pipeline:
                 value = Value(*of, nbytes, source.holds, name=name, source=source)
                 arrived[owner] += (value,)
                 label = f"send gradient of parameter {p} from stage {s} to {owner}"
-                yield Send(value, self.places[owner], max(source.nbytes, nbytes), label)
+                yield Send(value, self.places[owner], label)
         own = [(self._params[s][0], self._optimizer[s], self._gradients[s][0]) for s in arrived]
         reads = [(*((value,) for value in own[s]), arrived[s]) for s in arrived]
         summaries: dict[int, Values] = dict.fromkeys(arrived, ())
@@ -400,9 +391,8 @@ class Pipeline:
         for s, stage in enumerate(stages):
             for p, value in zip(stage.borrowed, self._params[s][1:], strict=True):
                 owner = self._owner[p]
-                nbytes = max(stages[owner].param_bytes[p], value.nbytes)
                 label = f"send parameter {p} from stage {owner} to {s}"
-                yield Send(value, self.places[s], nbytes, label)
+                yield Send(value, self.places[s], label, stages[owner].param_bytes[p])
 
     def _summaries(
         self, reads: Sequence[tuple[Values, ...]], summaries: dict[int, Values]
@@ -418,7 +408,7 @@ class Pipeline:
                 value = replace(made, name=f"summary of {s}@{t}", source=made)
                 summaries[t] += (value,)
                 label = f"send summary from stage {s} to {t}"
-                yield Send(value, self.places[t], made.nbytes, label)
+                yield Send(value, self.places[t], label)
 
 
 def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:

@@ -76,14 +76,14 @@ class Send:
 
     Attributes:
         value, place: What, and where to.
-        nbytes: As of a ``Copy``: what the busier side sends or receives.
         label: For people.
+        nbytes: Of the value at its source, if that has other arrays, too.
     """
 
     value: Value
     place: Place
-    nbytes: int
     label: str
+    nbytes: int = 0
 
 
 Arrival = Task | tuple[Value, ...]

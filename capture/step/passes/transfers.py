@@ -53,57 +53,52 @@ class _Transfers:
         return self._blocks[id(group)][1]
 
     def _run(self, task: Task) -> Block:
-        label, where, block = task.label, task.where, list[Instruction]()
+        label, slots, block = task.label, self._slots, list[Instruction]()
         self._step.programs.setdefault(task.name, task.program)
+        at, place, bring = task.at.get, task.program.place, self._bring
         reads = tuple(
-            tuple([self._bring(v, where(v), label, block) for v in group]) for group in task.reads
+            [tuple([bring(v, at(v, place), label, block) for v in group]) for group in task.reads]
         )
-        donated = tuple([self._slots[v][where(v).name] for v in task.takes])
-        for value in task.takes:
-            if value not in task.makes:
-                del self._slots[value][where(value).name]
-        made = tuple([self._make(value, where(value)) for value in task.makes])
+        donated = tuple([slots[v][at(v, place).name] for v in task.takes])
+        for value in {*task.takes}.difference(task.makes):
+            del slots[value][at(value, place).name]
+        made = tuple([self._make(value, at(value, place)) for value in task.makes])
         block.append(Run(task.name, reads, made, donated, label))
         changed = [(v, v.source) for v, _ in task.rests if v.source and v.source.home]
-        if over := tuple(slot for _, home in changed for slot in self._slots[home].values()):
+        if over := tuple(slot for _, home in changed for slot in slots[home].values()):
             block.append(Free(over))
         for (value, _), target in zip(changed, over, strict=True):
-            source = self._slots[value][where(value).name]
-            block.append(Copy(source, target, value.nbytes, label))
-        for value, place in task.rests[len(changed) :]:
-            self._slots[value] = {place.name: self._bring(value, place, label, block)}
+            block.append(Copy(slots[value][at(value, place).name], target, value.nbytes, label))
+        for value, rest in task.rests[len(changed) :]:
+            slots[value] = {rest.name: bring(value, rest, label, block)}
         if task.ends:
-            gone = tuple([self._slots[value].pop(where(value).name) for value in task.ends])
-            block.append(Free(gone))
+            block.append(Free(tuple([slots[v].pop(at(v, place).name) for v in task.ends])))
         return block
 
     def _send(self, send: Send) -> Block:
         value, block = send.value, list[Instruction]()
         if value.home is None or value.source is None:
-            self._bring(value, send.place, send.label, block, send.nbytes)
+            self._bring(value, send.place, send.label, block)
             return block
         (over,), (source,) = self._slots[value].values(), self._slots[value.source].values()
-        return [Free((over,)), Copy(source, over, send.nbytes, send.label, value.index)]
+        nbytes = max(value.nbytes, send.nbytes)
+        return [Free((over,)), Copy(source, over, nbytes, send.label, value.index)]
 
-    def _bring(
-        self, value: Value, place: Place, label: str, block: Block, nbytes: int | None = None
-    ) -> int:
+    def _bring(self, value: Value, place: Place, label: str, block: Block) -> int:
         """Return the slot of a value at a place, with what makes it if it is not there."""
         here, name = self._slots[value], place.name
-        if name in here:
-            return here[name]
-        if value.fed is not None:
+        if name not in here and value.fed is not None:
             here[name] = self._slot(value, place)
             block.append(Feed(here[name], *value.fed, label))
-            return here[name]
-        there, index = here or self._slots[value.source or value], None if here else value.index
-        assert there, f"{value.what} of {value.holds} is nowhere"
-        slots = self._step.slots
-        near = (slot for slot in there.values() if slots[slot].place.devices == place.devices)
-        source = next(near, next(iter(there.values())))
-        here[name] = self._slot(value, place)
-        moved = value.nbytes if nbytes is None else nbytes
-        block.append(Copy(source, here[name], moved, label, index))
+        elif name not in here:
+            there, index = here or self._slots[value.source or value], None if here else value.index
+            assert there, f"{value.what} of {value.holds} is nowhere"
+            slots = self._step.slots
+            near = (slot for slot in there.values() if slots[slot].place.devices == place.devices)
+            source = next(near, next(iter(there.values())))
+            nbytes = max(value.nbytes, slots[source].nbytes if index is None else 0)
+            here[name] = self._slot(value, place)
+            block.append(Copy(source, here[name], nbytes, label, index))
         return here[name]
 
     def _make(self, value: Value, place: Place) -> int:
