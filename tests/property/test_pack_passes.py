@@ -1,5 +1,6 @@
-"""Transfers, residency and waits, each by itself on steps of packs: what it guarantees, and that its
-own check refuses faults that are planted into what it makes."""
+"""Transfers, residency and waits, each by itself on steps of packs, and transfers on those of
+pipelines: what it guarantees, and that its own check refuses faults that are planted into what it
+makes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture.errors import ExecutionError
+from capture.plan.schedule import Schedule, make_schedule
 from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph
+from capture.step.interface import StageInterface
 from capture.step.pack_order import as_the_first, begins_without_copies
 from capture.step.pack_sizes import PackSizes, ProfileSizes
 from capture.step.pack_state import PackState
@@ -23,11 +26,14 @@ from capture.step.passes.frees import free, used_by
 from capture.step.passes.residency import reside
 from capture.step.passes.transfers import transfer
 from capture.step.passes.waits import wait
+from capture.step.pipeline import Pipeline
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait, replay
 from capture.step.room import Room
-from capture.step.tasks import Block, Round, Turn, Value
+from capture.step.tasks import Block, Round, Send, Turn, Value
+from tests.property import test_step, test_step_tables
 from tests.property.test_streamed_arrays import problems, swapped_problems
 from tests.property.test_streamed_step import profile_of
+from tests.synthetic_graphs import chain
 
 drawn = st.one_of(problems(), swapped_problems())
 
@@ -99,16 +105,25 @@ def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) 
             known[value] = value.name
             if value.fed is not None:
                 known[value] = value.fed
-            elif value.source is not None:
-                source = of(value.source)
-                known[value] = source if value.index is None else (value.index, source)
+            elif value.source is not None and value.home is None:
+                known[value] = copy_of(value)
         return known[value]
+
+    def copy_of(value: Value) -> object:
+        assert value.source is not None
+        source = of(value.source)
+        return source if value.index is None else (value.index, source)
 
     blocks = blocks_of(turns)
     used = Counter(slot for block in blocks for each in block for slot in {*used_by(each)})
     resting, gone = set[int](), set[int]()
     for block in blocks:
         task = run_of.get(id(block))
+        sent = task if isinstance(task, Send) else None
+        if sent is not None:
+            resting |= check_sent(step, sent, block)
+            known |= {sent.value: copy_of(sent.value)} if sent.value.home else {}
+            task = None
         for each in block:
             if isinstance(each, Feed):
                 there[each.slot] = (each.microbatch, each.batch)
@@ -117,6 +132,7 @@ def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) 
                 there[each.target] = content if each.index is None else (each.index, content)
                 if task is not None:
                     resting.add(each.target)
+                assert sent is None or there[each.target] == of(sent.value)
             elif isinstance(each, Run):
                 assert task is not None and each.program == task.name
                 for group, slots in zip(task.reads, each.inputs, strict=True):
@@ -134,10 +150,30 @@ def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) 
             assert place in [step.slots[slot].place for slot in slots], f"{value} does not rest"
             for key in [key for key in at if key[0] is value]:
                 gone.add(at.pop(key))
+        if task is not None and task.ends:
+            freed = block[-1].slots if isinstance(block[-1], Free) else ()
+            assert [of(value) for value in task.ends] == [there[slot] for slot in freed]
+            gone.update(freed)
     copied = [each.target for block in blocks for each in block if isinstance(each, Copy)]
     idle = [slot for slot in copied if used[slot] == 1 and slot not in resting]
     assert not idle, "nothing reads a copy"
     assert len(copied) == len({*copied}), "a slot is written twice"
+
+
+def check_sent(step: Step, send: Send, block: Block) -> set[int]:
+    """What a send makes: nothing else, at its place. Returns what is state, and so of use if nobody
+    reads it."""
+    assert block, "nothing is sent"
+    *before, made = block
+    slot = made.slot if isinstance(made, Feed) else made.target if isinstance(made, Copy) else -1
+    assert step.slots[slot].place is send.place and step.slots[slot].holds == send.value.holds
+    is_state = slot in step.persistent.values()
+    assert before == ([Free((slot,))] if is_state else [])
+    if isinstance(made, Copy):
+        source, index = step.slots[made.source], made.index
+        sent = source.nbytes if index is None else send.nbytes
+        assert made.nbytes == max(send.value.nbytes, sent)
+    return {slot} if is_state else set()
 
 
 @settings(max_examples=60)
@@ -146,6 +182,34 @@ def test_every_value_is_where_it_is_read(problem):
     graph, sizes, _ = problem
     lowered = Lowered(graph, sizes)
     check_transfers(lowered.step, lowered.rounds, lowered.turns)
+
+
+class LoweredStages:
+    """The rounds of a pipeline, and their turns."""
+
+    def __init__(self, stages: list[StageInterface], schedule: Schedule):
+        pipeline = Pipeline(stages, schedule)
+        self.rounds = [*pipeline.passes(), Round([*pipeline.updates()])]
+        self.step = Step(pipeline.places, pipeline.programs)
+        self.turns = transfer(self.step, self.rounds, pipeline.kept)
+
+
+@settings(max_examples=60)
+@given(st.one_of(test_step.steps(), test_step_tables.steps()))
+def test_every_value_of_a_pipeline_is_where_it_is_read(made):
+    lowered = LoweredStages(*made)
+    check_transfers(lowered.step, lowered.rounds, lowered.turns)
+
+
+def three_stages() -> LoweredStages:
+    """Three stages, of which the second passes a value on that the last reads; they share a
+    parameter, which the last splits and the first does not, and need summaries."""
+    cost = replace(test_step.NOTHING, summary_bytes=4, summarize_bytes=4)
+    stages = test_step.interfaces(chain(4, skips=[(0, 3)], shared=[(0, 3)]), [1, 3], cost)
+    stages[1] = replace(stages[1], kept_inputs=(0,), residual_bytes=10)
+    halves = {p: nbytes // 2 for p, nbytes in stages[2].param_bytes.items()}
+    stages[2] = replace(stages[2], param_bytes=halves)
+    return LoweredStages(stages, make_schedule("1f1b", 3, 3))
 
 
 def without_each(block: Block) -> Iterator[Block]:
@@ -172,7 +236,9 @@ def of_another(block: Block) -> Iterator[Block]:
 @pytest.mark.parametrize("fault", [without_each, twice_each, of_another])
 def test_faults_of_transfers_are_seen(fault: Callable[[Block], Iterator[Block]]):
     count = 0
-    for lowered in [example(*off) for off in EXAMPLES]:
+    stages = three_stages()
+    check_transfers(stages.step, stages.rounds, stages.turns)
+    for lowered in [*(example(*off) for off in EXAMPLES), stages]:
         for block in blocks_of(lowered.turns):
             for wrong in fault(block):
                 turns = [
