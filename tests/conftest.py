@@ -3,6 +3,7 @@ and the same examples each time."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -36,6 +37,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 CaptureError.check(environment.prepare(num_devices=8))
 
 MOST_COMPILED_BYTES = 2**29
+
+# What is imported and collected lives as long as the process: looking through it again and again
+# for garbage takes a tenth of the time of all tests. Nothing is looked for until all is collected.
+gc.disable()
 
 #: What other processes run, and models as users write them: nothing to import here.
 #: A folder's own conftest.py takes this one's name.
@@ -107,6 +112,13 @@ def pytest_sessionstart(session):
         kept = [path.stat().st_size for path in COMPILED.iterdir()]
         if sum(kept) > MOST_COMPILED_BYTES:
             shutil.rmtree(COMPILED, ignore_errors=True)
+
+
+def pytest_collection_finish():
+    """From here on garbage is looked for among what tests make, and not so often as by default."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
