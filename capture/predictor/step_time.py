@@ -35,7 +35,23 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     Raises:
         ProfileError: ``profile-no-times``, and the codes of the predictors.
     """
-    predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(plan.cluster.nodes))
+    times = TimePredictor(profile, max(plan.cluster.nodes))
+    return simulated_timeline(plan, AdditivePredictor(profile), times)
+
+
+def simulated_timeline(
+    plan: Plan, predictor: AdditivePredictor, times: TimePredictor
+) -> StepTimeline:
+    """Simulate one step of a plan as predictors say that serve several plans of one profile.
+
+    Args:
+        plan: A plan of the predictors' model and target.
+        predictor: What its stages hold and hand over.
+        times: How long its stages take.
+
+    Raises:
+        ProfileError: The codes of the predictors.
+    """
     step = build_step(predictor.interfaces(plan), plan.schedule_table)
     return plan_timeline(step, plan.cluster, times.stage_times(plan), times.model.rates)
 

@@ -4,6 +4,7 @@ with limits of memory, and when it is to end."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -18,7 +19,9 @@ from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.predictor.step_time import predicted_timeline
+from capture.predictor import AdditivePredictor
+from capture.predictor.step_time import simulated_timeline
+from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion, recommend
 from recommender.capture.parts import Part
 from recommender.capture.posed import search_problem
@@ -35,6 +38,10 @@ QUESTION = PlanQuestion(
 )
 
 
+#: Bytes and seconds of all plans of a question, by what they depend on: several tests ask them.
+EVERY: dict[tuple[int, float, tuple[int, ...], PlanQuestion], list[tuple[int, float]]] = {}
+
+
 class Timed:
     """A few layers, and a compiler whose programs take longer than their products: by choice, and
     each by its own factor."""
@@ -45,7 +52,8 @@ class Timed:
         planted = Planted(5, seed)
         exact = planted.profile(hybrid(2), sizes=self.sizes, num_neighbours=4)
         exact = replace(exact, provenance={"backend": "compile", "target": TARGET})
-        self.compiler, self.spread = Compiler(planted, exact, spread=0.0), spread
+        self.compiler = Compiler(planted, exact, spread=0.0)
+        self.seed, self.spread = seed, spread
         self.all = replace(
             exact,
             measurements={c: with_work(c, cost) for c, cost in exact.measurements.items()},
@@ -97,18 +105,26 @@ class Timed:
 
     def every(self, asked: PlanQuestion = QUESTION) -> list[tuple[int, float]]:
         """Bytes and simulated seconds of all plans, with all stages compiled."""
-        problem = search_problem(self.all, asked, with_times=True)
-        return [
-            self.value(place(cuts, choices), asked)
-            for cuts in every_plan(problem)
-            for choices in product(*(problem.choices[d] for *_, d in cuts))
-        ]
+        key = self.seed, self.spread, self.sizes, asked
+        if key not in EVERY:
+            problem = search_problem(self.all, asked, with_times=True)
+            EVERY[key] = [
+                self.value(place(cuts, choices), asked)
+                for cuts in every_plan(problem)
+                for choices in product(*(problem.choices[d] for *_, d in cuts))
+            ]
+        return EVERY[key]
+
+    @cached_property
+    def predictors(self) -> tuple[AdditivePredictor, TimePredictor]:
+        """Of bytes and of seconds, with all stages compiled."""
+        return AdditivePredictor(self.all), TimePredictor(self.all, max(QUESTION.cluster.nodes))
 
     def value(self, stages, asked: PlanQuestion = QUESTION) -> tuple[int, float]:
         """The same of one plan."""
         plan = plan_of(self.all, asked, stages)
-        seconds = predicted_timeline(plan, self.all).step_seconds
-        return predict_plan(self.all, plan).peak_bytes, float(seconds)
+        seconds = simulated_timeline(plan, *self.predictors).step_seconds
+        return self.predictors[0].predict(plan).peak_bytes, float(seconds)
 
     def fastest(self, memory_limit_bytes: int = 10**18) -> float:
         """Seconds of the fastest plan by all stages compiled."""

@@ -25,8 +25,9 @@ from capture.measured.stage_cost import SplitCost
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
+from capture.predictor import AdditivePredictor
 from capture.predictor.formula import kept_bytes
-from capture.predictor.step_time import predicted_timeline
+from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion
 from recommender.capture import grouped, named
@@ -43,6 +44,10 @@ LITTLE = 1e-12
 
 def asked(name: str, num_microbatches: int, **changes) -> PlanQuestion:
     return PlanQuestion(CLUSTER, BATCH, num_microbatches, name, objective="throughput", **changes)
+
+
+#: Seconds and bytes of all plans by the seed of their compiler: several tests ask them.
+EVERY: dict[int, dict[Plan, tuple[float, int]]] = {}
 
 
 class Splitting(Compiler):
@@ -136,15 +141,19 @@ class Everything(Timed):
     def every_plan(self) -> dict[Plan, tuple[float, int]]:
         """Seconds and bytes of all plans of all schedules and numbers of micro-batches, with all
         stages compiled."""
+        if self.seed in EVERY:
+            return EVERY[self.seed]
         found = {}
+        predictors = AdditivePredictor(self.all), TimePredictor(self.all, max(CLUSTER.nodes))
         for name, m in product(("1f1b", *TABLES), COUNTS):
             num_borders = 2 * SCHEDULES[name].stages_per_group - 1
             for borders in combinations(range(1, NUM_LAYERS), num_borders):
                 with suppress(PlanError):  # too few micro-batches
                     plan = table_plan(name, (0, *borders, NUM_LAYERS), ONE, m, TARGET)
                     plan = plan.with_(cluster=CLUSTER, global_batch_size=BATCH)
-                    seconds = float(predicted_timeline(plan, self.all).step_seconds)
+                    seconds = float(simulated_timeline(plan, *predictors).step_seconds)
                     found[plan] = seconds, max(self.compiler.peaks(plan))
+        EVERY[self.seed] = found
         return found
 
     def known(self, plan: Plan) -> tuple[float, int]:
