@@ -22,12 +22,11 @@ from profiling_runs.question import ProfileQuestion
 SIZE = 8
 
 
-@pytest.mark.parametrize("remat", ["cheap", "full"])
-def test_long_stages_keep_no_less_than_their_bound_however_tensors_are_split(remat):
+def test_long_stages_keep_no_less_than_their_bound_however_tensors_are_split():
     """A transformer without marks, cut inside its blocks: values that are split where they are made
     cross several layers."""
-    spec = WorkloadSpec.parse(f"{REPOSITORY / 'tests' / 'user_models' / 'vit_nnx.py'}:vit?depth=4")
-    choices = tuple(StageChoice(1, degree, remat) for degree in (1, 2))
+    spec = WorkloadSpec.parse(f"{REPOSITORY / 'tests' / 'user_models' / 'vit_nnx.py'}:vit?depth=3")
+    choices = tuple(StageChoice(1, *each) for each in product((1, 2), ("cheap", "full")))
     question = ProfileQuestion(spec, Cluster((4,)), SIZE, choices=choices, calibration_plans=0)
     measurements = open_measurements(question, store=Store(None))
     predictor = AdditivePredictor(bounds(question, measurements).least)
@@ -41,19 +40,30 @@ def test_long_stages_keep_no_less_than_their_bound_however_tensors_are_split(rem
             assert 0 < bound <= kept, (choice, first, stop)
 
 
-@pytest.mark.parametrize("model", ["wide_resnet", pytest.param("resnet", marks=pytest.mark.slow)])
-def test_where_parameters_are_split_so_may_be_what_replicas_have_in_common(model):
+@pytest.mark.parametrize(
+    ("model", "remats"),
+    [
+        ("wide_resnet", ("cheap",)),
+        *(
+            pytest.param(model, ("none", "cheap"), marks=pytest.mark.slow)
+            for model in ("wide_resnet", "resnet")
+        ),
+    ],
+    ids=str,
+)
+def test_where_parameters_are_split_so_may_be_what_replicas_have_in_common(model, remats):
     """Statistics of a batch, per channel: for H100 they are split as the scales that follow."""
     spec = WorkloadSpec.parse(f"{REPOSITORY / 'models' / model}.py:{model}?size=tiny")
-    choices = tuple(StageChoice(4, 1, remat, True, True) for remat in ("none", "cheap"))
+    choices = tuple(StageChoice(4, 1, remat, True, True) for remat in remats)
     cluster, size = Cluster((4,), "h100"), 4 * SIZE
     question = ProfileQuestion(spec, cluster, size, choices=choices, calibration_plans=0)
     measurements = open_measurements(question, store=Store(None))
     predictor = AdditivePredictor(bounds(question, measurements).least)
     graph = measurements.backend.sharding(size).graph(choices)
-    # Compiling a whole model takes longest, so one choice has it.
-    whole = (choices[1], (0, graph.num_layers))
-    for choice, window in (*product(choices, [(0, 1), (1, 2)]), whole):
+    asked = [*product(choices, [(0, 1), (1, 2)])]
+    if len(choices) > 1:  # compiling a whole model takes longest, so one choice has it
+        asked.append((choices[1], (0, graph.num_layers)))
+    for choice, window in asked:
         cost = measurements.backend.measure(StageConfig(*window, choice, size))
         kept = kept_bytes(graph, *window, choice, cost)
         bound = int(predictor.memory(choice, size).kept[window])

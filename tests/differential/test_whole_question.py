@@ -132,7 +132,7 @@ def test_sizes_that_a_model_does_not_take_are_left_out():
 
 def test_facts_are_traced_at_sizes_that_the_model_takes():
     """One example on a device is half of a group of experts."""
-    spec = WorkloadSpec.parse("models/moe.py:moe?size=tiny&group_tokens=128")
+    spec = WorkloadSpec.parse("models/moe.py:moe?size=tiny&num_layers=2&group_tokens=128")
     asked = ProfileQuestion(spec, WHOLE.cluster, 8, choices=(StageChoice(),))
     measurements = open_measurements(asked, store=Store())
     bounds = ModelBounds(measurements, (1, 8), 4)

@@ -18,7 +18,7 @@ from capture.extras import EXTRA_OF, install_command
 FOLDER = REPOSITORY / "docs/examples"
 #: Its function, small, and the module that an example needs.
 EXAMPLES = {
-    "plain_jax.py": ("language_model?depth=2", "jax"),
+    "plain_jax.py": ("language_model?depth=1", "jax"),
     "flax_nnx.py": ("classifier?depth=1", "flax"),
     "flax_linen.py": ("mixer?depth=1", "flax"),
     "equinox_mlp.py": ("regression?depth=1", "equinox"),

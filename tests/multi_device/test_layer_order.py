@@ -85,7 +85,7 @@ def test_a_layer_waits_for_the_gradients_of_those_behind_it(remat, replicas, lag
 )
 def test_the_order_changes_no_gradient(name, remat, degrees):
     """Random keys, which cannot wait, and a parameter of several layers among what is read."""
-    workload = tied() if name == "dropout, tied" else models.linen(num_blocks=NUM_BLOCKS)
+    workload = tied() if name == "dropout, tied" else models.linen(num_blocks=2)
     in_parts = degrees[0] > 1
     programs = programs_of(StageChoice(*degrees, remat, in_parts, in_parts), workload)
     programs._in_turn = in_parts  # as on GPUs
