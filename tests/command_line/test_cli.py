@@ -219,7 +219,7 @@ def test_evaluate_draws_plans_that_fit(inside_planned, capsys):
         *STORE,
         *PROFILING,
         "--plans",
-        "3",
+        "2",
         "--quiet",
         "-o",
         "fitting.json",

@@ -37,15 +37,15 @@ OFTEN = ("--save", "my run", "--save-every", "2")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """With the plan of a model of four layers on one device."""
+    """With the plan of a model of two layers on one device."""
     monkeypatch.chdir(tmp_path)
     Plan(
         cluster=Cluster((1,)),
-        num_layers=4,
-        stages=(Stage(0, 4, (0,), StageChoice()),),
+        num_layers=2,
+        stages=(Stage(0, 2, (0,), StageChoice()),),
         global_batch_size=8,
         num_microbatches=2,
-        workload=WorkloadSpec.parse(f"{MODELS}:mlp"),
+        workload=WorkloadSpec.parse(f"{MODELS}:mlp?num_blocks=2"),
     ).save(Path("plan.json"))
 
 

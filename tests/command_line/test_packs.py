@@ -112,14 +112,15 @@ def test_a_target_is_a_machine(tmp_path, monkeypatch, capsys):
 
 def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, document = answer(capsys, *asked("transformer15", "--memory", "200MB"))
+    batch = ("--global-batch", "8")
+    code, document = answer(capsys, *asked("transformer15", "--memory", "200MB", *batch))
     assert (code, document["status"], document["plan"]) == (1, "infeasible", None)
     why = document["why"]
     assert why["code"] == "packs-layer"
     assert why["least_peak_bytes"] > why["memory_limit_bytes"] == 200_000_000
     assert not Path("plan.json").exists()
     code, document = answer(
-        capsys, *asked("transformer15", "--memory", str(why["least_peak_bytes"]))
+        capsys, *asked("transformer15", "--memory", str(why["least_peak_bytes"]), *batch)
     )
     assert code == 0
 

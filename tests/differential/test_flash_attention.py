@@ -156,7 +156,7 @@ def test_operations_are_counted_and_split_over_examples():
     )
     # Keys after the block of a query are skipped: of two blocks by two, one.
     assert 0.75 * plain.layers[0].flops < flash.layers[0].flops < plain.layers[0].flops
-    assert check_split(load("attention=flash"), 2).splits is not False
+    assert check_split(load("num_layers=1&attention=flash"), 2).splits is not False
 
 
 def test_heads_are_split_over_the_model_axis(zoo_attention):

@@ -108,7 +108,7 @@ def test_bounds_of_split_passes_have_the_rest_as_it_is(known):
 def test_neighbours_that_share_a_kernel_launch_it_once():
     """Launches are most of the seconds of a tiny model, and no part of its floor."""
     whole = WholeQuestion(Cluster((4,), "h100"), 64, counts=(32,), remat="none")
-    asked = ProfileQuestion(zoo_models.load("vit"), whole.cluster, 2, choices=(StageChoice(),))
+    asked = ProfileQuestion(zoo_models.small("vit"), whole.cluster, 2, choices=(StageChoice(),))
     measurements = open_measurements(asked, store=Store())
     bounds, choices = ModelBounds(measurements, (1, 2), 4), whole.choices(2)
     problem = search_problem(bounds.at(choices, 2).least, whole.question(), with_times=True)

@@ -122,22 +122,22 @@ def test_an_interrupted_save_loses_nothing(small, tmp_path, monkeypatch):
 
 
 def test_a_training_saves_as_it_goes_and_passes_over_what_is_damaged(tmp_path):
-    plan, said = pipeline((4,), ((1, 1),)), list[str]()
+    plan, model, said = pipeline((2,), ((1, 1),)), mlp(num_blocks=2), list[str]()
     saving = Training(num_steps=3, save=tmp_path, save_every=2)
-    whole = train_plan(plan, mlp(), saving)
+    whole = train_plan(plan, model, saving)
     assert whole["saved"] == str(tmp_path / "3") and complete_steps(tmp_path) == [2, 3]
     with pytest.raises(ExecutionError) as error:
-        train_plan(plan, mlp(), saving)
+        train_plan(plan, model, saving)
     assert error.value.codes == ("checkpoint-exists",)
     shutil.rmtree(tmp_path / "3" / "state")
     (tmp_path / "4").mkdir()  # of a save that was killed
     again = replace(saving, restore=tmp_path, until=4)
-    going_on = train_plan(plan, mlp(), again, said.append)
+    going_on = train_plan(plan, model, again, said.append)
     assert going_on["losses"][0] == whole["losses"][2]
     assert complete_steps(tmp_path) == [2, 4] and (tmp_path / "3.unreadable").is_dir()
     assert "step 4 in" in said[1] and "was not written to its end" in said[1]
     assert "step 3 in" in said[2] and said[2].endswith("going on from that of step 2")
-    assert train_plan(plan, mlp(), again)["losses"] == [], "it is at its end"
+    assert train_plan(plan, model, again)["losses"] == [], "it is at its end"
 
 
 def test_another_model_or_optimizer(small, tmp_path):

@@ -233,7 +233,15 @@ def gpt_of_three_layers() -> CompileBackend:
     return CompileBackend(load("gpt", "size=tiny&num_layers=3"), store=Store())
 
 
-@pytest.mark.parametrize("remat", ["none", "cheap", "dots", "full", "full:2"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "none",
+        "cheap",
+        "full",
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("dots", "full:2")),
+    ],
+)
 @pytest.mark.parametrize(
     ("tp", "on"),
     [
