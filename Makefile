@@ -141,7 +141,7 @@ environments: ## Make all environments that check uses, as far as they can be ma
 	-@$(MAKE) --no-print-directory $(VENV_ALPA)/.stamp
 
 .PHONY: check
-check: lint smoke-newest test test-slow ray alpa ## What .ci/run runs after its walk through the pages: lint, the newest JAX, the tests, Ray clusters, and Alpa as a judge
+check: lint smoke-newest test test-slow ray alpa ## What .ci/run runs beside and after its walk through the pages: lint, the newest JAX, the tests, Ray clusters, and Alpa as a judge
 
 # Plans for the CPU and for a GPU that is not there, and a checked run of every kind of plan.
 SMOKE := $(addprefix tests/command_line/, \
