@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from importlib.util import find_spec
-from itertools import cycle
 
 import pytest
 from processes import QUICK_CODE, REPOSITORY, environment_apart, output_of
@@ -61,15 +60,20 @@ def measured():
     return measure
 
 
-@pytest.mark.slow
-def test_passes_over_parameters_in_parts_need_no_more_for_more_layers():
+@pytest.mark.parametrize(
+    ("asked", "remats"),
+    [
+        pytest.param(["parts"], ("cheap", "full"), marks=pytest.mark.slow),
+        pytest.param(["all", "parts"], ("cheap", "full") * 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_passes_over_parameters_in_parts_need_no_more_for_more_layers(asked, remats):
     """Beside what is kept. Products of weight gradients wait for nobody, also where parts of
     gradients are computed in another order of memory; parameters are cast and gathered in their
     layer's turn."""
     require("cuda")
-    found = json.loads(output_of("target_measurements", "h100", "parts", env=QUICK))
-    assert len(found) == 6
-    for remat, pair in zip(cycle(("cheap", "full")), found, strict=False):
+    found = json.loads(output_of("target_measurements", "h100", *asked, env=QUICK))
+    for remat, pair in zip(remats, found, strict=True):
         few, many = (read(cost, StageCost) for cost in pair)
         assert many.backward_bytes <= 1.05 * few.backward_bytes
         forward = [cost.forward_bytes - cost.residual_bytes for cost in (few, many)]

@@ -1,6 +1,7 @@
 """What the compiler of a target says of stages of a small GPT:
-``target_measurements.py TARGET [sequence | parts]``, with ``sequence`` of sequence parallelism alone,
-with ``parts`` of few and of many layers whose parameters replicas split."""
+``target_measurements.py TARGET [sequence | parts | all parts]``, with ``sequence`` of sequence
+parallelism alone, with ``parts`` of few and of many layers whose parameters replicas split: either
+remat with one of the degrees, or, with ``all parts``, with all of them."""
 
 import json
 import sys
@@ -23,17 +24,19 @@ if sys.argv[2:] == ["sequence"]:
     asked = (StageChoice(1, 4, "cheap", sequence_parallel=on) for on in (False, True))
     print(json.dumps([write(backend.measure(StageConfig(2, 3, choice, 8))) for choice in asked]))
     sys.exit()
-if sys.argv[2:] == ["parts"]:
+if sys.argv[-1] == "parts":
     longer = CompileBackend(
-        WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=7").load(), target=target
+        WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=6").load(), target=target
     )
     choices = [
         StageChoice(dp, tp, remat, True, True, sequence)
         for dp, tp, sequence in ((4, 1, False), (2, 2, False), (2, 2, True))
         for remat in ("cheap", "full")
     ]
+    if sys.argv[2] != "all":
+        choices = [choices[0], choices[-1]]
     costs = [
-        [longer.measure(StageConfig(1, stop, choice, 4 * choice.data_parallel)) for stop in (3, 6)]
+        [longer.measure(StageConfig(1, stop, choice, 4 * choice.data_parallel)) for stop in (3, 5)]
         for choice in choices
     ]
     print(json.dumps([[write(cost) for cost in pair] for pair in costs]))
