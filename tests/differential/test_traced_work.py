@@ -194,9 +194,8 @@ def test_a_term_that_is_too_high_is_seen_though_the_total_is_not():
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_terms_are_lines_in_the_number_of_examples(remat):
     """So that what is traced at two sizes is known at all, for h100."""
-    backend = CompileBackend(
-        zoo_models.load("gpt"), store=Store(), target=Target.load("h100"), num_devices=2
-    )
+    gpt, target = zoo_models.load("gpt", "size=tiny&num_layers=3"), Target.load("h100")
+    backend = CompileBackend(gpt, store=Store(), target=target, num_devices=2)
     bounds, choice = BoundsBackend(backend), StageChoice(2, 1, remat)
     costs = [bounds.measure(StageConfig(1, 2, choice, size)).least for size in (4, 8, 16)]
     for name in ("forward_work", "backward_work", "update_work"):

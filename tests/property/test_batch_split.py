@@ -60,7 +60,7 @@ def numeric(workload, size=4) -> SplitCheck:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt.py:gpt",
+        "gpt.py:gpt?num_layers=2",
         pytest.param("moe.py:moe", marks=pytest.mark.slow),
         pytest.param("unet.py:unet", marks=pytest.mark.slow),
     ],
@@ -81,8 +81,8 @@ def test_batch_statistics_do_not_split():
 @pytest.mark.parametrize(
     "name",
     [
-        "moe.py:moe?size=380M",  # expert groups of two examples
-        "gpt.py:gpt?dropout=0.1",
+        "moe.py:moe?size=380M&num_layers=2",  # expert groups of two examples
+        "gpt.py:gpt?dropout=0.1&num_layers=2",
     ],
 )
 def test_a_large_model_or_one_with_dropout_is_only_read(name):
@@ -90,7 +90,9 @@ def test_a_large_model_or_one_with_dropout_is_only_read(name):
 
 
 def test_a_batch_that_the_model_refuses_is_undecided():
-    check = check_split(zoo("moe.py:moe?size=380M"), 3)  # an example is half an expert group
+    check = check_split(
+        zoo("moe.py:moe?size=380M&num_layers=2"), 3
+    )  # an example is half an expert group
     assert check.splits is None
     assert "cannot be traced for 3 and 6 examples" in check.reason
     assert split_warning(check).startswith(
