@@ -22,7 +22,7 @@ from capture.machine.cluster import Cluster
 from capture.papers.capture.choices import hybrid_choices, paper_choices
 from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
-from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
+from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.search import ALGORITHMS, search
 
 
@@ -51,7 +51,7 @@ def additive(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:
 
 def additive_cost(
     statistics: np.ndarray, choices: dict[int, tuple[StageChoice, ...]], in_flight: np.ndarray
-) -> dict[int, InFlightCost]:
+) -> dict[int, np.ndarray]:
     """Weights over tensor degree and activations over both degrees, rounded up, plus buffers.
     Source: CAPTURE III-B3."""
     weights, activations, buffers = (additive(*part) for part in statistics)
@@ -72,7 +72,7 @@ def additive_cost(
                 for choice in here
             ]
         )
-        cost[d] = InFlightCost(static, kept, in_flight)
+        cost[d] = static[:, None] + in_flight[:, None, None] * kept[:, None]
     return cost
 
 

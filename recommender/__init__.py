@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recommender.answer import Answer
-    from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
+    from recommender.capture.problem import NEVER, SearchProblem
     from recommender.capture.recommendation import baseline_plan, recommend
     from recommender.capture.result import Infeasible, PlacedStage, SearchResult
     from recommender.capture.search import search
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NEVER",
     "Answer",
-    "InFlightCost",
     "Infeasible",
     "PlacedStage",
     "PlanQuestion",
@@ -33,7 +32,6 @@ __all__ = [
 
 _MODULE_OF = {
     "Answer": "recommender.answer",
-    "InFlightCost": "recommender.capture.problem",
     "Infeasible": "recommender.capture.result",
     "NEVER": "recommender.capture.problem",
     "PlacedStage": "recommender.capture.result",

@@ -14,7 +14,7 @@ from capture.papers.capture.choices import hybrid_choices, paper_choices
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import count_fillings
 from capture.plan.space import StageSpace
-from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
+from recommender.capture.problem import NEVER, SearchProblem
 
 #: (nodes, layers, whole_nodes, any_divisor); each is small enough for brute force.
 SHAPES = [
@@ -46,6 +46,12 @@ class Case:
     best: tuple[int, ...]
 
 
+def linear_cost(static: np.ndarray, kept: np.ndarray, in_flight: np.ndarray) -> np.ndarray:
+    """Bytes that grow with the micro-batches in flight, (num_choices, K, L, L + 1)."""
+    growing = np.where(static < NEVER, kept, 0)[:, None] * in_flight[:, None, None]
+    return static[:, None] + growing
+
+
 def random_problem(seed: int) -> SearchProblem:
     """A small problem: negative costs, ties, impossible stages, positions that matter, dense or
     linear costs."""
@@ -58,7 +64,7 @@ def random_problem(seed: int) -> SearchProblem:
     choices = {d: powers.get(d, (StageChoice(d, 1), StageChoice(1, d))) for d in degrees}
     num_positions = int(generator.integers(1, min(cluster.num_devices, num_layers) + 2))
     largest = (4, 30, 10**9)[seed % 3]  # 4: heavy ties
-    cost: dict[int, np.ndarray | InFlightCost] = {}
+    cost: dict[int, np.ndarray] = {}
     for d in degrees:
         shape = (len(choices[d]), num_layers, num_layers + 1)
         static = generator.integers(-largest // 3, largest, shape)
@@ -68,7 +74,7 @@ def random_problem(seed: int) -> SearchProblem:
         if seed % 4 < 2:
             kept = generator.integers(-largest // 8, largest // 3 + 1, shape)
             in_flight = np.arange(1, num_positions + 1)
-            cost[d] = InFlightCost(np.where(empty, NEVER, static), kept, in_flight)
+            cost[d] = linear_cost(np.where(empty, NEVER, static), kept, in_flight)
         else:
             rows = static[:, None] + generator.integers(
                 -largest // 4, largest // 2 + 1, (shape[0], num_positions, *shape[1:])
@@ -84,7 +90,7 @@ def timed_problem(seed: int) -> SearchProblem:
     longest = (4, 40, 1000)[seed // 3 % 3]  # 4: heavy ties
     seconds, updates = {}, {}
     for d in problem.choices:
-        shape = (len(problem.choices[d]), problem.num_layers, problem.num_layers + 1)
+        shape = (len(problem.choices[d]), problem.kinds.size)
         impossible = generator.random(shape) < 0.1 * (seed % 7 == 0)
         seconds[d] = np.where(
             impossible, np.inf, generator.integers(0, longest, shape).astype(float)
@@ -106,11 +112,11 @@ def every_step(problem: SearchProblem) -> Iterator[tuple[float, int, int]]:
         ways = []
         for i, (first, stop, d) in enumerate(plan):
             own = problem.bytes_per_choice(d, len(plan) - i, first, stop).tolist()
-            seconds = problem.seconds[d][:, first, stop].tolist()
+            seconds = problem.seconds[d][:, problem.kinds[first, stop]].tolist()
             updates = (
                 [0.0] * len(own)
                 if problem.update_seconds is None
-                else problem.update_seconds[d][:, first, stop].tolist()
+                else problem.update_seconds[d][:, problem.kinds[first, stop]].tolist()
             )
             ways.append(
                 [
@@ -186,7 +192,7 @@ def known_cases() -> list[Case]:
     first_heavy = additive([50, 10, 10, 10], [50, 10, 10, 10])
     # Two stages on two devices. A stage before another one keeps two micro-batches: 2 x 3 layers
     # against 1 x 3.
-    one_f_one_b = InFlightCost(
+    one_f_one_b = linear_cost(
         np.where(equal < NEVER, 0, NEVER)[None],
         np.where(equal < NEVER, equal, 0)[None],
         np.array([1, 2]),

@@ -26,6 +26,7 @@ from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.schedule import SCHEDULES, occupancy_by_position
 from capture.plan.stages import Plan
+from capture.predictor.alike import Kinds
 from capture.predictor.formula import (
     StageMemory,
     of_interfaces,
@@ -75,12 +76,14 @@ class AdditivePredictor(ComponentTables):
         """
         key = (choice, microbatch_size)
         if key not in self._memories:
-            table = np.nan_to_num(self.table(choice, microbatch_size))
-            for (first, stop), known in self._looked_up(choice, microbatch_size).items():
+            table, compiled = self.table(choice, microbatch_size), self._looked_up(*key)
+            if compiled:
+                table = table.copy()
+            for (first, stop), known in compiled.items():
                 # Where it was not compiled with a split backward pass, that is predicted.
                 table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
             parts = dict(
-                zip(self.components, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True)
+                zip(self.components, np.ceil(np.fmax(table, 0)).astype(np.int64), strict=True)
             )
             self._memories[key] = StageMemory(
                 **self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts
@@ -250,6 +253,7 @@ class AdditivePredictor(ComponentTables):
         max_stages: int,
         *,
         least: bool = False,
+        kinds: Kinds | None = None,
     ) -> np.ndarray:
         """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to
         the end (the last row: K or more).
@@ -262,6 +266,8 @@ class AdditivePredictor(ComponentTables):
             choice, microbatch_size, schedule, num_microbatches: What all stages share.
             max_stages: Most stages that a plan may have.
             least: Count them as in the best of plans instead.
+            kinds: Which stages are alike, to whom those join that differ in their parts. Each is
+                computed once then: (K, S).
         """
         memory = self.memory(choice, microbatch_size)
         positions = occupancy_by_position(schedule, num_microbatches, max_stages)
@@ -276,6 +282,11 @@ class AdditivePredictor(ComponentTables):
         }
         if not least:
             memory = replace(memory, summaries=_largest_sum(memory.summaries))
+        if kinds is not None:
+            parts = {name: part for name, part in vars(memory).items() if np.ndim(part)}
+            kinds.look(*parts.values(), *arriving.values())
+            memory = replace(memory, **{name: kinds.once(part) for name, part in parts.items()})
+            arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
         return peaks_by_position(
             memory, positions, [arriving[min(n, 1) if least else n] for n in behind]
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -39,7 +38,7 @@ class StageTable:
 
 
 def _possible(table: np.ndarray) -> np.ndarray:
-    return np.maximum(np.nan_to_num(table), 0)
+    return np.fmax(table, 0)
 
 
 def _row(seconds: StageTimes) -> np.ndarray:
@@ -70,13 +69,6 @@ class TimePredictor:
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         self._sums: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._tables: dict[tuple[StageChoice, int], StageTable] = {}
-
-    def knowing(self, profile: Profile) -> TimePredictor:
-        """Return a predictor from the same windows with other compiled stages."""
-        assert profile.measurements is self.profile.measurements, "they are added up once"
-        other = copy(self)
-        other.profile, other._tables = profile, {}
-        return other
 
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Seconds of every stage.

@@ -34,8 +34,8 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.why import ByLayers
 from recommender.capture import grouped
 from recommender.capture.least_step import LeastStep
-from recommender.capture.parts import OpenPart
-from recommender.capture.problem import SearchProblem
+from recommender.capture.parts import OpenPart, compiled_in
+from recommender.capture.problem import SearchProblem, together
 from recommender.capture.refine import Search
 from recommender.question import PlanQuestion
 
@@ -48,12 +48,18 @@ class LayerProof:
 
     Args:
         search: Whose parts are bounded; those that may matter are opened.
-        problem: Of a part: bounds of its stages, and what is compiled.
+        problems: Of a part: bounds of its stages, and what is expected of them; and both with what
+            is compiled.
         enough: Seconds of which no more need be proven.
     """
 
-    def __init__(self, search: Search, problem: Callable[[OpenPart], SearchProblem], enough: float):
-        self._search, self._problem, self._enough = search, problem, enough
+    def __init__(
+        self,
+        search: Search,
+        problems: Callable[[OpenPart], tuple[SearchProblem, SearchProblem]],
+        enough: float,
+    ):
+        self._search, self._problems, self._enough = search, problems, enough
         self._ratios, self._num_layers = _Ratios(), 0
         #: Per part, as it was last computed: what is compiled only makes it more.
         self._least = dict[int, float]()
@@ -126,7 +132,7 @@ class LayerProof:
             if (known := self._bound(number)) >= self._enough:
                 return None
             part = self._search.parts[number]
-            problem = self._ratios.applied(part, self._problem(part))
+            problem = self._ratios.applied(part, *self._problems(part))
             plans = [LeastStep(problem).plan(part.question.limit_bytes)]
             plans += [grouped.least_plan(problem, each) for each in self._others(part)]
             seconds, stages = min(plans, key=lambda plan: plan[0])
@@ -189,25 +195,26 @@ class _Ratios:
         for kind in (_kind(choice) for each in stages for choice in each.choice.measured):
             self._least.setdefault(kind, least)
 
-    def applied(self, part: OpenPart, problem: SearchProblem) -> SearchProblem:
+    def applied(
+        self, part: OpenPart, problem: SearchProblem, expected: SearchProblem
+    ) -> SearchProblem:
         """The problem with what stages take at least by this; of compiled ones that is known."""
-        assert problem.seconds is not None, "it has times"
+        problem, expected = together(problem, expected)
+        assert problem.seconds is not None and expected.seconds is not None, "they have times"
         seconds = {
-            d: np.maximum(problem.seconds[d], np.stack([self._of(part, each) for each in choices]))
+            d: np.maximum(
+                problem.seconds[d],
+                np.array([*map(self._of, choices)])[:, None] * expected.seconds[d],
+            )
             for d, choices in problem.choices.items()
         }
-        for config in part.known.verified:
-            choice, d = config.choice, config.choice.num_devices
-            if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
-                at = problem.choices[d].index(choice), config.first, config.stop
-                seconds[d][at] = problem.seconds[d][at]
+        for d, choice, kind in compiled_in(problem, part):
+            seconds[d][choice, kind] = problem.seconds[d][choice, kind]
         return replace(problem, seconds=seconds)
 
-    def _of(self, part: OpenPart, choice: StageChoice) -> np.ndarray:
-        """Seconds of every stage, (L, L + 1)."""
-        table = part.expected.table(choice, part.size)
-        ratio = min(self._least.get(_kind(each), 0.0) for each in choice.measured)
-        return ratio * (table.forward + table.backward)
+    def _of(self, choice: StageChoice) -> float:
+        """The part of what is expected that stages take at least."""
+        return min(self._least.get(_kind(each), 0.0) for each in choice.measured)
 
 
 def _kind(choice: StageChoice) -> Kind:

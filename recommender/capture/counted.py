@@ -13,7 +13,7 @@ form without transfers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,6 +26,7 @@ from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint
+from capture.predictor.alike import Kinds
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.minmax import least_peak
 from recommender.capture.pareto import pareto
@@ -230,18 +231,31 @@ class CountedSearch:
     def with_transfers(self) -> SearchProblem | None:
         """The problem in which a stage waits for what it sends and gets back; None where nothing is
         sent."""
-        seconds, cluster = self._problem.seconds, self._question.cluster
-        assert seconds is not None, "times are known"
+        problem, cluster = self._problem, self._question.cluster
         graph = self._profile.graph_at(self._question.microbatch_size)
         sent = {
-            d: np.stack([sends_seconds(graph, cluster, each) for each in self._problem.choices[d]])
-            for d in self._problem.used_degrees
+            d: np.stack([sends_seconds(graph, cluster, each) for each in problem.choices[d]])
+            for d in problem.used_degrees
         }
         if cluster.num_devices == 1 or not any(each.any() for each in sent.values()):
             return None
-        return replace(
-            self._problem, seconds={d: seconds[d] + 2 * each[:, None] for d, each in sent.items()}
-        )
+        return with_sends(problem, sent)
+
+
+def with_sends(problem: SearchProblem, sent: Mapping[int, np.ndarray]) -> SearchProblem:
+    """Return the problem in which a stage waits for what it sends and gets back.
+
+    Args:
+        problem: With seconds.
+        sent: Per degree those of ``sends_seconds`` by choice, (num_choices, L + 1).
+    """
+    shape = problem.kinds.shape
+    _, alike = np.unique(np.concatenate([*sent.values()]), axis=1, return_inverse=True)
+    kinds = Kinds(problem.kinds, np.broadcast_to(alike, shape))
+    problem, stop = problem.split(kinds), kinds.first % shape[1]
+    assert problem.seconds is not None, "times are known"
+    seconds = {d: problem.seconds[d] + 2 * each[:, stop] for d, each in sent.items()}
+    return replace(problem, seconds=seconds)
 
 
 def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> np.ndarray:

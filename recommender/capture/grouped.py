@@ -95,9 +95,10 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
     twice, and each reads and makes what is its own."""
     num_layers = part.known.graph.num_layers
     stage = np.full((num_layers, num_layers + 1), inf)
+    times = TimePredictor(part.bounds.profile, max(part.question.cluster.nodes))  # not kept
     for choice in stage_choices(part.known, part.question.remat):
         if choice.num_devices == num_devices and part.size % choice.data_parallel == 0:
-            table = part.bounded.table(choice, part.size)
+            table = times.table(choice, part.size)
             step = part.question.num_microbatches * (table.forward + table.backward)
             np.minimum(stage, step + table.update, out=stage)
     return _least_cut(stage)[0]
@@ -116,7 +117,7 @@ def least_plan(problem: SearchProblem, question: PlanQuestion) -> tuple[float, l
     least, found = inf, list[PlacedStage]()
     for d in {*sizes(question, problem.num_layers)} & {*problem.used_degrees}:
         length = step_of_equal_stages(question.schedule, num_devices // d, num_microbatches)
-        steps = length * problem.seconds[d] + problem.update_seconds[d]
+        steps = problem.spread(length * problem.seconds[d] + problem.update_seconds[d])
         seconds, cuts = _least_cut(steps.min(axis=0))
         if (share := d / num_devices * seconds) < least:
             chosen = steps.argmin(axis=0)

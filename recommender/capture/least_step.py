@@ -144,9 +144,10 @@ class LeastStep:
         rows = self._rows_behind(row) if stages else range(self._num_rows)
         for d in problem.degrees[p] if p < len(problem.degrees) else ():
             for c, choice in enumerate(problem.choices[d]):
-                own, times = problem.bytes_of_choice(d, c)[:, first], self._seconds[d][c, first]
+                kinds = problem.kinds[first]
+                own, times = problem.cost[d][c][:, kinds], self._seconds[d][c, kinds]
                 if not stages and problem.update_seconds is not None:
-                    once = problem.update_seconds[d][c, first]
+                    once = problem.update_seconds[d][c, kinds]
                 else:
                     once = np.full_like(times, update)
                 # A mixture of no more layers is another name of "full".
@@ -182,27 +183,30 @@ class LeastStep:
     def _tables(self, limit: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         """Per degree the least seconds of every stage that fits, and a choice that has them, (K, L,
         L + 1)."""
-        times, chosen = {}, {}
-        for d in self._problem.used_degrees:
-            shape = (self._num_rows, *self._seconds[d].shape[1:])
-            times[d], chosen[d] = np.full(shape, np.inf), np.zeros(shape, np.int64)
-            for c in range(len(self._problem.choices[d])):
-                own = self._problem.bytes_of_choice(d, c)
-                better = (own <= limit) & (self._seconds[d][c] < times[d])
-                np.copyto(times[d], self._seconds[d][c], where=better)
-                np.copyto(chosen[d], c, where=better)
+        times, chosen, problem = {}, {}, self._problem
+        for d in problem.used_degrees:
+            shape = (self._num_rows, self._seconds[d].shape[1])
+            least, best = np.full(shape, np.inf), np.zeros(shape, np.int64)
+            for c, (own, seconds) in enumerate(zip(problem.cost[d], self._seconds[d], strict=True)):
+                better = (own <= limit) & (seconds < least)
+                np.copyto(least, seconds, where=better)
+                np.copyto(best, c, where=better)
+            times[d], chosen[d] = problem.spread(least), problem.spread(best)
         return times, chosen
 
     def _stage(self, p: int, d: int, c: int, at: tuple[int, int, int]) -> PlacedStage:
         """On d devices from p on, with a choice; at its row of positions, first and stop."""
-        peak, choice = self._problem.bytes_of_choice(d, c)[at], self._problem.choices[d][c]
+        peak, choice = (
+            self._problem.bytes_per_choice(d, at[0] + 1, *at[1:])[c],
+            self._problem.choices[d][c],
+        )
         return PlacedStage(*at[1:], tuple(range(p, p + d)), choice, int(peak))
 
     def _first(self, d: int, c: int, tails: np.ndarray, limit: int) -> tuple[float, int, int, int]:
         """The least step with this first stage, its bytes, the row of what follows, and where."""
-        updates = self._problem.update_seconds
-        own, times = self._problem.bytes_of_choice(d, c)[:, 0], self._seconds[d][c, 0]
-        steps = self._steps(times, tails) + (0.0 if updates is None else updates[d][c, 0])
+        updates, kinds = self._problem.update_seconds, self._problem.kinds[0]
+        own, times = self._problem.cost[d][c][:, kinds], self._seconds[d][c, kinds]
+        steps = self._steps(times, tails) + (0.0 if updates is None else updates[d][c, kinds])
         steps = np.where(own <= limit, steps, np.inf)
         row, stop = np.unravel_index(int(steps.argmin()), steps.shape)
         return float(steps[row, stop]), int(own[row, stop]), int(row), int(stop)

@@ -83,18 +83,11 @@ class LeastSum:
     def __init__(self, problem: SearchProblem, ticks: Ticks, limit: int):
         self.problem, self.ticks, self.limit = problem, ticks, min(limit, NEVER - 1)
         self.num_explored = 0
-        self._fits = {
-            d: np.stack(
-                [
-                    problem.bytes_of_choice(d, choice) <= self.limit
-                    for choice in range(len(problem.choices[d]))
-                ]
-            )
-            for d in problem.used_degrees
-        }
+        self._fits = {d: problem.cost[d] <= self.limit for d in problem.used_degrees}
         self._fits_somewhere = {d: fits.any(axis=1) for d, fits in self._fits.items()}
         # Made once: new memory for every programme would take a third of the time.
-        self._tables = {d: np.full(fits.shape[1:], NEVER) for d, fits in self._fits.items()}
+        shape = problem.num_positions, *problem.kinds.shape
+        self._tables = {d: np.full(shape, NEVER) for d in problem.used_degrees}
         self._used: dict[int, tuple[np.ndarray, ...]] = {}
 
     def least_slowest(self) -> int:
@@ -109,10 +102,7 @@ class LeastSum:
     def plan(self, caps: Caps, budget: int) -> TimedPlan | None:
         """The plan of least sum within caps; None if no sum is below ``budget``."""
         values = self._values(caps)
-        relaxed = {
-            d: np.where(fits, values[d], NEVER).min(axis=0)[None]
-            for d, fits in self._fits_somewhere.items()
-        }
+        relaxed = self._relaxed(values)
         tails = self._tails(relaxed, None)
         if tails[0, 0, 0] >= min(budget, NEVER):
             return None
@@ -132,10 +122,7 @@ class LeastSum:
         """The plan of least peak among those of least sum that exceed neither the slowest stage nor
         the longest update of a plan."""
         values = self._values(Caps(plan.slowest, plan.update, plan.update))
-        relaxed = {
-            d: np.where(fits, values[d], NEVER).min(axis=0)[None]
-            for d, fits in self._fits_somewhere.items()
-        }
+        relaxed = self._relaxed(values)
         budget = plan.value - self.ticks.num_waits * (plan.slowest - 1) + 1
         full, spans = self._full(values, relaxed, self._tails(relaxed, None)[:, 0], budget)
         tails, own = self._tails(full, spans), self._bytes_of(values, full)
@@ -153,8 +140,15 @@ class LeastSum:
             _one_more(peaks[p, :, firsts], rows, peak)
         return self._timed(self._read(full, tails, own, peaks), values, frugal=True)
 
+    def _relaxed(self, values: Tables) -> dict[int, np.ndarray]:
+        """The least values where every stage stands at its best position, (1, L, L + 1)."""
+        return {
+            d: self.problem.spread(np.where(fits, values[d], NEVER).min(axis=0))[None]
+            for d, fits in self._fits_somewhere.items()
+        }
+
     def _values(self, caps: Caps) -> dict[int, np.ndarray]:
-        """What a stage adds to the sum, (num_choices, L, L + 1); ``NEVER`` above a cap."""
+        """What a stage adds to the sum, (num_choices, S); ``NEVER`` above a cap."""
         values, num_devices = {}, self.problem.cluster.num_devices
         for d, stage in self.ticks.stage.items():
             update = self.ticks.update[d]
@@ -167,8 +161,9 @@ class LeastSum:
     def _value(self, values: Tables, j: int, cut: Cut) -> int:
         """The least value of a stage over its choices that fit with j stages to the end."""
         first, stop, d = cut
-        fits = self._fits[d][:, min(j, self.problem.num_positions) - 1, first, stop]
-        return int(np.where(fits, values[d][:, first, stop], NEVER).min())
+        kind = self.problem.kinds[first, stop]
+        fits = self._fits[d][:, min(j, self.problem.num_positions) - 1, kind]
+        return int(np.where(fits, values[d][:, kind], NEVER).min())
 
     def _full(
         self, values: Tables, relaxed: Tables, tail: np.ndarray, budget: int
@@ -194,12 +189,11 @@ class LeastSum:
                 first, stop = self._used[d]
                 self._tables[d][:, first, stop] = NEVER
             first, stop = self._used[d] = np.nonzero(mask)
-            least = np.full((problem.num_positions, len(first)), NEVER)
+            kinds, at = np.unique(problem.kinds[first, stop], return_inverse=True)
+            least = np.full((problem.num_positions, len(kinds)), NEVER)
             for fits, value in zip(self._fits[d], values[d], strict=True):
-                np.minimum(
-                    least, np.where(fits[:, first, stop], value[first, stop], NEVER), out=least
-                )
-            self._tables[d][:, first, stop] = least
+                np.minimum(least, np.where(fits[:, kinds], value[kinds], NEVER), out=least)
+            self._tables[d][:, first, stop] = least[:, at]
         alive = head + tail < budget
         low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
         return self._tables, [
@@ -212,16 +206,11 @@ class LeastSum:
         least = {}
         for d, table in full.items():
             row, first, stop = np.nonzero(table < NEVER)
-            here = np.full(len(row), NEVER)
-            for choice, (fits, value) in enumerate(zip(self._fits[d], values[d], strict=True)):
-                gives = fits[row, first, stop] & (value[first, stop] == table[row, first, stop])
-                np.minimum(
-                    here,
-                    np.where(
-                        gives, self.problem.bytes_of_choice(d, choice)[row, first, stop], NEVER
-                    ),
-                    out=here,
-                )
+            kind, here = self.problem.kinds[first, stop], np.full(len(row), NEVER)
+            choices = zip(self._fits[d], values[d], self.problem.cost[d], strict=True)
+            for fits, value, cost in choices:
+                gives = fits[row, kind] & (value[kind] == table[row, first, stop])
+                np.minimum(here, np.where(gives, cost[row, kind], NEVER), out=here)
             least[d] = np.full(table.shape, NEVER)
             least[d][row, first, stop] = here
         return least
@@ -299,8 +288,9 @@ class LeastSum:
         stages, times, updates, device, least_sum = [], [], [], 0, 0
         for stage_id, (first, stop, d) in enumerate(cuts):
             own = self.problem.bytes_per_choice(d, len(cuts) - stage_id, first, stop)
-            value = np.where(own <= self.limit, values[d][:, first, stop], NEVER)
-            time, update = self.ticks.stage[d][:, first, stop], self.ticks.update[d][:, first, stop]
+            kind = self.problem.kinds[first, stop]
+            value = np.where(own <= self.limit, values[d][:, kind], NEVER)
+            time, update = self.ticks.stage[d][:, kind], self.ticks.update[d][:, kind]
             choice = int(np.lexsort([update, own, value] if frugal else [own, update, value])[0])
             stages.append(
                 placed(device, first, stop, self.problem.choices[d][choice], int(own[choice]))
@@ -315,15 +305,16 @@ class LeastSum:
 
 
 def least_largest(problem: SearchProblem, tables: Tables) -> int:
-    """The least that the largest value of a plan's stages can be, from (L, L + 1) values per
-    degree; ``NEVER`` without a plan."""
+    """The least that the largest value of a plan's stages can be, from (S,) values per degree;
+    ``NEVER`` without a plan."""
     num_devices, num_layers = problem.cluster.num_devices, problem.num_layers
     tail = np.full((num_devices + 1, num_layers + 1), NEVER)
     tail[-1, -1] = 0
+    values = {d: problem.spread(table) for d, table in tables.items()}
     for p in reversed(range(num_devices)):
         for d in problem.degrees[p]:
             np.minimum(
-                tail[p, :-1], np.maximum(tables[d], tail[p + d]).min(axis=1), out=tail[p, :-1]
+                tail[p, :-1], np.maximum(values[d], tail[p + d]).min(axis=1), out=tail[p, :-1]
             )
     return int(tail[0, 0])
 

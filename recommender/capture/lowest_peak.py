@@ -13,18 +13,16 @@ from capture.measured.profile import REFUSED_BYTES, StageConfig
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
-from capture.predictor import AdditivePredictor
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import search_problem
-from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.problem import NEVER, SearchProblem, together
 from recommender.capture.recommendation import (
     depends_on_cuts_behind,
     plan_of,
     predict_plan,
     recommend,
-    with_best_choices,
 )
 from recommender.capture.refine import Corner, Look, Policy, Probe, Search, above
 from recommender.capture.result import SearchResult
@@ -214,18 +212,16 @@ def _expected(part: OpenPart) -> StageAnswer:
     result = search_plan(between(problem, other), tie_break="none")
     if result.status != "ok":
         return Answer("infeasible", None, result, Why())
-    plan, predictor = plan_of(known, question, result.stages), AdditivePredictor(known)
-    stages = with_best_choices(result.stages, problem, predictor, plan, question)
-    return expected(part, result, plan.with_(stages=stages))
+    return expected(part, result)
 
 
 def between(problem: SearchProblem, other: SearchProblem) -> SearchProblem:
     """A problem with the bytes that stages are expected to need: the geometric mean of two
     bounds."""
+    problem, other = together(problem, other)
     cost = dict(problem.cost)
     for d in problem.used_degrees:
         least, most = problem.cost[d], other.cost[d]
-        assert isinstance(least, np.ndarray) and isinstance(most, np.ndarray), "as they are posed"
         mean = np.sqrt(np.maximum(least, 0.0) * np.maximum(most, 0.0))
         cost[d] = np.where(np.maximum(least, most) < NEVER, mean, NEVER).astype(np.int64)
     return replace(problem, cost=cost)

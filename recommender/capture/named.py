@@ -262,7 +262,7 @@ def _alike(found: Found, known: Ratios) -> Found:
 def _fitting(problem: SearchProblem, limit: int) -> SearchProblem:
     """The problem without choices with which no stage fits; these are most where little does."""
     fit = {
-        d: [c for c in range(len(choices)) if (problem.bytes_of_choice(d, c) <= limit).any()]
+        d: [c for c in range(len(choices)) if (problem.cost[d][c] <= limit).any()]
         for d, choices in problem.choices.items()
     }
     return _chosen(problem, {d: of for d, of in fit.items() if of})
@@ -282,7 +282,7 @@ def _chosen(problem: SearchProblem, of: Mapping[int, Sequence[int]]) -> SearchPr
     return replace(
         problem,
         choices={d: tuple(problem.choices[d][c] for c in each) for d, each in of.items()},
-        cost={d: cost[d][each] for d, each in of.items()},  # type: ignore[index]
+        cost={d: cost[d][each] for d, each in of.items()},
         seconds={d: seconds[d][each] for d, each in of.items()},
         update_seconds={d: once[d][each] for d, each in of.items()},
     )

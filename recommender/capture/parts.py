@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from capture.plan.schedule import SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from recommender.answer import StageAnswer
+from recommender.capture.problem import SearchProblem
 from recommender.capture.refuted import without_bounds
 from recommender.question import PlanQuestion
 
@@ -63,6 +64,7 @@ class OpenPart:
         self.question, self.known, self._most = question, between.least, between.most
         self.least_seconds = least_seconds
         self._said: dict[tuple[Hashable, ...], object] = {}
+        self._bases: dict[Callable[[OpenPart], SearchProblem], SearchProblem] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -100,6 +102,12 @@ class OpenPart:
             self._said[of, *given] = of(self, *given)
         return self._said[of, *given]  # type: ignore[return-value]
 
+    def basis(self, of: Callable[[OpenPart], SearchProblem]) -> SearchProblem:
+        """What the part poses without what is compiled."""
+        if of not in self._bases:
+            self._bases[of] = of(self)
+        return self._bases[of]
+
     def learn(self, said: Profile) -> Mapping[StageConfig, StageCost]:
         """Take what was compiled at the part's micro-batch size, and return what of it is new."""
         known, size = self.known, self.size
@@ -110,6 +118,8 @@ class OpenPart:
         }
         if new:
             dims = agreed_value_dims([known.graph, said.graph])
+            if dims != known.graph.value_dims:
+                self._bases.clear()
             self.known = replace(
                 known,
                 verified={**known.verified, **new},
@@ -126,6 +136,7 @@ class OpenPart:
             return
         self.known, self.least_seconds = without_bounds(self.known, kinds), 0.0
         self._said.clear()
+        self._bases.clear()
         for name in ("bounds", "bounded"):
             self.__dict__.pop(name, None)
 
@@ -146,3 +157,13 @@ class Found(NamedTuple):
 def _is_new(cost: StageCost, known: StageCost | None) -> bool:
     """Whether a compiled stage, or its split backward pass, was not known."""
     return known is None or (known.split is None and cost.split is not None)
+
+
+def compiled_in(problem: SearchProblem, part: OpenPart) -> Iterator[tuple[int, int, int]]:
+    """Yield the place in the tables of a problem of every stage of a part that is compiled: its
+    degree, choice and number."""
+    for config in part.known.verified:
+        choice, d = config.choice, config.choice.num_devices
+        if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
+            number = problem.kinds[config.first, config.stop]
+            yield d, problem.choices[d].index(choice), int(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,12 @@ from capture.errors import ProfileError, said_once
 from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
 from capture.predictor import AdditivePredictor
+from capture.predictor.alike import Kinds, empty_stages
 from capture.predictor.times import TimePredictor
 from capture.registered import REGISTERED
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.fixed import FixedPlan
 from recommender.question import PlanQuestion
-
-#: Of the cost table of one degree, all its choices together.
-_LARGEST_TABLE_BYTES = 64 * 2**20
 
 
 def search_problem(
@@ -28,13 +26,16 @@ def search_problem(
     *,
     with_times: bool = False,
     least: bool = False,
-    times: TimePredictor | None = None,
+    like: SearchProblem | None = None,
 ) -> SearchProblem:
     """The search that a profile poses: predicted bytes of every stage, at every position, for every
-    choice; with ``with_times`` also its seconds, by ``times`` where they are predicted already.
+    choice; with ``with_times`` also its seconds.
 
     With ``least``, the bytes are those of the best of plans behind a stage and not of the worst:
     see ``AdditivePredictor.peaks``.
+
+    ``like`` is what the same measurements pose without compiled stages: only choices of which
+    stages are compiled are predicted again.
 
     Raises:
         ProfileError: ``profile-failed`` if nothing could be measured, ``profile-missing`` if every
@@ -46,7 +47,7 @@ def search_problem(
     cluster, microbatch_size = question.cluster, question.microbatch_size
     degrees = question.space.all_degrees(cluster)
     usable: dict[int, list[StageChoice]] = {}
-    for choice in _choices(profile, question, degrees):
+    for choice in _choices(profile, question, degrees, like):
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
     if not usable and profile.failures:
@@ -60,63 +61,108 @@ def search_problem(
             f"profile for cluster {cluster}.",
             "profile-degrees",
         )
-    num_layers = profile.graph.num_layers
-    rows = (
-        _default_rows(profile, question, least)
-        if question.mode == "default"
-        else paper_predictor(profile).rows(question.num_microbatches)
-    )
-    blocked = _blocked(num_layers, question.merge_layers, rows(usable[min(usable)][0])[0])
-    choices = {d: tuple(found) for d, found in usable.items()}
-    cost = {
-        d: _cost_table(found, rows, blocked, may_reduce=not with_times)
-        for d, found in choices.items()
-    }
-    # In a reduced table the first choice stands for the best one of its degree;
-    # ``recommendation._with_best_choices`` finds which that is.
-    choices = {
-        d: found if len(cost[d]) == len(found) else found[:1] for d, found in choices.items()
-    }
-    problem = SearchProblem(
-        cluster, num_layers, choices, cost, question.space, question.limit_bytes
-    )
-    if not with_times:
-        return problem
-    times = times or TimePredictor(profile, max(cluster.nodes))
+    compiled = [c for c in profile.verified if c.microbatch_size == microbatch_size]
+    apart = np.zeros((profile.graph.num_layers, profile.graph.num_layers + 1), np.int64)
+    for number, config in enumerate(compiled):
+        apart[config.first, config.stop] = number + 1
+    kinds = Kinds(apart) if like is None else Kinds(apart, like.kinds)
+    predict = _Predicting(profile, question, kinds, least, with_times)
+    anew = {config.choice for config in compiled}
     tables = {
-        d: [times.table(choice, microbatch_size) for choice in found]
-        for d, found in choices.items()
+        d: [
+            _like(like, d, choice) if like and choice not in anew else predict(choice)
+            for choice in found
+        ]
+        for d, found in usable.items()
     }
-    return replace(
-        problem,
-        seconds={
-            d: np.stack([table.forward + table.backward for table in found])
+
+    def put_together(row: int) -> dict[int, np.ndarray]:
+        return {
+            d: np.stack([kinds.renumber(rows[row], of) for *rows, of in found])
             for d, found in tables.items()
-        },
-        update_seconds={
-            d: np.stack([table.update for table in found]) for d, found in tables.items()
-        },
-        num_microbatches=question.num_microbatches,
+        }
+
+    return SearchProblem(
+        cluster,
+        profile.graph.num_layers,
+        {d: tuple(found) for d, found in usable.items()},
+        put_together(0),
+        question.space,
+        question.limit_bytes,
+        put_together(1) if with_times else None,
+        put_together(2) if with_times else None,
+        question.num_microbatches if with_times else 1,
+        kinds.of,
     )
 
 
-def _cost_table(
-    choices: Sequence[StageChoice],
-    rows: Callable[[StageChoice], np.ndarray],
-    blocked: np.ndarray,
-    may_reduce: bool,
-) -> np.ndarray:
-    """Bytes of every stage per choice; reduced to the best choice where all of them would not fit
-    into memory comfortably."""
-    first = rows(choices[0])
-    reduce = may_reduce and len(choices) > 1 and first.nbytes * len(choices) > _LARGEST_TABLE_BYTES
-    table = first.copy() if reduce else np.stack([first, *map(rows, choices[1:])])
-    if reduce:
-        for choice in choices[1:]:
-            np.minimum(table, rows(choice), out=table)
-        table = table[None]
-    table[..., blocked] = NEVER
-    return table
+_Tables = tuple[np.ndarray, ...]
+"""Of a choice: bytes (K, S), and perhaps seconds (S,) and those of an update, then the numbers of
+stages (L, L + 1) that it was made with."""
+
+
+def _like(problem: SearchProblem, d: int, choice: StageChoice) -> _Tables:
+    number = problem.choices[d].index(choice)
+    times = [each[d][number] for each in (problem.seconds, problem.update_seconds) if each]
+    return problem.cost[d][number], *times, problem.kinds
+
+
+class _Predicting:
+    """Predicts the stages of one choice after the other."""
+
+    def __init__(
+        self, profile: Profile, question: PlanQuestion, kinds: Kinds, least: bool, with_times: bool
+    ):
+        self._question, self._kinds, self._least = question, kinds, least
+        self._num_layers, self._paper = profile.graph.num_layers, None
+        if question.mode == "default":
+            self._predictor = AdditivePredictor(profile)
+        else:
+            self._paper = paper_predictor(profile).rows(question.num_microbatches)
+        self._times = TimePredictor(profile, max(question.cluster.nodes)) if with_times else None
+        self._blocked: np.ndarray | None = None
+
+    def __call__(self, choice: StageChoice) -> _Tables:
+        kinds, may_be = self._kinds, ~self._blocked_by(choice)
+        if self._question.fixed is not None:
+            may_be &= self._question.fixed.allowed(choice, self._num_layers)
+        kinds.look(may_be)
+        rows = self._bytes(choice, kinds)
+        if self._times is None:
+            return np.where(kinds.once(may_be), rows, NEVER), kinds.of
+        table = self._times.table(choice, self._question.microbatch_size)
+        both, of = (table.forward + table.backward, table.update), kinds.of
+        kinds.look(*both)
+        nbytes = np.where(kinds.once(may_be), kinds.renumber(rows, of), NEVER)
+        return nbytes, *map(kinds.once, both), kinds.of
+
+    def _bytes(self, choice: StageChoice, kinds: Kinds | None = None) -> np.ndarray:
+        """Of every stage at every position, (K, L, L + 1); with ``kinds`` (K, S)."""
+        question = self._question
+        if self._paper is None:
+            most_stages = min(self._num_layers, question.cluster.num_devices)
+            return self._predictor.peaks(
+                choice,
+                question.microbatch_size,
+                question.schedule,
+                question.num_microbatches,
+                most_stages,
+                least=self._least,
+                kinds=kinds,
+            )
+        rows = self._paper(choice)
+        if kinds is None:
+            return rows
+        kinds.look(rows)
+        return kinds.once(rows)
+
+    def _blocked_by(self, choice: StageChoice) -> np.ndarray:
+        """Stages that cannot be, by the first choice, which has the fewest devices."""
+        if self._blocked is None:
+            merge = self._question.merge_layers
+            alone = None if merge is None else self._bytes(choice)[0]
+            self._blocked = _blocked(self._num_layers, merge, alone)
+        return self._blocked
 
 
 def stage_choices(
@@ -138,7 +184,10 @@ def stage_choices(
 
 
 def _choices(
-    profile: Profile, question: PlanQuestion, degrees: Collection[int]
+    profile: Profile,
+    question: PlanQuestion,
+    degrees: Collection[int],
+    like: SearchProblem | None = None,
 ) -> Sequence[StageChoice]:
     """The choices of a mode that the profile can predict; one that lacks a measurement is done
     without, as its warnings say."""
@@ -166,32 +215,15 @@ def _choices(
         for choice in choices
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0
     ]
-    known = tuple(choice for choice in fitting if predictor.can_predict(choice, microbatch_size))
+    sure = {choice for known in like.choices.values() for choice in known} if like else set()
+    known = tuple(
+        choice
+        for choice in fitting
+        if choice in sure or predictor.can_predict(choice, microbatch_size)
+    )
     if fitting and not known:
         predictor.table(fitting[0], microbatch_size)  # raises, and says what is missing
     return known
-
-
-def _default_rows(
-    profile: Profile, question: PlanQuestion, least: bool
-) -> Callable[[StageChoice], np.ndarray]:
-    predictor = AdditivePredictor(profile)
-    most_stages = min(profile.graph.num_layers, question.cluster.num_devices)
-
-    def rows(choice: StageChoice) -> np.ndarray:
-        peaks = predictor.peaks(
-            choice,
-            question.microbatch_size,
-            question.schedule,
-            question.num_microbatches,
-            most_stages,
-            least=least,
-        )
-        if question.fixed is None:
-            return peaks
-        return np.where(question.fixed.allowed(choice, profile.graph.num_layers), peaks, NEVER)
-
-    return rows
 
 
 def paper_predictor(profile: Profile) -> Any:
@@ -203,7 +235,7 @@ def paper_predictor(profile: Profile) -> Any:
     return REGISTERED["predictor of stages"]["paper"](profile)
 
 
-def _blocked(num_layers: int, merge: int | None, alone: np.ndarray) -> np.ndarray:
+def _blocked(num_layers: int, merge: int | None, alone: np.ndarray | None) -> np.ndarray:
     """Stages that cannot be: empty ones, and those that cut a merged layer.
 
     Args:
@@ -211,7 +243,7 @@ def _blocked(num_layers: int, merge: int | None, alone: np.ndarray) -> np.ndarra
         alone: Bytes of every stage on the fewest devices, with one micro-batch in flight: M_i and
             M_a are read from it.
     """
-    blocked = np.tri(num_layers, num_layers + 1, dtype=bool)
+    blocked = empty_stages(num_layers)
     if merge is not None:
         bounds = REGISTERED["layer merger"]["paper"](alone, merge)
         inside = np.array([cut not in bounds for cut in range(num_layers + 1)])

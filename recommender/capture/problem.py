@@ -4,8 +4,9 @@ the least memory?"""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,67 +14,10 @@ from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
+from capture.predictor.alike import Kinds, empty_stages
 
 #: Bytes of what is impossible. Above every real cost, and the sum of two still fits int64.
 NEVER = 1 << 61
-
-
-@dataclass(frozen=True)
-class InFlightCost:
-    """Bytes that grow linearly with the micro-batches in flight: ``static + in_flight[j - 1] *
-    kept``.
-
-    Holds what a dense cost array holds in K times less memory.
-
-    Attributes:
-        static: int64 (num_choices, L, L + 1), indexed [choice, first, stop]; ``NEVER`` where
-            impossible.
-        kept: The same shape, bytes per micro-batch in flight; may be negative, and is ignored where
-            ``static`` is ``NEVER``.
-        in_flight: int64 (K,): micro-batches that a stage with j stages to the end keeps; the last
-            row means "K or more".
-    """
-
-    static: np.ndarray
-    kept: np.ndarray
-    in_flight: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the dense array it stands for: (num_choices, K, L, L + 1)."""
-        return self.static.shape[0], len(self.in_flight), *self.static.shape[1:]
-
-    def least_rows(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Least bytes over the choices of n layer ranges, (n, K)."""
-        least = np.full((len(first), len(self.in_flight)), NEVER)
-        for static, kept in zip(
-            self.static[:, first, stop], self.kept[:, first, stop], strict=True
-        ):
-            value = np.where(static < NEVER, kept, 0)[:, None] * self.in_flight
-            value += static[:, None]
-            np.minimum(least, value, out=least)
-        return least
-
-    def floor(self) -> np.ndarray:
-        """Least bytes over choices and positions, (L, L + 1). A line is least at one of its two
-        ends."""
-        ends = np.array([self.in_flight.min(), self.in_flight.max()])
-        kept = np.where(self.static < NEVER, self.kept, 0)
-        return np.minimum(self.static + ends[0] * kept, self.static + ends[1] * kept).min(axis=0)
-
-    def of_choice(self, choice: int) -> np.ndarray:
-        """Bytes of one choice at every position, (K, L, L + 1)."""
-        possible = self.static[choice] < NEVER
-        value = np.where(possible, self.kept[choice], 0) * self.in_flight[:, None, None]
-        value += np.minimum(self.static[choice], NEVER)
-        return value
-
-    def at(self, j: int, first: int, stop: int) -> np.ndarray:
-        """Bytes per choice of one stage, (num_choices,)."""
-        static = self.static[:, first, stop]
-        return np.where(
-            static < NEVER, static + self.in_flight[j - 1] * self.kept[:, first, stop], NEVER
-        )
 
 
 @dataclass(frozen=True)
@@ -82,24 +26,29 @@ class SearchProblem:
 
     A stage takes the next d devices: inside one node, or, as an option, on whole equal nodes.
 
+    Many stages of a deep model are alike in every table, which then holds them once (``alike``).
+
     Attributes:
         cluster: Devices in node-major order.
         num_layers: L.
         choices: Per number of devices d, the ways a stage may use them. A degree that is no key is
             not used.
         cost: Per d, bytes on each device of a stage that holds layers [first, stop) with j stages
-            to the end, itself included: int64 (num_choices, K, L, L + 1) indexed [choice, j - 1,
-            first, stop], or the same as ``InFlightCost``. The last row means "K or more". K = 1
-            where the position does not matter (GPipe). Needs no monotonicity; may be negative;
-            ``NEVER`` where impossible. The first stage has first == 0, the last stop == L.
+            to the end, itself included: int64 (num_choices, K, S) indexed [choice, j - 1,
+            alike[first, stop]]. The last row means "K or more". K = 1 where the position does not
+            matter (GPipe). Needs no monotonicity; may be negative; ``NEVER`` where impossible. The
+            first stage has first == 0, the last stop == L.
         space: Submeshes of stages.
         memory_limit_bytes: What each device has for the plan; None for no limit.
-        seconds: Per d, float64 (num_choices, L, L + 1) indexed [choice, first, stop]: one
-            micro-batch's forward and backward pass on a stage, what the stage communicates
-            included; infinite where impossible. Only searches for speed read it.
+        seconds: Per d, float64 (num_choices, S): one micro-batch's forward and backward pass on a
+            stage, what the stage communicates included; infinite where impossible. Only searches
+            for speed read it.
         update_seconds: The same for the optimizer update of a stage, once per step; None for
             nothing.
         num_microbatches: Micro-batches in a step, M, for the step time.
+        alike: Number of every stage in the tables, (L, L + 1); equal numbers of stages that are
+            alike, none of them both of a stage and of an empty one (stop <= first). None: no two
+            are, and the last axes of a table that is given are (L, L + 1).
 
     Raises:
         PlanError: ``search-layers``, ``search-cost``: a cost array is missing or has another shape
@@ -110,12 +59,13 @@ class SearchProblem:
     cluster: Cluster
     num_layers: int
     choices: Mapping[int, tuple[StageChoice, ...]]
-    cost: Mapping[int, np.ndarray | InFlightCost]
+    cost: Mapping[int, np.ndarray]
     space: StageSpace = StageSpace()
     memory_limit_bytes: int | None = None
     seconds: Mapping[int, np.ndarray] | None = None
     update_seconds: Mapping[int, np.ndarray] | None = None
     num_microbatches: int = 1
+    alike: np.ndarray | None = None
 
     def __post_init__(self):
         if self.num_layers < 1:
@@ -123,12 +73,24 @@ class SearchProblem:
                 f"num_layers={self.num_layers} leaves nothing to place; give at least one layer.",
                 "search-layers",
             )
+        if self.alike is None:
+            stages = np.arange(self.num_layers * (self.num_layers + 1))
+            object.__setattr__(self, "alike", stages.reshape(self.num_layers, -1))
+        for name, num_axes in (("cost", 2), ("seconds", 1), ("update_seconds", 1)):
+            if self._stages[0] == self.kinds.size and getattr(self, name) is not None:
+                flat = {d: self._flat(of, num_axes) for d, of in getattr(self, name).items()}
+                object.__setattr__(self, name, flat)
         PlanError.check(self._violations())
+
+    def _flat(self, table: np.ndarray, num_axes: int) -> np.ndarray:
+        """A table whose last axes are (L, L + 1) behind so many others, with one for both."""
+        is_whole = table.shape[num_axes:] == self.kinds.shape
+        return table.reshape(*table.shape[:num_axes], -1) if is_whole else table
 
     def _violations(self):
         depths = set()
         for d in self.used_degrees:
-            cost, num_choices = self.cost.get(d), len(self.choices[d])
+            cost = self.cost.get(d)
             if cost is None:
                 yield Violation(
                     f"cost has no entry for stages on {d} devices, which choices allow; add "
@@ -137,26 +99,20 @@ class SearchProblem:
                 )
                 continue
             depths.add(cost.shape[1])
-            expected = (num_choices, cost.shape[1], self.num_layers, self.num_layers + 1)
+            expected = len(self.choices[d]), cost.shape[1], *self._stages
             if cost.shape != expected or not cost.shape[1]:
                 yield Violation(
-                    f"cost[{d}] has shape {cost.shape}; {num_choices} choices and "
-                    f"{self.num_layers} layers need "
-                    f"({num_choices}, K, {self.num_layers}, {self.num_layers + 1}) with K >= 1.",
+                    f"cost[{d}] has shape {self._shape(*cost.shape)}; {expected[0]} choices and "
+                    f"{self.num_layers} layers need {self._shape(expected[0], 'K', *self._stages)} "
+                    "with K >= 1.",
                     "search-cost",
                 )
-            parts = (
-                (cost.static, cost.kept, cost.in_flight)
-                if isinstance(cost, InFlightCost)
-                else (cost,)
-            )
-            for part in parts:
-                if part.dtype != np.int64:
-                    yield Violation(
-                        f"cost[{d}] holds {part.dtype}; round bytes up once to int64, so that "
-                        "equal costs stay equal.",
-                        "search-cost",
-                    )
+            if cost.dtype != np.int64:
+                yield Violation(
+                    f"cost[{d}] holds {cost.dtype}; round bytes up once to int64, so that "
+                    "equal costs stay equal.",
+                    "search-cost",
+                )
         if len(depths) > 1:
             yield Violation(
                 f"cost has {sorted(depths)} position rows for different degrees; use the same K "
@@ -165,6 +121,17 @@ class SearchProblem:
             )
         yield from self._time_violations()
 
+    @cached_property
+    def _stages(self) -> tuple[int]:
+        """The last axis of every table."""
+        return (int(self.kinds.max()) + 1,)
+
+    def _shape(self, *axes: object) -> str:
+        """The shape of a table in words, as it may be given."""
+        is_whole = axes[-1] == self.kinds.size
+        shown = (*axes[:-1], *self.kinds.shape) if is_whole else axes
+        return f"({', '.join(map(str, shown))})"
+
     def _time_violations(self):
         if self.num_microbatches < 1:
             yield Violation(
@@ -172,15 +139,12 @@ class SearchProblem:
                 "or more.",
                 "search-microbatches",
             )
-        inside = ~np.tri(self.num_layers, self.num_layers + 1, dtype=bool)
+        inside = ~self.empty
         for name, tables in (("seconds", self.seconds), ("update_seconds", self.update_seconds)):
             if tables is None:
                 continue
             for d in self.used_degrees:
-                table, expected = (
-                    tables.get(d),
-                    (len(self.choices[d]), self.num_layers, self.num_layers + 1),
-                )
+                table, expected = tables.get(d), (len(self.choices[d]), *self._stages)
                 if table is None:
                     yield Violation(
                         f"{name} has no entry for stages on {d} devices, which choices allow; add "
@@ -189,9 +153,9 @@ class SearchProblem:
                     )
                 elif table.shape != expected or table.dtype != np.float64:
                     yield Violation(
-                        f"{name}[{d}] is {table.dtype} of shape {table.shape}; {expected[0]} "
-                        f"choices and {self.num_layers} layers need "
-                        f"float64 of shape {expected}.",
+                        f"{name}[{d}] is {table.dtype} of shape {self._shape(*table.shape)}; "
+                        f"{expected[0]} choices and {self.num_layers} layers need "
+                        f"float64 of shape {self._shape(*expected)}.",
                         "search-seconds",
                     )
                 elif not (table[:, inside] >= 0).all():
@@ -200,6 +164,32 @@ class SearchProblem:
                         "more, and infinite where impossible.",
                         "search-seconds",
                     )
+
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """``alike``, which is there from the beginning."""
+        assert self.alike is not None, "it is made where it is not given"
+        return self.alike
+
+    @cached_property
+    def empty(self) -> np.ndarray:
+        """Which numbers are of no stage, (S,)."""
+        empty = np.zeros(self._stages, bool)
+        empty[self.kinds[empty_stages(self.num_layers)]] = True
+        return empty
+
+    def spread(self, table: np.ndarray) -> np.ndarray:
+        """A table of all stages: (..., S) to (..., L, L + 1)."""
+        return table[..., self.kinds]
+
+    def split(self, kinds: Kinds) -> SearchProblem:
+        """The same problem with the numbers of stages that are alike in other tables, too."""
+        moved: dict[str, Any] = {
+            name: {d: kinds.renumber(table, self.kinds) for d, table in tables.items()}
+            for name in ("cost", "seconds", "update_seconds")
+            if (tables := getattr(self, name)) is not None
+        }
+        return replace(self, **moved, alike=kinds.of)
 
     @cached_property
     def degrees(self) -> list[list[int]]:
@@ -230,9 +220,8 @@ class SearchProblem:
     def floor(self, d: int) -> np.ndarray:
         """Least bytes of a stage on d devices over choices and positions, (L, L + 1); ``NEVER`` on
         and below the diagonal."""
-        cost = self.cost[d]
-        floor = cost.floor() if isinstance(cost, InFlightCost) else cost.min(axis=(0, 1))
-        return np.where(np.tri(*floor.shape) > 0, NEVER, np.minimum(floor, NEVER))
+        floor = np.where(self.empty, NEVER, np.minimum(self.cost[d].min(axis=(0, 1)), NEVER))
+        return self.spread(floor)
 
     def least_rows(self, d: int, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Least bytes over the choices of stages on d devices, for n layer ranges, (n, K).
@@ -240,29 +229,24 @@ class SearchProblem:
         Exact for peaks, because every choice occupies the same d devices; the choice is read back
         by ``choose``.
         """
-        cost = self.cost[d]
-        return (
-            cost.least_rows(first, stop)
-            if isinstance(cost, InFlightCost)
-            else cost[:, :, first, stop].min(axis=0).T
-        )
+        return self.cost[d].min(axis=0)[:, self.kinds[first, stop]].T
 
     def bytes_of_choice(self, d: int, choice: int) -> np.ndarray:
         """Bytes of all stages on d devices with one choice, (K, L, L + 1)."""
-        cost = self.cost[d]
-        return cost.of_choice(choice) if isinstance(cost, InFlightCost) else cost[choice]
+        return self.spread(self.cost[d][choice])
 
     def bytes_per_choice(self, d: int, j: int, first: int, stop: int) -> np.ndarray:
         """Bytes of one stage with j stages to the end, (num_choices,)."""
-        cost, j = self.cost[d], min(j, self.num_positions)
-        return (
-            cost.at(j, first, stop)
-            if isinstance(cost, InFlightCost)
-            else cost[:, j - 1, first, stop]
-        )
+        return self.cost[d][:, min(j, self.num_positions) - 1, self.kinds[first, stop]]
 
     def choose(self, d: int, j: int, first: int, stop: int) -> tuple[StageChoice, int]:
         """The cheapest choice of a stage and its bytes; the first one among equals."""
         cost = self.bytes_per_choice(d, j, first, stop)
         cheapest = int(cost.argmin())
         return self.choices[d][cheapest], int(cost[cheapest])
+
+
+def together(*problems: SearchProblem) -> list[SearchProblem]:
+    """Return problems of one model with the same numbers of stages."""
+    kinds = Kinds(*(problem.kinds for problem in problems))
+    return [problem.split(kinds) for problem in problems]

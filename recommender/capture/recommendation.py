@@ -9,7 +9,6 @@ from dataclasses import replace
 from capture.errors import PlanError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
@@ -20,9 +19,9 @@ from capture.quantities import counted
 from capture.registered import REGISTERED
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.counted import CountedSearch
-from recommender.capture.posed import paper_predictor, search_problem, stage_choices
+from recommender.capture.posed import paper_predictor, search_problem
 from recommender.capture.problem import SearchProblem
-from recommender.capture.result import PlacedStage, SearchResult
+from recommender.capture.result import SearchResult
 from recommender.capture.search import search
 from recommender.capture.searched import searched
 from recommender.capture.tables import TableSearch, nothing_fits
@@ -65,14 +64,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         result = search(problem, algorithm)
         if not result.stages:
             return result, None
-        plan = plan_of(profile, question, result.stages)
-        if mode == "default" and objective == "memory":
-            plan = plan.with_(
-                stages=with_best_choices(
-                    result.stages, problem, AdditivePredictor(profile), plan, question
-                )
-            )
-        return result, plan
+        return result, plan_of(profile, question, result.stages)
 
     with_times = objective != "memory"
     problem = search_problem(profile, question, with_times=with_times)
@@ -198,45 +190,6 @@ def predict_plan(profile: Profile, plan: Plan) -> Prediction:
     if profile.measurements:
         return AdditivePredictor(profile).predict(plan)
     return paper_predictor(profile).prediction(plan, profile.provenance)
-
-
-def with_best_choices(
-    stages: Sequence[PlacedStage],
-    problem: SearchProblem,
-    predictor: AdditivePredictor,
-    plan: Plan,
-    question: PlanQuestion,
-) -> tuple[Stage, ...]:
-    """The stages of a plan, each with the best choice of its degree at its position, where the
-    search looked at a reduced table."""
-    resolved, fixed = [], question.fixed
-    for s, (placed, stage) in enumerate(zip(stages, plan.stages, strict=True)):
-        if len(problem.choices[placed.choice.num_devices]) > 1:
-            resolved.append(stage)
-            continue
-
-        def peak(choice: StageChoice, s: int = s, stage: Stage = stage) -> int:
-            rows = predictor.peaks(
-                choice, plan.microbatch_size, plan.schedule, plan.num_microbatches, plan.num_stages
-            )
-            return int(rows[min(plan.num_stages - s, len(rows)) - 1, stage.first, stage.stop])
-
-        best = min(
-            (
-                c
-                for c in stage_choices(predictor.profile, question.remat, question.fixed)
-                if (fixed is None or fixed.allows(c, stage.first, stage.stop))
-                and _fits(c, stage, plan.microbatch_size)
-                and predictor.can_predict(c, plan.microbatch_size)
-            ),
-            key=peak,
-        )
-        resolved.append(replace(stage, choice=best))
-    return tuple(resolved)
-
-
-def _fits(choice: StageChoice, stage: Stage, microbatch_size: int) -> bool:
-    return choice.num_devices == stage.num_devices and microbatch_size % choice.data_parallel == 0
 
 
 def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops") -> Plan:

@@ -22,7 +22,7 @@ from math import inf
 
 import numpy as np
 
-from capture.measured.profile import StageConfig
+from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, PlanNotes, Why
@@ -30,7 +30,7 @@ from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import Answer, StageAnswer
 from recommender.capture import grouped
 from recommender.capture.by_layers import LayerProof
-from recommender.capture.counted import sends_seconds
+from recommender.capture.counted import sends_seconds, with_sends
 from recommender.capture.least_step import LeastStep
 from recommender.capture.lowest_peak import (
     answer,
@@ -42,9 +42,9 @@ from recommender.capture.lowest_peak import (
     peak_of,
 )
 from recommender.capture.pareto import pareto
-from recommender.capture.parts import Found, OpenPart, Part
+from recommender.capture.parts import Found, OpenPart, Part, compiled_in
 from recommender.capture.posed import search_problem
-from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.problem import NEVER, SearchProblem, together
 from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.refine import ROUNDING, Corner, Look, Policy, Search, above, far
 from recommender.capture.refuted import Refuted
@@ -205,7 +205,7 @@ class Timed(Policy):
         """Return what compiled layers say once a plan that fits is compiled."""
         fastest = min(map(seconds_of, search.fitting))
         enough = fastest / (1 + search.effort.within_fraction)
-        return LayerProof(search, lambda part: part.once(posed), enough)
+        return LayerProof(search, _posed_both, enough)
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
@@ -300,14 +300,30 @@ def _undominated(plans: Iterable[Found]) -> list[Found]:
 
 def posed(part: OpenPart) -> SearchProblem:
     """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
-    times = part.bounded.knowing(part.known)
-    return search_problem(part.known, part.question, with_times=True, least=True, times=times)
+    return _posed(part, part.known, part.basis(_bounds))
 
 
 def posed_at_most(part: OpenPart) -> SearchProblem:
     """The same with what the others are expected to need and take at most."""
-    times = part.expected.knowing(part.most)
-    return search_problem(part.most, part.question, with_times=True, least=True, times=times)
+    return _posed(part, part.most, part.basis(_expectations))
+
+
+def _posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
+    return part.once(posed), part.once(posed_at_most)
+
+
+def _bounds(part: OpenPart) -> SearchProblem:
+    return _posed(part, replace(part.known, verified={}))
+
+
+def _expectations(part: OpenPart) -> SearchProblem:
+    return _posed(part, replace(part.most, verified={}))
+
+
+def _posed(part: OpenPart, known: Profile, like: SearchProblem | None = None) -> SearchProblem:
+    if like is not None and not any(each.microbatch_size == part.size for each in known.verified):
+        return like
+    return search_problem(known, part.question, with_times=True, least=True, like=like)
 
 
 def _corners(part: OpenPart) -> Sequence[Corner]:
@@ -431,18 +447,18 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
 
 
 def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
-    """What a stage waits for what it sends and gets back, as ``SearchProblem.seconds``."""
+    """Per degree, the seconds of what stages send by choice, (num_choices, L + 1)."""
     graph, cluster = part.known.graph_at(part.size), part.question.cluster
     known = dict[tuple[int, tuple[int, int]], np.ndarray]()
 
     def sent(choice: StageChoice) -> np.ndarray:
         of = choice.num_devices, choice.value_split
         if of not in known:
-            known[of] = 2 * sends_seconds(graph, cluster, choice)
+            known[of] = sends_seconds(graph, cluster, choice)
         return known[of]
 
     return {
-        d: np.stack([sent(choice) for choice in choices])[:, None]
+        d: np.stack([sent(choice) for choice in choices])
         for d, choices in part.once(posed).choices.items()
     }
 
@@ -455,22 +471,17 @@ def _may_fit(found: Found) -> bool:
 def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
     """The problem with what stages are estimated to need and take, or need ``at_most``, and those
     that are compiled do."""
-    problem, sent, other = part.once(posed), part.once(_sent), part.once(posed_at_most)
+    problem, other = together(part.once(posed), part.once(posed_at_most))
     assert other.seconds is not None, "it has times"
     seconds = {
-        d: other.seconds[d] * np.array(of_choices)[:, None, None]
+        d: other.seconds[d] * np.array(of_choices)[:, None]
         for d, of_choices in zip(problem.choices, ratios, strict=True)
     }
-    for config in part.known.verified:
-        choice, d = config.choice, config.choice.num_devices
-        if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
-            at = problem.choices[d].index(choice), config.first, config.stop
-            seconds[d][at] = other.seconds[d][at]
-    return replace(
-        other if at_most else between(problem, other),
-        seconds={d: each + sent[d] for d, each in seconds.items()},
-        update_seconds=other.update_seconds,
-    )
+    for d, choice, kind in compiled_in(problem, part):
+        seconds[d][choice, kind] = other.seconds[d][choice, kind]
+    estimated = other if at_most else between(problem, other)
+    estimated = replace(estimated, seconds=seconds, update_seconds=other.update_seconds)
+    return with_sends(estimated, part.once(_sent))
 
 
 def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:

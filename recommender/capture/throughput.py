@@ -31,7 +31,7 @@ import numpy as np
 
 from recommender.capture.least_sum import Caps, LeastSum, TimedPlan, least_largest
 from recommender.capture.minmax import minmax
-from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
+from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import SearchResult, found
 from recommender.capture.ticks import Ticks, step_seconds
 
@@ -228,14 +228,9 @@ class Fastest:
 def _possible_in_time(problem: SearchProblem, stage: Mapping[int, np.ndarray]) -> SearchProblem:
     """The same problem, where stages without a time are impossible in bytes too, so that both
     searches know the same plans."""
-    upper = ~np.tri(problem.num_layers, problem.num_layers + 1, dtype=bool)
     cost = dict(problem.cost)
     for d, values in stage.items():
-        impossible = (values >= NEVER) & upper
+        impossible = (values >= NEVER) & ~problem.empty
         if impossible.any():
-            own = cost[d]
-            if isinstance(own, InFlightCost):
-                cost[d] = replace(own, static=np.where(impossible, NEVER, own.static))
-            else:
-                cost[d] = np.where(impossible[:, None], NEVER, own)
+            cost[d] = np.where(impossible[:, None], NEVER, cost[d])
     return replace(problem, cost=cost)

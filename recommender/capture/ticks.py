@@ -27,7 +27,7 @@ class Ticks:
     devices are many thousands.
 
     Attributes:
-        stage: Per degree, int64 (num_choices, L, L + 1); ``NEVER`` where impossible.
+        stage: Per degree, int64 (num_choices, S); ``NEVER`` where impossible.
         update: Per degree, the same for the update, without adding one.
         unit: More than the stages of any plan, and a multiple of the devices.
         num_waits: M - 1: how often the slowest stage is waited for.
@@ -50,8 +50,7 @@ class Ticks:
                 "The problem has no times of stages, which a search for speed needs; give seconds.",
                 "search-seconds",
             )
-        num_layers, num_devices = problem.num_layers, problem.cluster.num_devices
-        empty = np.tri(num_layers, num_layers + 1, dtype=bool)
+        num_devices = problem.cluster.num_devices
         stage, update = {}, {}
         for d in problem.used_degrees:
             end = (
@@ -59,7 +58,7 @@ class Ticks:
                 if problem.update_seconds is None
                 else problem.update_seconds[d]
             )
-            possible = np.isfinite(problem.seconds[d]) & np.isfinite(end) & ~empty
+            possible = np.isfinite(problem.seconds[d]) & np.isfinite(end) & ~problem.empty
             stage[d], update[d] = (
                 np.where(possible, problem.seconds[d], np.inf),
                 np.where(possible, end, 0.0),
@@ -99,19 +98,11 @@ def step_seconds(problem: SearchProblem, stages: Sequence[PlacedStage]) -> float
     """Seconds of a step: ``pipeline_seconds`` of the stages' times."""
     assert problem.seconds is not None, "only problems with times have a step time"
     at = [
-        (
-            s.choice.num_devices,
-            problem.choices[s.choice.num_devices].index(s.choice),
-            s.first,
-            s.stop,
-        )
+        (d, problem.choices[d].index(s.choice), problem.kinds[s.first, s.stop])
         for s in stages
+        for d in [s.choice.num_devices]
     ]
-    times = [float(problem.seconds[d][choice, first, stop]) for d, choice, first, stop in at]
+    times = [float(problem.seconds[d][choice, kind]) for d, choice, kind in at]
     updates = problem.update_seconds
-    once = (
-        [0.0]
-        if updates is None
-        else [float(updates[d][choice, first, stop]) for d, choice, first, stop in at]
-    )
+    once = [0.0] if updates is None else [float(updates[d][c, kind]) for d, c, kind in at]
     return pipeline_seconds(times, once, problem.num_microbatches)

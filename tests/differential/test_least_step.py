@@ -31,9 +31,13 @@ def every_bound(problem: SearchProblem) -> list[tuple[int, float]]:
         ways = []
         for i, (first, stop, d) in enumerate(plan):
             own = problem.bytes_per_choice(d, len(plan) - i, first, stop)
-            times = problem.seconds[d][:, first, stop]
+            times = problem.seconds[d][:, problem.kinds[first, stop]]
             updates = problem.update_seconds
-            once = np.zeros_like(times) if updates is None else updates[d][:, first, stop]
+            once = (
+                np.zeros_like(times)
+                if updates is None
+                else updates[d][:, problem.kinds[first, stop]]
+            )
             each = zip(own.tolist(), times.tolist(), once.tolist(), strict=True)
             ways.append([way for way in each if way[0] < NEVER and np.isfinite(way[1])])
         for chosen in product(*ways):
@@ -92,10 +96,10 @@ def test_plans_come_one_by_one_those_of_the_least_bound_first(seed):
     found = []
     for least, stages in LeastStep(problem).plans(limit, below):
         at = [(s.num_devices, problem.choices[s.num_devices].index(s.choice), s) for s in stages]
-        times = [float(problem.seconds[d][c, s.first, s.stop]) for d, c, s in at]
+        times = [float(problem.seconds[d][c, problem.kinds[s.first, s.stop]]) for d, c, s in at]
         d, c, first = at[0]
         updates = problem.update_seconds
-        once = 0.0 if updates is None else updates[d][c, 0, first.stop]
+        once = 0.0 if updates is None else updates[d][c, problem.kinds[0, first.stop]]
         assert least == bound(times, once, problem.num_microbatches)
         found.append((max(s.peak_bytes for s in stages), least))
     assert [step for _, step in found] == sorted(step for _, step in found)

@@ -23,6 +23,7 @@ from search_kit import (
     every_plan,
     every_sorted_vector,
     known_cases,
+    linear_cost,
     pipeline_problem,
     random_problem,
 )
@@ -35,7 +36,7 @@ from capture.papers.capture.cuts import equal_cuts
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
 from capture.plan.space import StageSpace
-from recommender import InFlightCost, SearchProblem, SearchResult, search
+from recommender import SearchProblem, SearchResult, search
 
 STORED_CASES = json.loads((Path(__file__).parents[1] / "data" / "search_cases.json").read_text())
 
@@ -142,7 +143,7 @@ def test_positions_across_machine_words(positions, num_rows):
     empty = np.tri(num_layers, num_layers + 1, dtype=bool)
     static, kept = (np.where(empty, 0, generator.integers(0, 9, empty.shape)) for _ in range(2))
     static[empty] = 1 << 61
-    cost = InFlightCost(static[None], kept[None], np.arange(1, num_rows + 1))
+    cost = linear_cost(static[None], kept[None], np.arange(1, num_rows + 1))
     problem = SearchProblem(Cluster((1,) * positions), num_layers, paper_choices(1), {1: cost})
     # One layer more than stages: exactly one stage holds two layers.
     vectors = []
@@ -324,7 +325,7 @@ def test_minmax_equals_enumeration_on_a_larger_problem(schedule):
                 for choice in choices
             ]
         )
-        cost[d] = InFlightCost(
+        cost[d] = linear_cost(
             static, np.where(static < 1 << 61, static // (2 * d), 0), np.arange(1, 9)
         )
     problem = SearchProblem(Cluster((4, 4)), 16, paper_choices(4), cost)

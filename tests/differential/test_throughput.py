@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search_kit import additive, every_step, known_cases, pipeline_problem, timed_problem
+from search_kit import (
+    additive,
+    every_step,
+    known_cases,
+    linear_cost,
+    pipeline_problem,
+    timed_problem,
+)
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
-from recommender import NEVER, InFlightCost, SearchProblem, SearchResult, search
+from recommender import NEVER, SearchProblem, SearchResult, search
 from recommender.capture.pareto import pareto
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
@@ -38,9 +45,11 @@ def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
             stage.peak_bytes
             == problem.bytes_per_choice(d, len(stages) - stage_id, stage.first, stage.stop)[choice]
         )
-        seconds.append(problem.seconds[d][choice, stage.first, stage.stop])
+        seconds.append(problem.seconds[d][choice, problem.kinds[stage.first, stage.stop]])
         if problem.update_seconds is not None:
-            updates.append(problem.update_seconds[d][choice, stage.first, stage.stop])
+            updates.append(
+                problem.update_seconds[d][choice, problem.kinds[stage.first, stage.stop]]
+            )
     assert result.step_seconds == pytest.approx(
         sum(seconds) + (problem.num_microbatches - 1) * max(seconds) + max(updates), rel=1e-12
     )
@@ -91,12 +100,10 @@ def test_throughput_equals_brute_force(seed):
 
 
 def possible_in_time(problem: SearchProblem) -> SearchProblem:
-    cost = {}
-    for d, seconds in problem.seconds.items():
-        rows = np.stack(
-            [problem.bytes_of_choice(d, choice) for choice in range(len(problem.choices[d]))]
-        )
-        cost[d] = np.where(np.isinf(seconds)[:, None], NEVER, rows)
+    cost = {
+        d: np.where(np.isinf(seconds)[:, None], NEVER, problem.cost[d])
+        for d, seconds in problem.seconds.items()
+    }
     return replace(problem, cost=cost)
 
 
@@ -200,7 +207,7 @@ def two_stage_problem(num_microbatches: int) -> SearchProblem:
     """Two layers: one stage on both devices takes 7 s, one on each device 4 s; the first of two
     keeps two micro-batches."""
     table = additive([10, 10], [10, 10])
-    own = InFlightCost(
+    own = linear_cost(
         np.where(table < NEVER, 0, NEVER)[None],
         np.where(table < NEVER, table, 0)[None],
         np.array([1, 2]),

@@ -14,6 +14,7 @@ from capture.measured.profile import StageConfig
 from recommender.capture.by_layers import LayerProof, _Ratios
 from recommender.capture.parts import OpenPart
 from recommender.capture.posed import search_problem
+from recommender.capture.problem import together
 from recommender.capture.refine import Effort
 
 #: By tensor parallelism, what programs take over what they are expected to.
@@ -72,7 +73,7 @@ def test_layers_that_are_begun_ahead_are_those_that_are_asked_for_first(monkeypa
     planted, begun, run = Layered(3), [], LayerProof.run
 
     def spied(proof):
-        begun.extend(LayerProof(proof._search, proof._problem, proof._enough).ahead())
+        begun.extend(LayerProof(proof._search, proof._problems, proof._enough).ahead())
         return run(proof)
 
     monkeypatch.setattr(LayerProof, "run", spied)
@@ -92,12 +93,14 @@ def test_no_stage_that_was_compiled_is_faster_than_its_kind_says():
     planted.spread = 0.5
     part = OpenPart(QUESTION, Bounds(planted.least, planted.bounds("most")))
     problem = search_problem(part.known, QUESTION, with_times=True)
+    expected = search_problem(part.most, QUESTION, with_times=True)
+    problem, expected = together(problem, expected)
     ratios, real = _Ratios(), {config: planted.cost(config) for config in planted.all.measurements}
     ratios.learn(part, real)
-    known, nearer = ratios.applied(part, problem).seconds, 0
+    known, nearer = ratios.applied(part, problem, expected).seconds, 0
     for config, cost in real.items():
-        d, at = config.choice.num_devices, (config.first, config.stop)
-        row = problem.choices[d].index(config.choice), *at
+        d, kind = config.choice.num_devices, problem.kinds[config.first, config.stop]
+        row = problem.choices[d].index(config.choice), kind
         seconds = part.expected.model.stage_times(cost).microbatch_seconds
         assert problem.seconds[d][row] <= known[d][row] <= seconds * (1 + 1e-9)
         nearer += known[d][row] > problem.seconds[d][row]

@@ -61,12 +61,8 @@ def agree(stage: Stage, other: Stage, decisions) -> bool:
     return all(None in pair or pair[0] == pair[1] for pair in both)
 
 
-@pytest.mark.parametrize("table_bytes", [64 * 2**20, 0])
 @pytest.mark.parametrize(("num_devices", "num_layers"), [(4, 2), (3, 3)])
-def test_the_best_of_the_plans_that_decide_alike_is_found(
-    monkeypatch, num_devices, num_layers, table_bytes
-):
-    """Of reduced tables, too."""
+def test_the_best_of_the_plans_that_decide_alike_is_found(num_devices, num_layers):
     profile = Planted(num_layers, 0).profile(CHOICES, num_neighbours=2)
     question = replace(QUESTION, cluster=Cluster((num_devices,)))
     problem = search_problem(profile, question)
@@ -76,7 +72,6 @@ def test_the_best_of_the_plans_that_decide_alike_is_found(
         for choices in product(*(problem.choices[d] for *_, d in cuts))
         for stages in [place(cuts, choices)]
     ]
-    monkeypatch.setattr("recommender.capture.posed._LARGEST_TABLE_BYTES", table_bytes)
     random = np.random.default_rng(0)
     for count in range(len(ALL) + 1):
         for decisions in combinations(ALL, count):

@@ -13,10 +13,10 @@ from capture.cli.output import other_plans
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
-from recommender.capture import lowest_peak, named, speed
+from recommender.capture import named, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import Part
-from recommender.capture.posed import search_problem
+from recommender.capture.posed import _Predicting
 from recommender.capture.refine import Effort, refine
 
 
@@ -58,19 +58,22 @@ def test_no_plan_has_a_name_before_it_is_looked_for():
     assert other_plans(SimpleNamespace(output="plan.json"), found) == []
 
 
-def test_a_part_is_added_up_once_until_something_of_it_is_compiled(monkeypatch):
-    added = []
+def test_choices_are_predicted_once_and_again_where_stages_of_them_are_compiled(monkeypatch):
+    predicted, predict = [], _Predicting.__call__
 
-    def counted(*arguments, **named):
-        added.append(1)
-        return search_problem(*arguments, **named)
+    def counted(self, choice):
+        predicted.append(choice)
+        return predict(self, choice)
 
-    for module in (lowest_peak, speed):
-        monkeypatch.setattr(module, "search_problem", counted)
+    monkeypatch.setattr(_Predicting, "__call__", counted)
     planted = NamedPlans(0, 0.0)
     planted.search()
-    compiles = len(planted.compiler.compiled)
-    assert compiles and len(added) <= 2 * (compiles + 1), "lower bounds, and what is needed at most"
+    choices = set(predicted)
+    plans = planted.compiler.compiled
+    compiled = [{stage.choice for stage in plan.stages} for plan in plans]
+    again = sum(len(set().union(*compiled[: n + 1])) for n in range(len(compiled)))
+    # All of them anew where compiled stages say how a value is split: here once.
+    assert again and len(predicted) <= 2 * (2 * len(choices) + again), "lower bounds, and the most"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,65 @@
+"""Which stages of a model are alike: a deep model has thousands of stages, of which a few hundred
+differ in any table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Kinds:
+    """Numbers of stages, equal where these are alike in every table that was looked at.
+
+    Attributes:
+        of: The number of every stage [first, stop), int64 (L, L + 1). No empty stage (stop <=
+            first) has that of another.
+        first: Of every number a stage that has it, as its place in ``of.ravel()``, (S,).
+
+    Args:
+        of: Tables (L, L + 1), at least one, to look at first.
+
+    Example:
+        >>> length = np.arange(4) - np.arange(3)[:, None]
+        >>> kinds = Kinds(np.maximum(length, 0))
+        >>> kinds.once(10 * length).tolist()
+        [0, 10, 20, 30]
+    """
+
+    def __init__(self, *of: np.ndarray):
+        empty = empty_stages(len(of[0]))
+        self._stages = np.flatnonzero(~empty)
+        self.of = (~empty).astype(np.int64)
+        self.first = np.array([0, self._stages[0]])
+        self.look(*of)
+
+    def look(self, *tables: np.ndarray) -> None:
+        """Give stages that differ in some tables (..., L, L + 1) numbers of their own."""
+        for table in tables:
+            rows = table.reshape(-1, self.of.size)[:, self._stages]
+            known = table.reshape(len(rows), -1)[:, self.first]
+            for row in rows[(known[:, self.of.ravel()[self._stages]] != rows).any(axis=1)]:
+                self._split(row)
+
+    def once(self, table: np.ndarray) -> np.ndarray:
+        """Return a table that was looked at with one column per number: (..., S)."""
+        return table.reshape(*table.shape[:-2], -1)[..., self.first]
+
+    def renumber(self, table: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """Return the same of a table (..., S') with one column per number in ``of``, (L, L + 1),
+        which was looked at."""
+        return table[..., of.ravel()[self.first]]
+
+    def _split(self, row: np.ndarray) -> None:
+        """Split numbers by values of all stages that there are."""
+        of = self.of.ravel()
+        _, values = np.unique(row, return_inverse=True)
+        both = of[self._stages] * (int(values.max()) + 1) + values
+        _, first, numbers = np.unique(both, return_index=True, return_inverse=True)
+        self.first = np.concatenate([[0], self._stages[first]])
+        of = np.zeros_like(of)
+        of[self._stages] = numbers + 1
+        self.of = of.reshape(self.of.shape)
+
+
+def empty_stages(num_layers: int) -> np.ndarray:
+    """Which stages [first, stop) have no layer, bool (L, L + 1)."""
+    return np.tri(num_layers, num_layers + 1, dtype=bool)
