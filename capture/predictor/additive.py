@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import ceil
 
 import numpy as np
@@ -33,6 +34,7 @@ from capture.predictor.formula import (
     peak_parts,
     peaks_by_position,
 )
+from capture.predictor.mixture import Mixed
 from capture.predictor.same_stages import stage_signature
 from capture.predictor.tables import ComponentTables
 from capture.step.interface import StageInterface, plan_interfaces
@@ -82,9 +84,7 @@ class AdditivePredictor(ComponentTables):
             for (first, stop), known in compiled.items():
                 # Where it was not compiled with a split backward pass, that is predicted.
                 table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
-            parts = dict(
-                zip(self.components, np.ceil(np.fmax(table, 0)).astype(np.int64), strict=True)
-            )
+            parts = dict(zip(self.components, map(_whole, table), strict=True))
             self._memories[key] = StageMemory(
                 **self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts
             )
@@ -254,6 +254,7 @@ class AdditivePredictor(ComponentTables):
         *,
         least: bool = False,
         kinds: Kinds | None = None,
+        mixed: Mixed | None = None,
     ) -> np.ndarray:
         """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to
         the end (the last row: K or more).
@@ -266,30 +267,29 @@ class AdditivePredictor(ComponentTables):
             choice, microbatch_size, schedule, num_microbatches: What all stages share.
             max_stages: Most stages that a plan may have.
             least: Count them as in the best of plans instead.
-            kinds: Which stages are alike, to whom those join that differ in their parts. Each is
+            kinds: Which stages are alike; those that differ in their parts are split. Each is
                 computed once then: (K, S).
+            mixed: Of mixtures of what the choice is measured with, a stage of every kind; nothing
+                of them is compiled, and ``look_at_parts`` was called: (K, n, S).
         """
-        memory = self.memory(choice, microbatch_size)
         positions = occupancy_by_position(schedule, num_microbatches, max_stages)
         # Most stages behind one at a position.
-        behind = [
-            *range(len(positions) - 1),
-            max_stages - 1,
-        ]
-        arriving = {
-            most: self._arriving(choice.param_split, most)
-            for most in {min(n, 1) if least else n for n in behind}
-        }
+        behind = [*range(len(positions) - 1), max_stages - 1]
+        ends = [min(n, 1) if least else n for n in behind]
+        arriving = {most: self._arriving(choice.param_split, most) for most in set(ends)}
+        memory = self.memory(choice.measured[-1] if mixed else choice, microbatch_size)
         if not least:
             memory = replace(memory, summaries=_largest_sum(memory.summaries))
         if kinds is not None:
             parts = {name: part for name, part in vars(memory).items() if np.ndim(part)}
-            kinds.look(*parts.values(), *arriving.values())
+            kinds.look(*parts.values(), *arriving.values(), kept=True)
             memory = replace(memory, **{name: kinds.once(part) for name, part in parts.items()})
             arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
-        return peaks_by_position(
-            memory, positions, [arriving[min(n, 1) if least else n] for n in behind]
-        )
+        if mixed is not None:
+            table = zip(self.components, self._mixed(choice, microbatch_size, mixed), strict=True)
+            passes = {name: _whole(of) for name, of in islice(table, self.num_passes)}
+            memory = replace(memory, **passes)
+        return peaks_by_position(memory, positions, [arriving[n] for n in ends])
 
     def depends_on_cuts_behind(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Whether ``peaks`` says more than the best of plans need."""
@@ -475,6 +475,11 @@ class AdditivePredictor(ComponentTables):
                 if share:
                     layers[i][category] = share
         return layers
+
+
+def _whole(nbytes: np.ndarray) -> np.ndarray:
+    """Bytes that may be negative, or unknown where there is no stage, as whole ones."""
+    return np.ceil(np.fmax(nbytes, 0)).astype(np.int64)
 
 
 def _shared_out(total: int, weights: Sequence[int] | np.ndarray) -> list[int]:

@@ -29,11 +29,17 @@ class Kinds:
         self._stages = np.flatnonzero(~empty)
         self.of = (~empty).astype(np.int64)
         self.first = np.array([0, self._stages[0]])
+        self._seen: dict[int, np.ndarray] = {}
         self.look(*of)
 
-    def look(self, *tables: np.ndarray) -> None:
-        """Give stages that differ in some tables (..., L, L + 1) numbers of their own."""
+    def look(self, *tables: np.ndarray, kept: bool = False) -> None:
+        """Give stages that differ in some tables (..., L, L + 1) numbers of their own; those that
+        are ``kept`` are looked at once."""
         for table in tables:
+            if kept and id(table) in self._seen:
+                continue
+            if kept:
+                self._seen[id(table)] = table
             rows = table.reshape(-1, self.of.size)[:, self._stages]
             known = table.reshape(len(rows), -1)[:, self.first]
             for row in rows[(known[:, self.of.ravel()[self._stages]] != rows).any(axis=1)]:

@@ -220,7 +220,7 @@ def peaks_by_position(
         arriving: Per position, as in ``StageMemory``: how many stages share a parameter depends on
             how many follow.
     """
-    shape = np.shape(memory.kept)
+    shape = np.broadcast_shapes(*(np.shape(part) for part in vars(memory).values()))
     fixed = {
         "forward": memory.state + memory.received + memory.batch + memory.forward,
         "backward": memory.state + memory.gradients_in + memory.backward,

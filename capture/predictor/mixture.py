@@ -19,64 +19,111 @@ of the batch) it is not known that both keep it, or that it is in memory: ``leas
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from capture.predictor.alike import Kinds
 
-def kept(full: np.ndarray, cheap: np.ndarray, num_full: int) -> np.ndarray:
-    """Of every stage, (..., L, L + 1), from the tables of both kinds.
+
+class Mixed(NamedTuple):
+    """Stages and where in each the layers begin that are as ``cheap``; arrays that broadcast.
+
+    Attributes:
+        first, stop: Layers [first, stop) of every stage.
+        border: The first layer that is as ``cheap``: ``stop`` where there is none.
+    """
+
+    first: np.ndarray
+    border: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def every(cls, num_layers: int, num_full: int) -> Mixed:
+        """All stages, (L, L + 1), whose first so many layers are as ``full``."""
+        first, stop = np.ogrid[:num_layers, : num_layers + 1]
+        return cls._at(first, stop, np.array(num_full))
+
+    @classmethod
+    def of_kinds(cls, kinds: Kinds, num_full: np.ndarray) -> Mixed:
+        """One stage of every kind, (n, S), with n numbers of layers as ``full``. Kinds whose stages
+        are not mixed of the same kinds are split first."""
+        num_layers = len(kinds.of)
+        before = None
+        while kinds.of is not before:
+            before = kinds.of
+            for each in num_full.tolist():
+                kinds.look(*cls.every(num_layers, each).windows(before))
+        first, stop = np.divmod(kinds.first, num_layers + 1)
+        return cls._at(first, stop, num_full[:, None])
+
+    @classmethod
+    def _at(cls, first: np.ndarray, stop: np.ndarray, num_full: np.ndarray) -> Mixed:
+        return cls(first, np.clip(first + num_full, 1, np.maximum(stop, 1)), stop)
+
+    def windows(self, table: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Everything of a table that the functions below read."""
+        first, border, stop = self
+        inside = np.minimum(border, len(table) - 1)
+        return (
+            table[first, border],
+            np.where(border < stop, table[inside, stop], -1),
+            np.where(border < stop, table[first, inside + 1], -1),
+            np.where(border < stop, table[inside, inside + 1], -1),
+            table[border - 1, stop],
+            table[border - 1, border],
+        )
+
+
+def kept(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
+    """Of stages, from the tables (..., L, L + 1) of both kinds.
 
     Example:
         >>> of_layer = np.arange(4) - np.arange(3)[:, None]
-        >>> kept(10 * of_layer, 100 * of_layer, 2)[0, 1:].tolist()
+        >>> kept(10 * of_layer, 100 * of_layer, Mixed.every(3, 2))[0, 1:].tolist()
         [10, 20, 120]
     """
-    first, border, stop = _borders(full, num_full)
-    rest = cheap[..., np.minimum(border, len(first) - 1), stop]
+    first, border, stop = mixed
+    rest = cheap[..., np.minimum(border, full.shape[-2] - 1), stop]
     return full[..., first, border] + np.where(border < stop, rest, 0)
 
 
-def running(full: np.ndarray, cheap: np.ndarray, num_full: int) -> np.ndarray:
+def running(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
     """As ``kept``, of what programs need while they run."""
-    first, border, stop = _borders(full, num_full)
-    inside = np.minimum(border, len(first) - 1)
+    first, border, stop = mixed
+    inside = np.minimum(border, full.shape[-2] - 1)
     alone = full[..., inside, inside + 1]
     grown = cheap[..., inside, stop] + np.maximum(full[..., first, inside + 1] - alone, 0)
-    behind = seconds(full, cheap, num_full)
+    behind = seconds(full, cheap, mixed)
     return np.where(border < stop, np.maximum(behind, grown), behind)
 
 
 def least_kept(
-    full: np.ndarray, cheap: np.ndarray, num_full: int, *, passed: np.ndarray
+    full: np.ndarray, cheap: np.ndarray, mixed: Mixed, *, passed: np.ndarray
 ) -> np.ndarray:
     """As ``kept``, of lower bounds.
 
     Args:
-        full, cheap, num_full: See there.
+        full, cheap, mixed: See there.
         passed: Per cut, bytes of what layers on both sides of it have to do with, (L + 1,).
     """
-    _, border, stop = _borders(full, num_full)
-    return kept(full, cheap, num_full) - np.where(border < stop, passed[border], 0)
+    _, border, stop = mixed
+    return kept(full, cheap, mixed) - np.where(border < stop, passed[border], 0)
 
 
 def least_running(
-    full: np.ndarray, cheap: np.ndarray, num_full: int, *, passed: np.ndarray
+    full: np.ndarray, cheap: np.ndarray, mixed: Mixed, *, passed: np.ndarray
 ) -> np.ndarray:
     """As ``running``, of lower bounds: the larger of both parts. Arguments as of
     ``least_kept``."""
-    first, border, stop = _borders(full, num_full)
-    rest = cheap[..., np.minimum(border, len(first) - 1), stop]
+    first, border, stop = mixed
+    rest = cheap[..., np.minimum(border, full.shape[-2] - 1), stop]
     before = full[..., first, border]
     return np.where(border < stop, np.fmax(before, rest) - passed[border], before)
 
 
-def seconds(full: np.ndarray, cheap: np.ndarray, num_full: int) -> np.ndarray:
+def seconds(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
     """As ``kept``, of what programs take."""
-    first, border, stop = _borders(full, num_full)
+    first, border, stop = mixed
     more = cheap[..., border - 1, stop] - cheap[..., border - 1, border]
     return full[..., first, border] + np.maximum(more, 0)
-
-
-def _borders(table: np.ndarray, num_full: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First layer, first layer that is as ``cheap``, and next layer of every stage."""
-    first, stop = np.ogrid[: table.shape[-2], : table.shape[-1]]
-    return first, np.clip(first + num_full, 1, np.maximum(stop, 1)), stop

@@ -16,9 +16,11 @@ from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
 from capture.predictor import mixture
+from capture.predictor.alike import Kinds
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.held_gradients import Windows, added_bytes, held_beyond, held_gradients
+from capture.predictor.mixture import Mixed
 from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
@@ -294,25 +296,46 @@ class ComponentTables:
         return self._tables[key]
 
     def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        num_layers, num_full = self.profile.graph.num_layers, num_full_layers(choice.remat)
+        mixed = Mixed.every(num_layers, num_full)
+        return np.stack(list(self._mixed(choice, microbatch_size, mixed)))
+
+    def _mixed(
+        self, choice: StageChoice, microbatch_size: int, mixed: Mixed
+    ) -> Iterator[np.ndarray]:
+        """Yield the components of some stages of a mixture; those that belong to parameters and
+        optimizer do not depend on the border."""
         full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
-        table, num_full = cheap.copy(), num_full_layers(choice.remat)
         running, kept = mixture.running, mixture.kept
         if self.profile.is_lower_bound:
-            of = choice.value_split, microbatch_size
-            if of not in self._between:
-                self._between[of] = _passed(self.graph(microbatch_size), choice)
-            passed = self._between[of]
+            passed = self._passed_between(choice, microbatch_size)
             kept = partial(mixture.least_kept, passed=passed)
             running = partial(mixture.least_running, passed=passed)
-        for row, component in enumerate(self.components[: self.num_passes]):
-            mixed = running if component in _TEMPORARIES else kept
-            table[row] = mixed(full[row], cheap[row], num_full)
         of_full, of_cheap = (self._held(part, microbatch_size) for part in choice.measured)
-        for row in of_full:
-            # Of a parameter that layers on both sides of the border read.
-            apart = (full[row] - of_full[row], cheap[row] - of_cheap[row])
-            table[row] = np.fmax(table[row], mixture.running(*apart, num_full) + of_cheap[row])
-        return table
+        for row, component in enumerate(self.components[: self.num_passes]):
+            of = running if component in _TEMPORARIES else kept
+            found = of(full[row], cheap[row], mixed)
+            if row in of_full:
+                # Of a parameter that layers on both sides of the border read.
+                apart = (full[row] - of_full[row], cheap[row] - of_cheap[row])
+                of_both = mixture.running(*apart, mixed) + of_cheap[row][mixed.first, mixed.stop]
+                found = np.fmax(found, of_both)
+            yield found
+        yield from cheap[self.num_passes :, mixed.first, mixed.stop]
+
+    def _passed_between(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        """Per cut, bytes of what layers on both sides of it have to do with, (L + 1,)."""
+        of = choice.value_split, microbatch_size
+        if of not in self._between:
+            self._between[of] = _passed(self.graph(microbatch_size), choice)
+        return self._between[of]
+
+    def look_at_parts(self, choice: StageChoice, microbatch_size: int, kinds: Kinds) -> None:
+        """Split kinds whose stages differ in anything that mixtures of a choice are made of."""
+        for part in choice.measured:
+            kinds.look(self.table(part, microbatch_size), kept=True)
+            kinds.look(*self._held(part, microbatch_size).values())
+        kinds.look(np.broadcast_to(self._passed_between(choice, microbatch_size), kinds.of.shape))
 
     def _drifted(
         self, total: np.ndarray, drift: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]

@@ -12,7 +12,9 @@ from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, num_full_layers
 from capture.plan.stages import Plan
 from capture.predictor import mixture
+from capture.predictor.alike import Kinds
 from capture.predictor.fit import fit_line
+from capture.predictor.mixture import Mixed
 from capture.predictor.statistics import extend_split, extend_windows
 from capture.step.times import StageTimes, TimeModel
 
@@ -108,13 +110,25 @@ class TimePredictor:
             lines = [self._extended(choice, size) for size in sizes]
             return fit_line(sizes, lines, microbatch_size)
         if len(choice.measured) > 1:
-            full, cheap = (
-                _possible(self._summed(part, microbatch_size)) for part in choice.measured
-            )
-            return mixture.seconds(full, cheap, num_full_layers(choice.remat))
+            num_layers = self.profile.graph.num_layers
+            mixed = Mixed.every(num_layers, num_full_layers(choice.remat))
+            return self._mixed(choice, microbatch_size, mixed)
         raise ProfileError.of(
             f"{choice} was not profiled, so its time is unknown; profile it.", "profile-choice"
         )
+
+    def _mixed(self, choice: StageChoice, microbatch_size: int, mixed: Mixed) -> np.ndarray:
+        full, cheap = (_possible(self._summed(part, microbatch_size)) for part in choice.measured)
+        return mixture.seconds(full, cheap, mixed)
+
+    def look_at_parts(self, choice: StageChoice, microbatch_size: int, kinds: Kinds) -> None:
+        """Split kinds whose stages differ in anything that mixtures of a choice are made of."""
+        kinds.look(*(self._summed(part, microbatch_size) for part in choice.measured), kept=True)
+
+    def mixtures(self, choice: StageChoice, microbatch_size: int, mixed: Mixed) -> StageTable:
+        """Seconds of stages of mixtures of what a choice is measured with, (n, S); nothing of them
+        is compiled, and ``look_at_parts`` was called."""
+        return StageTable(*_possible(self._mixed(choice, microbatch_size, mixed)))
 
     def _rows(self, choice: StageChoice, microbatch_size: int) -> dict[tuple[int, int], np.ndarray]:
         """Return the seconds of measured windows whose work was counted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
 from capture.predictor import AdditivePredictor
 from capture.predictor.alike import Kinds, empty_stages
+from capture.predictor.mixture import Mixed
 from capture.predictor.times import TimePredictor
 from capture.registered import REGISTERED
 from recommender.capture.problem import NEVER, SearchProblem
@@ -66,20 +67,16 @@ def search_problem(
     for number, config in enumerate(compiled):
         apart[config.first, config.stop] = number + 1
     kinds = Kinds(apart) if like is None else Kinds(apart, like.kinds)
-    predict = _Predicting(profile, question, kinds, least, with_times)
     anew = {config.choice for config in compiled}
-    tables = {
-        d: [
-            _like(like, d, choice) if like and choice not in anew else predict(choice)
-            for choice in found
-        ]
-        for d, found in usable.items()
-    }
+    every = [choice for found in usable.values() for choice in found]
+    tables = {each: _like(like, each) for each in every if like and each not in anew}
+    predict = _Predicting(profile, question, kinds, least, with_times)
+    tables |= predict([choice for choice in every if choice not in tables], anew)
 
     def put_together(row: int) -> dict[int, np.ndarray]:
         return {
-            d: np.stack([kinds.renumber(rows[row], of) for *rows, of in found])
-            for d, found in tables.items()
+            d: np.stack([kinds.renumber(tables[each][row], tables[each][-1]) for each in found])
+            for d, found in usable.items()
         }
 
     return SearchProblem(
@@ -101,14 +98,15 @@ _Tables = tuple[np.ndarray, ...]
 stages (L, L + 1) that it was made with."""
 
 
-def _like(problem: SearchProblem, d: int, choice: StageChoice) -> _Tables:
+def _like(problem: SearchProblem, choice: StageChoice) -> _Tables:
+    d = choice.num_devices
     number = problem.choices[d].index(choice)
     times = [each[d][number] for each in (problem.seconds, problem.update_seconds) if each]
     return problem.cost[d][number], *times, problem.kinds
 
 
 class _Predicting:
-    """Predicts the stages of one choice after the other."""
+    """Predicts stages."""
 
     def __init__(
         self, profile: Profile, question: PlanQuestion, kinds: Kinds, least: bool, with_times: bool
@@ -120,24 +118,75 @@ class _Predicting:
         else:
             self._paper = paper_predictor(profile).rows(question.num_microbatches)
         self._times = TimePredictor(profile, max(question.cluster.nodes)) if with_times else None
-        self._blocked: np.ndarray | None = None
+        self._mixtures: dict[tuple[int, ...], tuple[np.ndarray, Mixed]] = {}
+        self._may_be = ~empty_stages(self._num_layers)
+        self._measured = {choice for choice, _ in profile.windows}
 
-    def __call__(self, choice: StageChoice) -> _Tables:
-        kinds, may_be = self._kinds, ~self._blocked_by(choice)
-        if self._question.fixed is not None:
-            may_be &= self._question.fixed.allowed(choice, self._num_layers)
-        kinds.look(may_be)
-        rows = self._bytes(choice, kinds)
-        if self._times is None:
-            return np.where(kinds.once(may_be), rows, NEVER), kinds.of
-        table = self._times.table(choice, self._question.microbatch_size)
-        both, of = (table.forward + table.backward, table.update), kinds.of
-        kinds.look(*both)
-        nbytes = np.where(kinds.once(may_be), kinds.renumber(rows, of), NEVER)
-        return nbytes, *map(kinds.once, both), kinds.of
+    def __call__(
+        self, choices: Sequence[StageChoice], compiled: Collection[StageChoice]
+    ) -> dict[StageChoice, _Tables]:
+        """Those of every choice; mixtures of the same two together, but for those of which a stage
+        is compiled."""
+        if choices and (merge := self._question.merge_layers) is not None:
+            fewest = min(choices, key=lambda choice: choice.num_devices)
+            self._may_be &= ~_blocked(self._num_layers, merge, self._bytes(fewest)[0])
+        self._kinds.look(self._may_be, *map(self._allowed, choices))
+        found, mixtures = dict[StageChoice, _Tables](), dict[StageChoice, list[StageChoice]]()
+        for choice in choices:
+            first, *rest = choice.measured
+            if rest and choice not in compiled and choice not in self._measured:
+                mixtures.setdefault(first, []).append(choice)
+            else:
+                found[choice] = self._alone(choice)
+        for alike in mixtures.values():
+            found |= self._mixed(alike)
+        return found
 
-    def _bytes(self, choice: StageChoice, kinds: Kinds | None = None) -> np.ndarray:
-        """Of every stage at every position, (K, L, L + 1); with ``kinds`` (K, S)."""
+    def _alone(self, choice: StageChoice) -> _Tables:
+        kinds, rows = self._kinds, self._bytes(choice, self._kinds)
+        of, times = kinds.of, list[np.ndarray]()
+        if self._times is not None:
+            table = self._times.table(choice, self._question.microbatch_size)
+            times = [table.forward + table.backward, table.update]
+            kinds.look(*times)
+        return self._possible(choice, kinds.renumber(rows, of)), *map(kinds.once, times), kinds.of
+
+    def _mixed(self, choices: Sequence[StageChoice]) -> Iterator[tuple[StageChoice, _Tables]]:
+        kinds, size, first = self._kinds, self._question.microbatch_size, choices[0]
+        # First once more, with all parts that the mixtures have in common looked at.
+        self._bytes(first.measured[-1], kinds)
+        self._predictor.look_at_parts(first, size, kinds)
+        if self._times is not None:
+            self._times.look_at_parts(first, size, kinds)
+        num_full = tuple(num_full_layers(choice.remat) for choice in choices)
+        of, mixed = self._mixtures.get(num_full, (None, None))
+        if mixed is None or of is not kinds.of:
+            mixed = Mixed.of_kinds(kinds, np.array(num_full))
+            self._mixtures[num_full] = kinds.of, mixed
+        times, rows = list[np.ndarray](), self._bytes(first, kinds, mixed)
+        if self._times is not None:
+            table = self._times.mixtures(first, size, mixed)
+            times = [table.forward + table.backward, table.update]
+        for n, choice in enumerate(choices):
+            yield choice, (self._possible(choice, rows[:, n]), *(t[n] for t in times), kinds.of)
+
+    def _possible(self, choice: StageChoice, rows: np.ndarray) -> np.ndarray:
+        may_be = self._kinds.once(self._may_be & self._allowed(choice))
+        return np.where(may_be, rows, NEVER)
+
+    def _allowed(self, choice: StageChoice) -> np.ndarray:
+        """Stages that a fixed plan leaves to a choice, (L, L + 1)."""
+        fixed = self._question.fixed
+        return self._may_be if fixed is None else fixed.allowed(choice, self._num_layers)
+
+    def _bytes(
+        self,
+        choice: StageChoice,
+        kinds: Kinds | None = None,
+        mixed: Mixed | None = None,
+    ) -> np.ndarray:
+        """Of every stage at every position, (K, L, L + 1); with ``kinds`` (K, S), of mixtures (K,
+        n, S)."""
         question = self._question
         if self._paper is None:
             most_stages = min(self._num_layers, question.cluster.num_devices)
@@ -149,20 +198,13 @@ class _Predicting:
                 most_stages,
                 least=self._least,
                 kinds=kinds,
+                mixed=mixed,
             )
         rows = self._paper(choice)
         if kinds is None:
             return rows
         kinds.look(rows)
         return kinds.once(rows)
-
-    def _blocked_by(self, choice: StageChoice) -> np.ndarray:
-        """Stages that cannot be, by the first choice, which has the fewest devices."""
-        if self._blocked is None:
-            merge = self._question.merge_layers
-            alone = None if merge is None else self._bytes(choice)[0]
-            self._blocked = _blocked(self._num_layers, merge, alone)
-        return self._blocked
 
 
 def stage_choices(

@@ -20,6 +20,7 @@ from capture.measured.profile import Calibration, StageConfig, StageError
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice, with_mixtures
 from capture.predictor import AdditivePredictor, mixture
+from capture.predictor.mixture import Mixed
 from capture.predictor.times import TimePredictor
 from profiling_runs.bounds import bounds
 from profiling_runs.question import ProfileQuestion
@@ -40,8 +41,9 @@ def test_a_mixture_needs_no_less_than_its_parts(num_layers, num_full, seed):
     draw = np.random.default_rng(seed)
     grows = np.cumsum(draw.integers(0, 9, (2, num_layers, num_layers + 1)), axis=2).astype(float)
     full, cheap = grows
-    kept, running = (of(full, cheap, num_full) for of in (mixture.kept, mixture.running))
-    seconds = mixture.seconds(full, cheap, num_full)
+    at = Mixed.every(num_layers, num_full)
+    kept, running = (of(full, cheap, at) for of in (mixture.kept, mixture.running))
+    seconds = mixture.seconds(full, cheap, at)
     for first in range(num_layers):
         for stop in range(first + 1, num_layers + 1):
             at, border = (first, stop), min(first + num_full, stop)
