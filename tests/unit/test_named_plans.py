@@ -61,9 +61,9 @@ def test_no_plan_has_a_name_before_it_is_looked_for():
 def test_choices_are_predicted_once_and_again_where_stages_of_them_are_compiled(monkeypatch):
     predicted, predict = [], _Predicting.__call__
 
-    def counted(self, choice):
-        predicted.append(choice)
-        return predict(self, choice)
+    def counted(self, choices, compiled):
+        predicted.extend(choices)
+        return predict(self, choices, compiled)
 
     monkeypatch.setattr(_Predicting, "__call__", counted)
     planted = NamedPlans(0, 0.0)
