@@ -123,10 +123,10 @@ class WholeQuestion:
     @property
     def schedules(self) -> tuple[str, ...]:
         """Those that are searched, the plain one first. What shares devices or splits backward
-        passes is searched for speed alone."""
+        passes has no bound of bytes, which a front is proven by."""
         # A plan that is fixed has no stages that share devices.
         is_named = self.schedule is not None or self.fixed is not None
-        if is_named or self.objective != "throughput":
+        if is_named or self.objective == "pareto":
             return (self.schedule or BEST_PLAIN,)
         return (BEST_PLAIN, *(name for name, kind in SCHEDULES.items() if not kind.is_plain))
 
@@ -187,7 +187,7 @@ class WholeQuestion:
             yield "GPipe", "as fast as 1F1B, and holds no less"
             others = [name for name, kind in SCHEDULES.items() if not kind.is_plain]
             if len(self.schedules) == 1:
-                yield ", ".join(others), "searched where the fastest plan is asked for"
+                yield ", ".join(others), "a front is proven by bounds of bytes, which they lack"
         if max(self.cluster.nodes) < self.cluster.num_devices:
             yield "tensor parallelism over several nodes", "its sums wait for the slow links"
         degrees_are_fixed = self.fixed is not None and "degrees" in self.fixed.decisions

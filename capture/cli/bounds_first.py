@@ -217,6 +217,8 @@ class Asking:
         faster than."""
         size, limit = question.microbatch_size, question.limit_bytes
         part = Part(question, partial(self.bounds, size))
+        if SCHEDULES[question.schedule].splits_backward:
+            part = replace(part, open=lambda: self.bounds(size).split)
         if not has_floor or question.search[0] == "memory":
             return part
         choices = measured_choices(self._choices(size))  # of a mixture, layers are of either kind
@@ -229,8 +231,6 @@ class Asking:
             return replace(part, least_seconds=least, expected_seconds=expected)
         num_layers = self._known.facts.graph.num_layers
         least, expected = grouped.floor(question, num_layers, seconds)
-        if SCHEDULES[question.schedule].splits_backward:
-            part = replace(part, open=lambda: self.bounds(size).split)
         return replace(part, least_seconds=least, expected_seconds=expected)
 
     @contextmanager

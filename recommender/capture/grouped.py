@@ -28,7 +28,7 @@ from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
-from recommender.capture.tables import TablePlan, TableSearch, group_sizes
+from recommender.capture.tables import TablePlan, TableSearch, several_groups
 from recommender.question import PlanQuestion
 
 #: Micro-batches per group after which each takes as long as the one before.
@@ -36,15 +36,6 @@ _MICROBATCHES_PER_GROUP = 4
 #: The part of a backward pass that computes gradients of weights: what is recomputed, element by
 #: element or without weights comes before.
 _WEIGHTS_FRACTION = 1 / 3
-
-
-def sizes(question: PlanQuestion, num_layers: int) -> Sequence[int]:
-    """Return the numbers of devices that a group may have: there are several groups, and as many
-    micro-batches. Of one group nothing waits; with fewer micro-batches some group always does."""
-    num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
-    return [
-        d for d in group_sizes(question, num_layers) if 1 < num_devices // d <= num_microbatches
-    ]
 
 
 def floor(
@@ -64,7 +55,7 @@ def floor(
         Both infinite where there are no groups.
     """
     num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
-    known = {d: seconds(d) for d in sizes(question, num_layers)}
+    known = {d: seconds(d) for d in several_groups(question, num_layers)}
     least = num_microbatches * min((each for each, _ in known.values()), default=inf)
     steps = (
         each * step_of_equal_stages(question.schedule, num_devices // d, num_microbatches)
@@ -84,7 +75,7 @@ def least_seconds(part: OpenPart, question: PlanQuestion) -> float:
     num_devices = question.cluster.num_devices
     shares = (
         d / num_devices * part.once(_least_sum, d)
-        for d in sizes(question, part.known.graph.num_layers)
+        for d in several_groups(question, part.known.graph.num_layers)
     )
     return min(shares, default=inf)
 
@@ -115,7 +106,7 @@ def least_plan(problem: SearchProblem, question: PlanQuestion) -> tuple[float, l
     assert problem.seconds is not None and problem.update_seconds is not None, "it has times"
     num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
     least, found = inf, list[PlacedStage]()
-    for d in {*sizes(question, problem.num_layers)} & {*problem.used_degrees}:
+    for d in {*several_groups(question, problem.num_layers)} & {*problem.used_degrees}:
         length = step_of_equal_stages(question.schedule, num_devices // d, num_microbatches)
         steps = problem.spread(length * problem.seconds[d] + problem.update_seconds[d])
         seconds, cuts = _least_cut(steps.min(axis=0))
@@ -181,7 +172,7 @@ def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
 
 def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
     cluster, most = part.question.cluster, part.most
-    usable = set(sizes(part.question, most.graph.num_layers))
+    usable = set(several_groups(part.question, most.graph.num_layers))
     choices = [choice for choice in most.choices if choice.num_devices in usable]
     known = dict(zip(part.known.choices, ratios, strict=True))
     steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), known))

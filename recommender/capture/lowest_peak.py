@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
-from recommender.capture.parts import Found, OpenPart
+from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import NEVER, SearchProblem, together
 from recommender.capture.recommendation import (
@@ -28,7 +28,8 @@ from recommender.capture.refine import Corner, Look, Policy, Probe, Search, abov
 from recommender.capture.result import SearchResult
 from recommender.capture.search import search as search_plan
 from recommender.capture.searched import searched
-from recommender.question import BOUNDS_FIRST
+from recommender.capture.tables import TableSearch, several_groups
+from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: How far the best compiled plan is above the lower bound where bounds say little.
 LOOSE = 1.2
@@ -40,21 +41,34 @@ RESTS_ON = (
 
 
 class LowestPeak(Policy):
-    """The plan of least peak, in compiled bytes."""
+    """The plan of least peak, in compiled bytes.
+
+    What is proven is proven of plain schedules. Of the others, with micro-batches of the size that
+    is best there, the plan that is expected to need least is compiled if that is less than is
+    known; they are not looked at where the best plan is one stage, of which nothing waits.
+    """
 
     objective = "memory"
 
+    def __init__(self) -> None:
+        #: The plan of another schedule that was looked for, or None.
+        self._others: list[Found | None] = []
+
     def corner(self, nbytes: int, seconds: float) -> Corner:
-        return float(nbytes), 0.0
+        return float(nbytes), seconds if seconds == math.inf else 0.0
 
     def corners(self, part: OpenPart) -> Sequence[Corner]:
-        return [self.corner(part.once(_least_peak), 0.0)]
+        return [self.corner(part.once(_least_peak), 0.0)] if part.is_plain else []
+
+    def least_seconds(self, search: Search, part: Part) -> float:
+        """Infinite where no bytes bound a part: no floor of it is told."""
+        return 0.0 if part.is_plain else math.inf
 
     def _best(self, search: Search) -> Found | None:
         return min(search.compiled, key=lambda each: each.answer.peak_bytes, default=None)
 
     def look(self, search: Search) -> Look:
-        part = min(search.parts.values(), key=lambda part: part.once(_least_peak))
+        part = min(search.plain_parts, key=lambda part: part.once(_least_peak))
         found, best = part.once(recommended), self._best(search)
         if found.plan is None:
             return Look(Found(part, found), None, {})  # no plan fills the cluster
@@ -74,6 +88,10 @@ class LowestPeak(Policy):
             "fits": effort.any_that_fits and fits,
             "below": effort.below_bytes is not None and least >= effort.below_bytes,
         }
+        if any(reasons.values()) and not effort.any_that_fits and not self._others:
+            self._others.append(_of_other_schedules(search, best or Found(part, found)))
+            if self._others[0] is not None:
+                reasons = {}
         so_far = search.seconds, search.num_compiled
         bracket = Bracket(*so_far, least, max(least, peak), best is not None)
         return Look(Found(part, found), bracket, reasons)
@@ -82,11 +100,13 @@ class LowestPeak(Policy):
         """The plan of least bounds; where these are so far below what compilers say that it is
         hardly the best, the one that is expected to be; of later ones the stages that decide."""
         best, bracket = self._best(search), look.bracket
+        if self._others and (other := self._others[0]) and not search.is_asked(other):
+            return other
         if best is None or bracket is None or search.is_asked(look.found):
             return None if search.is_asked(look.found) else look.found
         peak = best.answer.peak_bytes
         if peak > LOOSE * bracket.least_bytes:
-            expected = [Found(part, part.once(_expected)) for part in search.parts.values()]
+            expected = [Found(part, part.once(_expected)) for part in search.plain_parts]
             for found in sorted(expected, key=lambda found: found.answer.proof.peak_bytes):
                 if found.answer.proof.peak_bytes < peak and not search.is_asked(found):
                     return found
@@ -110,7 +130,8 @@ class LowestPeak(Policy):
             )
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), within)
         proof = "; not proven" if within is None else "; proven optimal"
-        summary = compiled(search, proof + (f" within {within:.1%}" if within else ""))
+        of = "" if all(map(_is_plain, search.questions)) else " of the plans of 1F1B"
+        summary = compiled(search, proof + (f" within {within:.1%}" if within else "") + of)
         why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
         what = peak_of(best) if best.answer.status == "ok" else why.summary
         why = replace(why, summary=f"{what} {summary}", verified=verified, proven=proven)
@@ -173,7 +194,7 @@ def answer(search: Search, best: Found, why: Why, within: float | None) -> Stage
 def beyond(search: Search, best: Found, least: int, within: float | None = None) -> StageAnswer:
     """That nothing fits."""
     limit, found = best.part.question.limit_bytes, best.answer
-    is_plain = all(SCHEDULES[question.schedule].is_plain for question in search.questions)
+    is_plain = all(map(_is_plain, search.questions))
     why = Why(
         f"Every plan{'' if is_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, "
         f"and memory_limit_bytes={limit or 0:,}: proven with "
@@ -187,6 +208,45 @@ def beyond(search: Search, best: Found, least: int, within: float | None = None)
     proof = replace(found.proof, algorithm=BOUNDS_FIRST, seconds=search.seconds)
     plan = found.plan and found.plan.with_(why=why)
     return Answer("infeasible", plan, proof, why, found.headroom)
+
+
+def _is_plain(question: PlanQuestion) -> bool:
+    return SCHEDULES[question.schedule].is_plain
+
+
+def _of_other_schedules(search: Search, best: Found) -> Found | None:
+    """The plan of other schedules that is expected to need least at most, with micro-batches of the
+    size of the best one; None if that is not less."""
+    if best.answer.plan is None or not open_others(search, best):
+        return None
+    parts = [part for part in search.parts.values() if not part.is_plain]
+    plans = [found for part in parts for found in _smallest(part)]
+    smallest = min(plans, key=lambda found: found.answer.proof.peak_bytes, default=None)
+    if smallest is None or smallest.answer.proof.peak_bytes >= best.answer.peak_bytes:
+        return None
+    return smallest
+
+
+def open_others(search: Search, found: Found) -> bool:
+    """Open the parts of other schedules with the micro-batches of a plan of several stages, whose
+    devices may hold less by them; whether there are any."""
+    if len(found.answer.proof.stages) == 1:
+        return False
+    others = {n: part for n, part in search.unopened.items() if not part.is_plain}
+    numbers = [n for n, part in others.items() if part.question.microbatch_size == found.part.size]
+    for number in numbers:
+        search.open(number)
+    return bool(numbers)
+
+
+def _smallest(part: OpenPart) -> Iterator[Found]:
+    """Yield the plan of a schedule that is not plain that is expected to need least at most."""
+    most, question = part.most, part.question
+    usable = several_groups(question, most.graph.num_layers)
+    choices = [choice for choice in most.choices if choice.num_devices in usable]
+    found = TableSearch(most, question, None, choices).least_peak()
+    if found is not None:
+        yield Found(part, expected(part, found.result, found.plan))
 
 
 def recommended(part: OpenPart) -> StageAnswer:

@@ -20,7 +20,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.capture import grouped
-from recommender.capture.lowest_peak import between, expected
+from recommender.capture.lowest_peak import between, expected, open_others
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import Found, OpenPart, Part
 from recommender.capture.problem import SearchProblem
@@ -132,7 +132,7 @@ class Named(Timed):
             _open_smallest(search)
         if name not in self._names:
             found = self._estimated(search, name)
-            if name == LOWEST and found is not None and _open_others(search, found):
+            if name == LOWEST and found is not None and open_others(search, found):
                 found = self._estimated(search, name)
             self._names[name] = found
         return self._names[name]
@@ -191,18 +191,6 @@ def _open_smallest(search: Search) -> None:
     shared = [size for size in sizes if size >= num_devices]
     for size in {min(group) for group in (sizes, shared) if group}:
         search.open(sizes[size])
-
-
-def _open_others(search: Search, found: Found) -> bool:
-    """Open the parts of other schedules with the micro-batches of a plan of several stages, whose
-    devices may hold less by them; whether there are any."""
-    if len(found.answer.proof.stages) == 1:
-        return False
-    others = {n: part for n, part in search.unopened.items() if not part.is_plain}
-    numbers = [n for n, part in others.items() if part.question.microbatch_size == found.part.size]
-    for number in numbers:
-        search.open(number)
-    return bool(numbers)
 
 
 def _limits(least: int, most: int) -> tuple[int, ...]:

@@ -249,3 +249,12 @@ def _rules(question: PlanQuestion) -> str:
     kind, num_devices = SCHEDULES[question.schedule], question.cluster.num_devices
     wrong = kind.wrong(num_devices, question.num_microbatches)
     return f"With {num_devices} groups it {wrong}. " if wrong else ""
+
+
+def several_groups(question: PlanQuestion, num_layers: int) -> Sequence[int]:
+    """Return the numbers of devices that a group may have: there are several groups, and as many
+    micro-batches. Of one group nothing waits; with fewer micro-batches some group always does."""
+    num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
+    return [
+        d for d in group_sizes(question, num_layers) if 1 < num_devices // d <= num_microbatches
+    ]

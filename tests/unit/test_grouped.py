@@ -31,10 +31,12 @@ from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion
 from recommender.capture import grouped, named
+from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import OpenPart, Part
 from recommender.capture.refine import Effort, refine
 from recommender.capture.speed import Timed as Policy
+from recommender.capture.tables import several_groups
 
 ONE, NUM_LAYERS, TARGET = StageChoice(1, 1), 6, "a100-40g"
 CLUSTER, COUNTS, BATCH = Cluster((1, 1), TARGET), (2, 8), 8 * MICROBATCH_SIZE
@@ -184,6 +186,21 @@ def test_the_fastest_plan_of_all_schedules_is_found_and_bounded(seed):
     assert len(set(planted.compiler.compiled)) < len(planted.every_plan) / 10
 
 
+@pytest.mark.parametrize(("seed", "is_other"), [(0, False), (1, True), (2, False)])
+def test_of_the_lowest_memory_other_schedules_are_asked_where_they_may_need_less(seed, is_other):
+    planted = Everything(seed)
+    found = refine(LowestPeak(), planted.parts(), planted)
+    peaks = {plan: peak for plan, (_, peak) in planted.every_plan.items()}
+    plain = min(peak for plan, peak in peaks.items() if plan.schedule == "1f1b")
+    assert found.peak_bytes == planted.known(found.plan)[1] <= plain
+    assert found.peak_bytes == min(peaks.values())
+    assert (found.plan.schedule in TABLES) == is_other
+    assert found.why.proven.trail[-1].least_bytes <= plain
+    assert "of the plans of 1F1B for remat" in found.why.summary
+    alone = refine(LowestPeak(), [p for p in planted.parts() if p.is_plain], planted)
+    assert alone.peak_bytes == plain and (plain > found.peak_bytes) == is_other
+
+
 def test_within_a_limit_the_fastest_that_fits_is_found():
     """Several chunks of a device hold more than a stage of 1F1B."""
     planted = Everything(0)
@@ -264,11 +281,11 @@ def test_a_stage_is_news_again_once_its_split_backward_pass_is_compiled():
 
 def test_a_group_has_as_many_microbatches_as_there_are_groups():
     four = replace(asked("zb-h1", 2), cluster=Cluster((2, 2), TARGET))
-    assert grouped.sizes(four, NUM_LAYERS) == [2]
-    assert grouped.sizes(replace(four, num_microbatches=4), NUM_LAYERS) == [1, 2]
-    assert not grouped.sizes(replace(four, num_microbatches=1), NUM_LAYERS)
-    assert not grouped.sizes(asked("dualpipev", 2), NUM_LAYERS), "it needs twice as many"
-    assert not grouped.sizes(asked("zb-v", 4), 3), "two stages to a group"
+    assert several_groups(four, NUM_LAYERS) == [2]
+    assert several_groups(replace(four, num_microbatches=4), NUM_LAYERS) == [1, 2]
+    assert not several_groups(replace(four, num_microbatches=1), NUM_LAYERS)
+    assert not several_groups(asked("dualpipev", 2), NUM_LAYERS), "it needs twice as many"
+    assert not several_groups(asked("zb-v", 4), 3), "two stages to a group"
     assert grouped.floor(asked("zb-v", 4), 3, lambda d: (1.0, 1.0)) == (inf, inf)
 
 
