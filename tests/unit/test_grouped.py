@@ -328,7 +328,7 @@ def test_the_plans_with_names_are_of_all_schedules(seed, monkeypatch):
     assert points[LOWEST].peak_bytes == min(least.values()) < least["1f1b"]
     assert points[LOWEST].peak_bytes < points[KNEE].peak_bytes < points[FASTEST].peak_bytes
     assert all(points[name].schedule in TABLES for name in (LOWEST, KNEE))
-    monkeypatch.setattr(named, "_open_others", lambda search, found: False)
+    monkeypatch.setattr(named, "open_others", lambda search, found: False)
     monkeypatch.setattr(Named, "is_promising", lambda self, search, part: part.is_plain)
     found = refine(Named(), planted.parts(), planted, Effort(within_fraction=0.05))
     assert found.why.front.points[0].peak_bytes >= least["1f1b"], "the test sees what is missing"
