@@ -85,7 +85,7 @@ class SearchProblem:
     def _flat(self, table: np.ndarray, num_axes: int) -> np.ndarray:
         """A table whose last axes are (L, L + 1) behind so many others, with one for both."""
         is_whole = table.shape[num_axes:] == self.kinds.shape
-        return table.reshape(*table.shape[:num_axes], -1) if is_whole else table
+        return table.reshape(*table.shape[:num_axes], self.kinds.size) if is_whole else table
 
     def _violations(self):
         depths = set()
