@@ -8,12 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from capture.measured.profile import StageConfig
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
-from capture.profiler.array_pass import ArrayCall, ArrayShape, HostCopy
-from capture.profiler.layer_pass import LayerPass
-from capture.profiler.pack_program import PackProgram
+from capture.profiler.array_pass import ArrayShape
 
 Part = Literal[
     "stage",
@@ -74,7 +71,7 @@ class Setting:
 
 
 class Described(Protocol):
-    """A measurement that says itself what it is, such as an execution of a paper's partitioning."""
+    """A measurement that says itself what it is, such as ``StageConfig``."""
 
     @property
     def group(self) -> tuple[Any, ...]: ...
@@ -101,7 +98,7 @@ class Job:
     """
 
     key: str
-    what: StageConfig | LayerPass | PackProgram | ArrayCall | HostCopy | Described | None
+    what: Described | None
     part: Part = "stage"
     kind: str = ""
     needs: str | None = None
@@ -110,16 +107,6 @@ class Job:
     @property
     def group(self) -> tuple[Any, ...]:
         """Jobs of a group share work when the same process does them one after the other."""
-        if isinstance(self.what, LayerPass):
-            return self.part, self.what.microbatch_size
-        if isinstance(self.what, PackProgram):
-            return (self.part,)
-        if isinstance(self.what, ArrayCall):
-            return self.part, self.what.num_models
-        if isinstance(self.what, HostCopy):
-            return self.part, self.what.direction
-        if isinstance(self.what, StageConfig):
-            return self.part, self.what.choice, self.what.microbatch_size
         return (self.part,) if self.what is None else (self.part, *self.what.group)
 
     def to_json(self, workload: WorkloadSpec | None, backend: str) -> dict[str, Any]:
@@ -130,25 +117,7 @@ class Job:
             "backend": backend,
             "part": self.part,
         }
-        if isinstance(self.what, StageConfig):
-            choice = self.what.choice.to_json()
-            facts |= {
-                "layers": [self.what.first, self.what.stop - 1],
-                **choice,
-                "microbatch_size": self.what.microbatch_size,
-            }
-        elif isinstance(self.what, LayerPass):
-            layer, size = self.what.layer, self.what.microbatch_size
-            facts |= {"layers": [layer, layer], "direction": self.what.direction}
-            facts |= {"microbatch_size": size}
-        elif isinstance(self.what, PackProgram):
-            facts["program"] = self.what.name
-        elif isinstance(self.what, ArrayCall):
-            facts |= {"models": self.what.num_models, "pass": self.what.call.kind}
-            facts |= {"segment": self.what.call.segment}
-        elif isinstance(self.what, HostCopy):
-            facts |= {"direction": self.what.direction, "nbytes": self.what.nbytes}
-        elif self.what is not None:
+        if self.what is not None:
             facts |= self.what.to_json()
         return {**facts, "kind": self.kind}
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
 from capture.options import Asked
 
 #: Sizes that are profiled up to the largest of interest, where no stride is asked for.
@@ -117,9 +117,9 @@ class LayersQuestion:
     @property
     def spec(self) -> WorkloadSpec | None:
         """The workload by name; None for one made from Python objects."""
-        return self.workload if isinstance(self.workload, WorkloadSpec) else None
+        return spec_of(self.workload)
 
     @cached_property
     def task(self) -> WorkloadProtocol:
         """The workload, loaded."""
-        return self.workload.load() if isinstance(self.workload, WorkloadSpec) else self.workload
+        return loaded(self.workload)

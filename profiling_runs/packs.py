@@ -10,7 +10,7 @@ from capture.documents import read
 from capture.errors import PlanError, ProfileError, plain
 from capture.machine.target import Target
 from capture.measured.store import Store
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import step_bytes
 from capture.profiler.pack_program import PackNeeds
@@ -106,14 +106,13 @@ class PackCompiler:
         from capture.profiler.packs import PackBackend
 
         if target not in self._backends:
-            given = self.workload
-            task = given.load() if isinstance(given, WorkloadSpec) else given
+            task = loaded(self.workload)
             self._backends[target] = PackBackend(task, Target.load(target), self.store)
         return self._backends[target]
 
     @property
     def _spec(self) -> WorkloadSpec | None:
-        return self.workload if isinstance(self.workload, WorkloadSpec) else None
+        return spec_of(self.workload)
 
     def _open(self, plan: PacksPlan, backend: PackBackend, num_jobs: int) -> Runner:
         setting = None

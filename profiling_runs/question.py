@@ -10,7 +10,7 @@ from typing import Annotated
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
 from capture.options import Asked
 from capture.plan.choices import (
     REMAT_TEXT,
@@ -237,12 +237,12 @@ class ProfileQuestion:
     @property
     def spec(self) -> WorkloadSpec | None:
         """The workload by name; None for one made from Python objects."""
-        return self.workload if isinstance(self.workload, WorkloadSpec) else None
+        return spec_of(self.workload)
 
     @cached_property
     def task(self) -> WorkloadProtocol:
         """The workload, loaded."""
-        return self.workload.load() if isinstance(self.workload, WorkloadSpec) else self.workload
+        return loaded(self.workload)
 
     @cached_property
     def stage_choices(self) -> tuple[StageChoice, ...]:

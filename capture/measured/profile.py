@@ -61,6 +61,19 @@ class StageConfig:
     def num_layers(self) -> int:
         return self.stop - self.first
 
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Stages of one choice and size share what is traced."""
+        return self.choice, self.microbatch_size
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and files."""
+        return {
+            "layers": [self.first, self.stop - 1],
+            **self.choice.to_json(),
+            "microbatch_size": self.microbatch_size,
+        }
+
 
 def layers_in_words(first: int, stop: int) -> str:
     """Layers [first, stop), at least one."""
@@ -367,23 +380,15 @@ def _read_split(name: str) -> ParamSplit:
 
 
 def _calibration_to_json(calibration: Calibration) -> dict[str, Any]:
-    errors = [{**_config_to_json(e.config), "error_fraction": e.error} for e in calibration.errors]
+    errors = [{**e.config.to_json(), "error_fraction": e.error} for e in calibration.errors]
     return {**documents.fields_of(calibration), "errors": errors}
 
 
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
     return [
-        {**_config_to_json(config), "cost": documents.write(cost)}
+        {**config.to_json(), "cost": documents.write(cost)}
         for config, cost in sorted(measurements.items())
     ]
-
-
-def _config_to_json(config: StageConfig) -> dict[str, Any]:
-    return {
-        "layers": [config.first, config.stop - 1],
-        **config.choice.to_json(),
-        "microbatch_size": config.microbatch_size,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -345,6 +345,20 @@ def _is_own(value: Any, module: ModuleType) -> bool:
     return _defined_in(value) == module.__name__
 
 
+def spec_of(workload: WorkloadProtocol | WorkloadSpec) -> WorkloadSpec | None:
+    """Return the name of a workload; None for one made from Python objects."""
+    return workload if isinstance(workload, WorkloadSpec) else None
+
+
+def loaded(workload: WorkloadProtocol | WorkloadSpec) -> WorkloadProtocol:
+    """Return a workload itself, loaded if it is named.
+
+    Raises:
+        WorkloadError: as ``WorkloadSpec.load``.
+    """
+    return workload.load() if isinstance(workload, WorkloadSpec) else workload
+
+
 def of_document(read: T, named_by: Path | str = "a document") -> T:
     """Return what was read of a file with a ``workload``, which the file names and nobody else.
 

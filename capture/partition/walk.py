@@ -26,11 +26,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
-from capture.tracing.jaxprs import BODIES, opened, scan_arity
+from capture.tracing.jaxprs import BODIES, is_variable, opened, scan_arity
 
 #: Elements below which a parameter is not worth a collective of its own; it may still follow
 #: another.
@@ -150,24 +150,21 @@ class _Walk:
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         """Follow the inputs (parameters first; what is missing is whole) to the outputs."""
         env = self.follow(jaxpr, inputs)
-        return [
-            _STATIC if isinstance(atom, Literal) else self._decided(env.get(atom, _WHOLE))
-            for atom in jaxpr.outvars
-        ]
+        return [self._read(atom, env) for atom in jaxpr.outvars]
+
+    def _read(self, atom: Any, env: Mapping[Any, _Value]) -> _Value:
+        return self._decided(env.get(atom, _WHOLE)) if is_variable(atom) else _STATIC
 
     def follow(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> dict[Any, _Value]:
         """What is known of every variable."""
         env: dict[Any, _Value] = dict.fromkeys(jaxpr.constvars, _STATIC)
         env.update(zip(jaxpr.invars, inputs, strict=False))
 
-        def read(atom: Any) -> _Value:
-            return _STATIC if isinstance(atom, Literal) else self._decided(env.get(atom, _WHOLE))
-
         for eqn in jaxpr.eqns:
             env.update(
                 zip(
                     eqn.outvars,
-                    self._equation(eqn, [read(atom) for atom in eqn.invars]),
+                    self._equation(eqn, [self._read(atom, env) for atom in eqn.invars]),
                     strict=True,
                 )
             )

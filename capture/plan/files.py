@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -208,6 +208,16 @@ class PlanFile:
     def peaks(self) -> Peaks | None:
         """Peak memory of its devices, by the best that is known; None if nobody says."""
         raise NotImplementedError
+
+    @property
+    def predicted_bytes_per_device(self) -> Sequence[int] | None:
+        """Peak memory of its devices as it was predicted; None if nobody did."""
+        return None if (peaks := self.peaks) is None else peaks.per_device
+
+    @property
+    def target_name(self) -> str:
+        """What it was planned for."""
+        return self.known_cluster.target
 
     @property
     def known_peak_bytes(self) -> int:

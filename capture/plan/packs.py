@@ -243,6 +243,17 @@ class PacksPlan(PlanFile):
         return Peaks(peaks, [(peak, peak) for peak in peaks], "predicted", None, extrapolated=True)
 
     @property
+    def predicted_bytes_per_device(self) -> Sequence[int] | None:
+        """Of the plan's own instructions."""
+        known = None if self.prediction is None else self.prediction.memory
+        return None if known is None else known.device_peak_bytes
+
+    @property
+    def target_name(self) -> str:
+        """The server."""
+        return self.machine.name
+
+    @property
     def host_peak_bytes(self) -> int | None:
         """Peak memory of the host, of the same instructions."""
         known = None if self.prediction is None else self.prediction.memory

@@ -129,6 +129,12 @@ class Plan(PlanFile):
         return None if self.prediction is None else self.prediction.peaks
 
     @property
+    def predicted_bytes_per_device(self) -> Sequence[int] | None:
+        """As it was predicted; of a plan by hand that was verified alone, by its compiler."""
+        predicted = self.prediction or self.verification
+        return None if predicted is None else predicted.peak_bytes_per_device
+
+    @property
     def step_estimate(self) -> tuple[float, str] | None:
         """As it was simulated when the plan was made."""
         return None if self.time is None else (self.time.step_seconds, "simulated")

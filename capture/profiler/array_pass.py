@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from capture.measured.work import ProgramWork
 from capture.plan.array import BUNDLE_BYTES, Shared
@@ -41,6 +41,15 @@ class ArrayCall:
     num_models: int
     call: Call
 
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Programs of as many models share what is traced."""
+        return (self.num_models,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        return {"models": self.num_models, "pass": self.call.kind, "segment": self.call.segment}
+
 
 @dataclass(frozen=True)
 class HostCopy:
@@ -53,6 +62,15 @@ class HostCopy:
 
     direction: Direction
     nbytes: int
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Copies in one direction belong together."""
+        return (self.direction,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        return {"direction": self.direction, "nbytes": self.nbytes}
 
 
 @dataclass(frozen=True)

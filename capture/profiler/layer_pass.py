@@ -4,7 +4,7 @@ what came of it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from capture.measured.work import ProgramWork
 
@@ -26,6 +26,16 @@ class LayerPass:
     layer: int
     direction: Direction
     microbatch_size: int
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Passes of one size share what is traced."""
+        return (self.microbatch_size,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        about = {"layers": [self.layer, self.layer], "direction": self.direction}
+        return {**about, "microbatch_size": self.microbatch_size}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from capture.plan.packs import PacksPlan
 
@@ -21,6 +22,15 @@ class PackProgram:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """All programs of a plan share what is traced."""
+        return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        return {"program": self.name}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ import orbax.checkpoint as ocp
 
 from capture.errors import CaptureError, ExecutionError, Violation
 from capture.model.workload import WorkloadProtocol
-from capture.runtime.array_state import ArrayState
 from capture.runtime.checkpoint_models import (
     CHECKPOINT,
     KEY_IMPLS,
@@ -49,8 +48,7 @@ from capture.runtime.checkpoint_models import (
     described,
     filled,
     host_data,
-    stored_leaves,
-    structs_of,
+    models_of,
 )
 from capture.runtime.hosts.reading import Leaves, joined_leaves, own_leaves, read_marker
 from capture.runtime.hosts.saved import (
@@ -64,9 +62,7 @@ from capture.runtime.hosts.saved import (
     remove,
 )
 from capture.runtime.hosts.saving import Saver
-from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.pipeline import PipelinedStep
-from capture.runtime.state import PipelineState
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
@@ -93,21 +89,22 @@ def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -
             step.
     """
     directory = Path(directory)
-    if isinstance(step, PipelinedStep) and step.hosts is not None:
+    if (together := shared(step)) is not None:
         assert isinstance(state, PipelineState), "the state of one model"
-        saver = Saver(step, directory, keep)
+        saver = Saver(together, directory, keep)
         path = saver.save(state)
         saver.finish()
         return path
-    params, optimizer = stored_leaves(step, state)
+    models = models_of(step)
+    params, optimizer = models.leaves(state)
     metadata = {
         "schema_version": CHECKPOINT.versions[-1],
         "num_steps": state.num_steps,
         "params": described(params),
         "optimizer": described(optimizer),
     }
-    if isinstance(state, ArrayState):
-        metadata["num_models"] = len(state.plan.models)
+    if models.count is not None:
+        metadata["num_models"] = models.count
     _write(directory, keep, metadata, {"params": _stored(params), "optimizer": _stored(optimizer)})
     return directory / str(state.num_steps)
 
@@ -141,7 +138,8 @@ def restore(
             than the step has, ``checkpoint-other-model`` or ``checkpoint-other-optimizer`` naming
             every leaf that differs from the model's.
     """
-    directory, hosts = Path(directory), _hosts_of(step)
+    directory, together = Path(directory), shared(step)
+    hosts = None if together is None else together.hosts
     steps = _candidates(directory, num_steps, hosts)
     for number in reversed(all_steps(directory)):
         if num_steps is None and number > steps[0]:
@@ -272,16 +270,15 @@ def _whole(
     step: Trained, read: Leaves, sources: Sources, metadata: Mapping[str, Any]
 ) -> Callable[[], Any]:
     """From all leaves of a checkpoint."""
+    trained = models_of(step)
     params, optimizer = (
         [
             filled(struct, {path: read[part].get(source) for path, source in own.items()})
             for struct, own in zip(structs, by_model, strict=True)
         ]
-        for structs, part, by_model in zip(structs_of(step), PARTS, sources.paths, strict=True)
+        for structs, part, by_model in zip(trained.structs, PARTS, sources.paths, strict=True)
     )
-    if isinstance(step, ArrayTraining):
-        return partial(step.restore, params, optimizer, metadata["num_steps"])
-    return partial(step.restore, params[0], optimizer[0], metadata["num_steps"])
+    return partial(trained.restored, params, optimizer, metadata["num_steps"])
 
 
 def _write(
@@ -329,9 +326,9 @@ def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
     )
 
 
-def _hosts_of(step: Trained) -> Hosts | None:
-    """The processes that share it."""
-    return step.hosts if isinstance(step, PipelinedStep) else None
+def shared(step: Trained) -> PipelinedStep | None:
+    """Return a step that several processes share; None for one of a single process."""
+    return step if isinstance(step, PipelinedStep) and step.hosts is not None else None
 
 
 def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -363,7 +360,7 @@ def _checked(
             ``checkpoint-other-optimizer``.
     """
     replace(CHECKPOINT, name=f"checkpoint {str(path)!r}").check(metadata)
-    sources = Sources(step, metadata, models)
+    sources = Sources(models_of(step), metadata, models)
     _check_alike(sources.expected, sources.saved)
     return sources
 

@@ -44,30 +44,74 @@ def described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
 
 
-def stored_leaves(step: Trained, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds of a state: parameters and optimizer state, by path."""
-    if not isinstance(step, ArrayTraining):
-        assert isinstance(state, PipelineState), "the state of one model"
-        return by_path(step.params(state)), by_path(step.optimizer_state(state))
-    assert isinstance(state, ArrayState), "the state of an array"
-    params, optimizer, shared = dict[str, Any](), dict[str, Any](), _shared_paths(step)
-    for model in range(len(state.plan.models)):
-        own = by_path(step.params(state, model))
-        params |= {f"[{model}]{p}": x for p, x in own.items() if not (model and p in shared)}
-        states = by_path(step.optimizer_state(state, model))
-        optimizer |= {f"[{model}]{p}": x for p, x in states.items()}
-    return params, optimizer
+class OneModel:
+    """What a checkpoint holds of a step that trains one model.
+
+    Attributes:
+        count: Models that it trains; None of one alone, whose paths begin with no number.
+        shared: Paths of parameters that all models have alike.
+    """
+
+    count: int | None = None
+    shared: frozenset[str] = frozenset()
+
+    def __init__(self, step: TrainStep):
+        self.step = step
+
+    def leaves(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return parameters and optimizer state, by path."""
+        return by_path(self.step.params(state)), by_path(self.step.optimizer_state(state))
+
+    @property
+    def structs(self) -> tuple[list[Any], list[Any]]:
+        """Of each model its parameters, and the state of its optimizer."""
+        return [self.step.traced.params_struct], [self.step.optimizer.state_struct]
+
+    def restored(self, params: Sequence[Any], optimizer: Sequence[Any], num_steps: int) -> State:
+        """Return the state with what was read."""
+        return self.step.restore(params[0], optimizer[0], num_steps)
 
 
-def structs_of(step: Trained) -> tuple[list[Any], list[Any]]:
-    """Of each model: its parameters, and the state of its optimizer."""
-    if not isinstance(step, ArrayTraining):
-        return [step.traced.params_struct], [step.optimizer.state_struct]
-    fusers = [step.fuser(model) for model in range(len(step.plan.models))]
-    return (
-        [fuser.traced.params_struct for fuser in fusers],
-        [fuser.optimizer.sliced.state_struct for fuser in fusers],
-    )
+class ModelsOfArray:
+    """The same of a step that trains several models together."""
+
+    def __init__(self, step: ArrayTraining):
+        self.step, self.count = step, len(step.plan.models)
+        self._fusers = [step.fuser(model) for model in range(self.count)]
+        first = self._fusers[0]  # models of one workload share
+        numbers = leaf_numbers(first.traced)
+        shared = {numbers[p] for p in first.optimizer.shared}
+        paths = by_path(first.traced.params_struct)
+        self.shared = frozenset(path for n, path in enumerate(paths) if n in shared)
+
+    def leaves(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return parameters and optimizer state, by path."""
+        params, optimizer = dict[str, Any](), dict[str, Any]()
+        for model in range(self.count):
+            own = by_path(self.step.params(state, model))
+            params |= {
+                f"[{model}]{p}": x for p, x in own.items() if not (model and p in self.shared)
+            }
+            states = by_path(self.step.optimizer_state(state, model))
+            optimizer |= {f"[{model}]{p}": x for p, x in states.items()}
+        return params, optimizer
+
+    @property
+    def structs(self) -> tuple[list[Any], list[Any]]:
+        """Of each model its parameters, and the state of its optimizer."""
+        return (
+            [fuser.traced.params_struct for fuser in self._fusers],
+            [fuser.optimizer.sliced.state_struct for fuser in self._fusers],
+        )
+
+    def restored(self, params: Sequence[Any], optimizer: Sequence[Any], num_steps: int) -> State:
+        """Return the state with what was read."""
+        return self.step.restore(params, optimizer, num_steps)
+
+
+def models_of(step: Trained) -> OneModel | ModelsOfArray:
+    """Return the models that a step trains."""
+    return ModelsOfArray(step) if isinstance(step, ArrayTraining) else OneModel(step)
 
 
 def is_key(leaf: Any) -> bool:
@@ -105,7 +149,7 @@ class Sources:
     """Where the leaves of the models of a step are in a checkpoint.
 
     Args:
-        step: That is to go on.
+        trained: The models that are to go on.
         metadata: Of the checkpoint.
         models: Its models that go on; None for all.
 
@@ -119,12 +163,20 @@ class Sources:
         ExecutionError: ``checkpoint-models``.
     """
 
-    def __init__(self, step: Trained, metadata: Mapping[str, Any], models: Sequence[int] | None):
-        self._begin = _prefixes(step, metadata.get("num_models"), models)
+    def __init__(
+        self,
+        trained: OneModel | ModelsOfArray,
+        metadata: Mapping[str, Any],
+        models: Sequence[int] | None,
+    ):
+        count = trained.count or 1
+        chosen = check_models(metadata.get("num_models"), count, models)
+        # None: of one model alone, whose paths have no number.
+        self._begin = [""] * count if chosen is None else [f"[{model}]" for model in chosen]
         found = [
             self._found([by_path(struct) for struct in structs], metadata[part], shared)
             for structs, part, shared in zip(
-                structs_of(step), PARTS, (_shared_paths(step), frozenset[str]()), strict=True
+                trained.structs, PARTS, (trained.shared, frozenset[str]()), strict=True
             )
         ]
         self.paths, self.expected, self.saved = (tuple(each) for each in zip(*found, strict=True))
@@ -148,24 +200,3 @@ class Sources:
         mine = tuple(self._begin)
         there = {p: x for p, x in saved.items() if p in expected or p.startswith(mine)}
         return paths, expected, there
-
-
-def _shared_paths(step: Trained) -> frozenset[str]:
-    """Of parameters that all models of an array have alike."""
-    if not isinstance(step, ArrayTraining):
-        return frozenset()
-    fuser = step.fuser(0)  # models of one workload share
-    numbers = leaf_numbers(fuser.traced)
-    shared = {numbers[p] for p in fuser.optimizer.shared}
-    paths = by_path(fuser.traced.params_struct)
-    return frozenset(path for n, path in enumerate(paths) if n in shared)
-
-
-def _prefixes(step: Trained, count: int | None, models: Sequence[int] | None) -> list[str]:
-    """For each model of a step, with what its paths begin in a checkpoint of so many models; None:
-    of one alone, with which all begin."""
-    wanted = len(step.plan.models) if isinstance(step, ArrayTraining) else 1
-    chosen = check_models(count, wanted, models)
-    if chosen is None:
-        return [""] * wanted
-    return [f"[{model}]" for model in chosen]

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from capture.errors import PlanError, Violation, WorkloadError
 from capture.model.workload import WorkloadProtocol
@@ -21,7 +20,7 @@ from capture.runtime.optimizer_source import injecting_line
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import sub_jaxprs
+from capture.tracing.jaxprs import is_variable, sub_jaxprs
 
 #: Of ``optax.inject_hyperparams``, in the path of a leaf of its state: values, and what the
 #: schedules keep that some of them come from.
@@ -159,7 +158,7 @@ def _updated(update: TracedOptimizer, shared: Collection[int]) -> Iterator[Viola
     held = {p for owners in of_state for p in owners}
     results = [program.outputs[p] for p in range(num_params) if p not in shared]
     results += program.outputs[num_params:]
-    read = {v for e in program.needed(results) for v in e.invars if not _is_literal(v)}
+    read = {v for e in program.needed(results) for v in e.invars if is_variable(v)}
     wrong = []
     for p in sorted(shared):
         gradient = program.inputs[num_params + len(update.state) + p]
@@ -177,15 +176,11 @@ def _updated(update: TracedOptimizer, shared: Collection[int]) -> Iterator[Viola
         )
 
 
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)
-
-
 def _is_same(program: DataFlow, atom: Any, param: Any) -> bool:
     """Whether a value is the old one of a parameter, plus zeros."""
     if atom is param:
         return True
-    made = None if _is_literal(atom) else program.maker(atom)
+    made = program.maker(atom) if is_variable(atom) else None
     if made is None:
         return False
     name, operands = made.primitive.name, made.invars
@@ -196,7 +191,7 @@ def _is_same(program: DataFlow, atom: Any, param: Any) -> bool:
 
 
 def _is_zero(program: DataFlow, atom: Any) -> bool:
-    if _is_literal(atom):
+    if not is_variable(atom):
         return not np.any(np.asarray(atom.val))
     made = program.maker(atom)
     return (

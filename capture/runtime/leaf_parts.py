@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 from capture.errors import WorkloadError
 from capture.model.graph import content_hash
 from capture.runtime.optimizer import TracedOptimizer, owner_of_result
+from capture.tracing.jaxprs import is_variable
 from capture.tracing.model import TracedModel
 
 #: Operations whose results follow element by element from operands of one shape, or scalars.
@@ -128,12 +128,12 @@ class _Updates:
         outputs = self._program.outputs
         wanted = [outputs[param], *(outputs[self._num_params + k] for k in states)]
         made = outputs[param]
-        if not isinstance(made, jex_core.Literal) and not self._owners.get(made, mine) <= mine:
+        if is_variable(made) and not self._owners.get(made, mine) <= mine:
             return None
         keys: dict[Any, str] = {}
 
         def key_of(atom: Any) -> str:
-            if isinstance(atom, jex_core.Literal):
+            if not is_variable(atom):
                 return str(atom.val)
             role = self._roles.get(atom, "shared") if self._owners.get(atom) == mine else "shared"
             return keys.get(atom, role)

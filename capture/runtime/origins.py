@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.extend
-
 from capture.step.attribution import Buffer
 from capture.tracing.dataflow import DataFlow
+from capture.tracing.jaxprs import variables
 from capture.tracing.source import layer_of_scope, line_of, operation_name
 
 
@@ -40,7 +39,7 @@ def _line_of(flow: DataFlow, equation: Any) -> str:
         lines = [line for one in ring if (line := line_of(one.source_info.traceback))]
         if lines:
             return lines[0]
-        read = [v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)]
+        read = [v for one in ring for v in variables(one.invars)]
         new = [v for v in dict.fromkeys(read) if v not in seen]
         seen.update(new)
         ring = [maker for v in new if (maker := flow.maker(v)) is not None]

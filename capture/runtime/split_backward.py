@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 from capture.compiler.executable import Executable
 from capture.measured.stage_cost import SplitCost
@@ -27,6 +26,7 @@ from capture.runtime.origins import buffer_of
 from capture.runtime.programs import StagePrograms, shard_bytes
 from capture.step.attribution import StageBuffers
 from capture.tracing.dataflow import DataFlow
+from capture.tracing.jaxprs import is_variable
 from capture.tracing.recompute import recompute_bytes
 
 
@@ -52,7 +52,7 @@ class BackwardSplit:
         equations = flow.needed(self.weights, made)
         atoms = [*self.weights, *(v for equation in equations for v in equation.invars)]
         given = made | (self._inputs - self._free)
-        read = {v for v in atoms if not _is_literal(v) and v in given}
+        read = {v for v in atoms if is_variable(v) and v in given}
         for v in sorted(read & made, key=flow.order, reverse=True):
             sources = self._sources(v, read)
             if sources is not None and sum(map(_nbytes, sources)) < _nbytes(v):
@@ -73,7 +73,7 @@ class BackwardSplit:
                 if one in self._inputs and one not in self._free:
                     sources.add(one)
             elif recompute_bytes(equation) is not None:
-                new = [w for w in equation.invars if not _is_literal(w) and w not in seen]
+                new = [w for w in equation.invars if is_variable(w) and w not in seen]
                 seen.update(new)
                 waiting += new
             elif one is v:
@@ -81,10 +81,6 @@ class BackwardSplit:
             else:
                 sources.add(one)
         return sources
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)
 
 
 def _nbytes(v: Any) -> int:

@@ -27,7 +27,7 @@ from capture.runtime.heap import measure_heap
 from capture.runtime.hosts.saved import check_folders, set_aside
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
-from capture.runtime.meter import Measurement, measure_step
+from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.run_report import RunReport
@@ -35,7 +35,6 @@ from capture.runtime.state import PipelineState, initial_params
 from capture.runtime.streamed import streamed
 from capture.runtime.trace import StepTrace
 from capture.runtime.train_step import TrainStep
-from capture.step.ledger import Ledger
 from capture.step.program import replay
 
 if TYPE_CHECKING:
@@ -147,10 +146,10 @@ def train(
         document |= reference.compare(gradients, params, batches, step_keys)
     if saves is not None and (saved := saves.finish()) is not None:
         document["saved"] = saved
-    replayed, target = step.replay(), _target_of(plan)
+    replayed, target, predicted = step.replay(), plan.target_name, plan.predicted_bytes_per_device
     document |= {
-        "kind": "packs" if isinstance(plan, PacksPlan) else "stages",
-        "predicted_peak_bytes_per_device": _predicted_bytes(plan),
+        "kind": plan.FORMAT.kind,
+        "predicted_peak_bytes_per_device": predicted and list(predicted),
         "replayed_peak_bytes_per_device": list(replayed.peak_bytes_per_device),
         "measured_peak_bytes_per_device": None
         if measured is None
@@ -175,13 +174,17 @@ def train(
         "is_target": (target == "cpu") == (jax.devices()[0].platform == "cpu"),
         "versions": environment.versions(),
     }
-    if isinstance(step, PipelinedStep) and hosts is not None:
-        document["offered_peak_bytes_per_device"] = _offered_bytes(step)
+    if (together := checkpoint.shared(step)) is not None:
+        document["offered_peak_bytes_per_device"] = _offered_bytes(together)
         # What the check saw of it; 0 without --check.
         waiting = () if measured is None else measured.waiting_peak_bytes
         document["waiting_peak_bytes_per_device"] = list(waiting)
-    if isinstance(plan, PacksPlan):
-        document["host"] = _host_bytes(plan, replayed, measured)
+    if plan.host_memory_bytes:
+        document["host"] = {
+            "predicted_peak_bytes": plan.host_peak_bytes,
+            "replayed_peak_bytes": replayed.peak_of("host").peak_bytes,
+            "measured_peak_bytes": None if measured is None else measured.host_peak_bytes,
+        }
     if "reference_losses" in document:
         document["max_relative_loss_error"] = max_relative_error(
             document["losses"], document["reference_losses"]
@@ -202,7 +205,7 @@ class _Saves:
         assert training.save is not None, "there is a directory"
         self._step, self._directory, self._every = step, training.save, training.save_every
         self._last: Path | None = None
-        together = step if isinstance(step, PipelinedStep) and step.hosts is not None else None
+        together = checkpoint.shared(step)
         goes_on = training.restore is not None and (
             training.restore.resolve() == training.save.resolve()
         )
@@ -234,29 +237,3 @@ def _offered_bytes(step: PipelinedStep) -> list[int]:
         peak - before
         for peak, before in zip(step.replay().peak_bytes_per_device, alone, strict=True)
     ]
-
-
-def _predicted_bytes(plan: Plan | PacksPlan) -> list[int] | None:
-    """Per device; of a plan of stages by hand that was verified alone, what its compiler says."""
-    if isinstance(plan, PacksPlan):
-        memory = plan.prediction.memory if plan.prediction else None
-        return None if memory is None else list(memory.device_peak_bytes)
-    predicted = plan.prediction or plan.verification
-    return None if predicted is None else list(predicted.peak_bytes_per_device)
-
-
-def _target_of(plan: Plan | PacksPlan) -> str:
-    """What it was planned for."""
-    return plan.machine.name if isinstance(plan, PacksPlan) else plan.cluster.target
-
-
-def _host_bytes(
-    plan: PacksPlan, replayed: Ledger, measured: Measurement | None
-) -> dict[str, int | None]:
-    """Of the memory of the host."""
-    predicted = plan.prediction.memory if plan.prediction else None
-    return {
-        "predicted_peak_bytes": None if predicted is None else predicted.host_peak_bytes,
-        "replayed_peak_bytes": replayed.peak_of("host").peak_bytes,
-        "measured_peak_bytes": None if measured is None else measured.host_peak_bytes,
-    }

@@ -13,7 +13,15 @@ from jax.extend import core as jex_core
 
 from capture.model.graph import content_hash
 from capture.tracing.hashing import jaxpr_key
-from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate, is_variable
+from capture.tracing.jaxprs import (
+    CALLS,
+    CUSTOM_RULES,
+    REMATS,
+    evaluate,
+    is_variable,
+    value_of,
+    variables,
+)
 from capture.tracing.recompute import aval_bytes
 from capture.tracing.source import at_source, line_of
 
@@ -92,11 +100,7 @@ class DataFlow:
         """
         flow = dict(owners)
         for equation in self.jaxpr.eqns:
-            parts = [
-                flow[v]
-                for v in equation.invars
-                if not isinstance(v, jex_core.Literal) and v in flow
-            ]
+            parts = [flow[v] for v in variables(equation.invars) if v in flow]
             union = frozenset().union(*parts) if parts else frozenset()
             for out in equation.outvars:
                 flow[out] = (
@@ -110,7 +114,7 @@ class DataFlow:
         numbers: dict[Any, int] = {}
 
         def text(atom: Any) -> str:
-            if isinstance(atom, jex_core.Literal):
+            if not is_variable(atom):
                 return str(atom)
             return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
 
@@ -140,7 +144,7 @@ class DataFlow:
         waiting, chosen = list(wanted), set()
         while waiting:
             value = waiting.pop()
-            if isinstance(value, jex_core.Literal) or value in given:
+            if not is_variable(value) or value in given:
                 continue
             position = self._position.get(value)
             if position is not None and position not in chosen:
@@ -154,13 +158,9 @@ class DataFlow:
         """Values of the wanted variables from those in ``env``; with ``whole``, all is run, for the
         effects of what nobody reads."""
         values = self.constants | env
-
-        def read(atom):
-            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
         for equation in self.jaxpr.eqns if whole else self.needed(wanted, values):
-            bind(equation, [read(v) for v in equation.invars], values)
-        return [read(v) for v in wanted]
+            bind(equation, [value_of(v, values) for v in equation.invars], values)
+        return [value_of(v, values) for v in wanted]
 
 
 def bind(

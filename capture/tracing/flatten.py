@@ -18,7 +18,15 @@ from jax.extend import core as jex_core
 
 from capture.errors import TracingError
 from capture.tracing.flops import equation_flops
-from capture.tracing.jaxprs import CALLS, REMATS, consts_of, opened, scan_arity, sub_jaxprs
+from capture.tracing.jaxprs import (
+    CALLS,
+    REMATS,
+    consts_of,
+    is_variable,
+    opened,
+    scan_arity,
+    sub_jaxprs,
+)
 from capture.tracing.program import Mark, Op, Program, RematRegion
 from capture.tracing.source import line_of
 
@@ -186,7 +194,7 @@ class _Flattener:
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
         def read(atom) -> _Value:
-            return atom if isinstance(atom, jex_core.Literal) else env[atom]
+            return env[atom] if is_variable(atom) else atom
 
         for index, equation in enumerate(jaxpr.eqns):
             outputs = self._equation(

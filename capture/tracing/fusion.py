@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from capture.tracing.cut import PRODUCTS
+from capture.tracing.jaxprs import variables
 from capture.tracing.leaf_uses import LAYOUT
 
 
@@ -23,7 +23,7 @@ def following(jaxpr, known: set) -> set:
     found = set[Any]()
     for equation in jaxpr.eqns:
         if _is_fused(equation) and all(
-            isinstance(v, jex_core.Literal) or v in known or v in found for v in equation.invars
+            v in known or v in found for v in variables(equation.invars)
         ):
             found.update(equation.outvars)
     return found - known
@@ -47,9 +47,8 @@ def multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
         ways = {name in MULTIPLY and _precision(equation) == "default"}
         if name in (*LAYOUT, "slice", "split"):
             ways = {found[v] for v in equation.outvars if v in found}
-        for v in equation.invars if ways else ():
-            if not isinstance(v, jex_core.Literal):
-                found[v] = found.get(v, True) and all(ways)
+        for v in variables(equation.invars) if ways else ():
+            found[v] = found.get(v, True) and all(ways)
     return found
 
 
@@ -172,11 +171,11 @@ def kept(
                 fuse_operands and equation.primitive.name in MULTIPLY
             )
             if not made_on_the_way:
-                stops.update(v for v in equation.invars if not isinstance(v, jex_core.Literal))
+                stops.update(variables(equation.invars))
     small = sums(jaxpr)
     roots: dict[Any, frozenset] = {}
     for equation in jaxpr.eqns:
-        read = [v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in free]
+        read = [v for v in variables(equation.invars) if v not in free]
         below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
         roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
     found = {v for v in saved if v in stops}
@@ -213,17 +212,12 @@ def going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) ->
     for equation in equations:
         if equation.primitive.name in _SAME:
             there.update(
-                equation.outvars
-                if any(not isinstance(v, jex_core.Literal) and v in there for v in equation.invars)
-                else ()
+                equation.outvars if any(v in there for v in variables(equation.invars)) else ()
             )
     for equation in equations[equations.index(product) + 1 :] if product is not None else equations:
         if not _is_fused(equation) and not equation.primitive.name.startswith("reduce_"):
             read = {
-                v
-                for v in equation.invars
-                if not isinstance(v, jex_core.Literal)
-                and jnp.issubdtype(v.aval.dtype, jnp.floating)
+                v for v in variables(equation.invars) if jnp.issubdtype(v.aval.dtype, jnp.floating)
             }
             gradients = [
                 v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)

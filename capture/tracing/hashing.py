@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
-from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, opened, sub_jaxprs
+from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, is_variable, opened, sub_jaxprs
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op, Program, RematRegion
 from capture.tracing.split_rule import PRIMITIVE
@@ -166,7 +165,7 @@ class ProgramHasher:
         lines = [" ".join(names.values()), *map(_array, consts)]
 
         def read(atom) -> str:
-            return _array(atom.val) if isinstance(atom, jex_core.Literal) else names[atom]
+            return names[atom] if is_variable(atom) else _array(atom.val)
 
         for equation in jaxpr.eqns:
             inputs = ",".join(map(read, equation.invars))

@@ -6,7 +6,7 @@ known here alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex_core
@@ -28,6 +28,16 @@ def is_body(value: Any) -> bool:
 def is_variable(atom: Any) -> bool:
     """Whether it is no literal."""
     return not isinstance(atom, jex_core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Return those that are no literals."""
+    return filter(is_variable, atoms)
+
+
+def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
+    """Return the value of a literal, or of a variable."""
+    return values[atom] if is_variable(atom) else atom.val
 
 
 def opened(body: Any) -> Any:
@@ -74,10 +84,6 @@ def evaluate(
     jaxpr = opened(body)
     values = dict(zip(jaxpr.constvars, consts_of(body), strict=True))
     values |= dict(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
     for equation in jaxpr.eqns:
-        run(equation, [read(v) for v in equation.invars], values)
-    return [read(v) for v in jaxpr.outvars]
+        run(equation, [value_of(v, values) for v in equation.invars], values)
+    return [value_of(v, values) for v in jaxpr.outvars]

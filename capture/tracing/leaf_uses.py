@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from capture.tracing.cut import PRODUCTS
+from capture.tracing.jaxprs import is_variable
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op, Program
 
@@ -122,7 +122,7 @@ def split_dims(program: Program) -> tuple[int | None, ...]:
     static = program.from_params - program.from_batch
     for op in program.ops:
         for position, value in enumerate(op.inputs):
-            if isinstance(value, jex_core.Literal) or value not in seen:
+            if not is_variable(value) or value not in seen:
                 continue
             param, dims = seen[value]
             if op.primitive.name in ORDERED:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-from jax.extend import core as jex_core
 
 from capture.errors import TracingError
 from capture.machine.target import Products, Target
@@ -19,6 +18,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ParameterLeaf
 from capture.tracing import fusion
 from capture.tracing.cut import PRODUCTS
+from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.model import TracedModel, trace
 from capture.tracing.program import RematRegion
 from capture.tracing.slices import StageSlice, struct_of
@@ -319,9 +319,7 @@ def _differentiated(
         zip(jaxpr.invars[len(params) : len(params) + len(inputs)], layer.inputs, strict=True)
     )
     of_graph.update(
-        (var, v)
-        for var, v in zip(outputs, layer.outputs, strict=True)
-        if not isinstance(var, jex_core.Literal)
+        (var, v) for var, v in zip(outputs, layer.outputs, strict=True) if is_variable(var)
     )
     narrow = fusion.multiplied(
         jaxpr, {var: multiplied[v] for var, v in of_graph.items() if v in multiplied}
@@ -337,7 +335,7 @@ def _differentiated(
     static = set(_static(jaxpr, len(params)))
     # Batch leaves are held anyway; literals and constants cost nothing per example.
     free = (static | set(jaxpr.invars)) - set(of_graph)
-    saved = [v for v in saved if not isinstance(v, jex_core.Literal) and v not in free]
+    saved = [v for v in saved if is_variable(v) and v not in free]
     kept = fusion.kept(jaxpr, saved, free, set(of_graph), nbytes, products.fuse_operands)
     values = {of_graph[v]: nbytes(v) for v in kept if v in of_graph}
     read = {p: nbytes(var) for p, var in zip(layer.params, jaxpr.invars, strict=False)}
@@ -381,7 +379,7 @@ def _static(jaxpr, num_params: int) -> Iterator:
     static = {*jaxpr.constvars, *jaxpr.invars[:num_params]}
     yield from static
     for equation in jaxpr.eqns:
-        if all(isinstance(v, jex_core.Literal) or v in static for v in equation.invars):
+        if all(v in static for v in variables(equation.invars)):
             static.update(equation.outvars)
             yield from equation.outvars
 

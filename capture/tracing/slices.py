@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from capture.errors import TracingError
 from capture.model.graph import Tensor
 from capture.plan.choices import num_full_layers
+from capture.tracing.jaxprs import value_of
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
 from capture.tracing.source import at_source, layer_scope, line_of
@@ -171,7 +171,7 @@ def run_steps(
             made = region([env[v] for v in (*step.inputs, *carried)])
             env.update(zip((*step.outputs, *carried), made, strict=True))
             continue
-        arguments = [v.val if isinstance(v, jex_core.Literal) else env[v] for v in step.inputs]
+        arguments = [value_of(v, env) for v in step.inputs]
         env.update(zip(step.outputs, run(step, arguments, env), strict=True))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, WorkloadSpec, named_workload
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, named_workload, spec_of
 from capture.options import Asked
 from capture.plan.array import (
     BUNDLE_BYTES,
@@ -123,14 +123,12 @@ class ArrayQuestion:
     @property
     def trained(self) -> tuple[ArrayTask, ...]:
         """What each model trains."""
-        named = self.workload if isinstance(self.workload, WorkloadSpec) else None
-        return tasks_of(self.models, self.batch_size, named, self.num_layers)
+        return tasks_of(self.models, self.batch_size, spec_of(self.workload), self.num_layers)
 
     @property
     def loaded(self) -> WorkloadProtocol:
         """The workload itself."""
-        named = self.workload
-        return named.load() if isinstance(named, WorkloadSpec) else named
+        return loaded(self.workload)
 
     @property
     def shape(self) -> ArrayShape:
@@ -246,7 +244,6 @@ def plan_array(
         for task, profile in profiles.items()
     }
     of_plan = traced.pop(ArrayTask(question.batch_size), ArrayTask(question.batch_size))
-    named = question.workload
     plan = ArrayPlan(
         cluster=question.cluster,
         batch_size=question.batch_size,
@@ -260,7 +257,7 @@ def plan_array(
         memory_limit_bytes=limit,
         num_layers=of_plan.num_layers,
         model_hash=of_plan.model_hash,
-        workload=named if isinstance(named, WorkloadSpec) else None,
+        workload=spec_of(question.workload),
         tasks=tuple(traced.values()),
         prediction=best.evaluation.prediction(),
         seconds_from=first.source,

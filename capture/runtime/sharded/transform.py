@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core as jex_core
 
 from capture.errors import WorkloadError
 from capture.plan.sharding import ShardingPlan
@@ -24,6 +23,7 @@ from capture.runtime.sharded.all_gather import awaited, run_gathered, with_token
 from capture.runtime.sharded.operation import StoredParam, pieces_of, plain, stored
 from capture.runtime.sharded.placement import LeafPlacement
 from capture.tracing.cut import product_cuts
+from capture.tracing.jaxprs import is_variable
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, flatten_loss
@@ -136,11 +136,7 @@ class _Runner:
             return run_op(op, inputs)
         if op.primitive.name in LAYOUT:
             return [replace(inputs[0], chain=(*inputs[0].chain, op))]
-        others = [
-            i
-            for i, v in enumerate(op.inputs)
-            if i not in sharded and not isinstance(v, jex_core.Literal)
-        ]
+        others = [i for i, v in enumerate(op.inputs) if i not in sharded and is_variable(v)]
         if not others:  # of parameters alone, such as a penalty on their size: nothing to gather
             return run_op(op, [plain(value) for value in inputs])
         arrays, given, token = (
