@@ -67,9 +67,21 @@ def write(value: Any) -> Any:
         return value.to_json()
     if is_dataclass(value):
         return fields_of(value)
-    if isinstance(value, Mapping):
-        return {str(key): write(item) for key, item in value.items()}
-    return [write(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return mapped(value, lambda item: item, write)
+
+
+def mapped(
+    document: Any, change: Callable[[Any], Any], inner: Callable[[Any], Any] | None = None
+) -> Any:
+    """Return a document with other numbers, texts, ...; ``inner`` makes what is in objects and
+    lists, by default likewise."""
+    inner = inner or (lambda item: mapped(item, change))
+    match document:
+        case Mapping():
+            return {str(key): inner(item) for key, item in document.items()}
+        case list() | tuple():
+            return [inner(item) for item in document]
+    return change(document)
 
 
 def fields_of(value: Any, *names: str) -> dict[str, Any]:

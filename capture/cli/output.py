@@ -7,11 +7,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from capture.documents import write
+from capture.documents import mapped, write
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
@@ -26,15 +26,15 @@ from recommender.plan_report import PlanReport
 def emit(options: argparse.Namespace, report: Any, text: str) -> None:
     """Print a report, a dataclass of ``docs/reference/files.md``, as JSON with ``--json``, else the
     text. A number that is none (the loss of a training that diverged) becomes null."""
-    print(json.dumps(_finite(write(report)), indent=2, allow_nan=False) if options.json else text)
+    print(
+        json.dumps(mapped(write(report), _finite), indent=2, allow_nan=False)
+        if options.json
+        else text
+    )
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

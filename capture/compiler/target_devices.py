@@ -94,10 +94,13 @@ def target_config(target: Target) -> str:
 def _text_proto(fields: Mapping[str, Any]) -> str:
     lines = []
     for key, value in fields.items():
-        if isinstance(value, Mapping):
-            lines.append(f"{key} {{\n{_text_proto(value)}\n}}")
-        else:
-            lines.append(f'{key}: "{value}"' if isinstance(value, str) else f"{key}: {value}")
+        match value:
+            case Mapping():
+                lines.append(f"{key} {{\n{_text_proto(value)}\n}}")
+            case str():
+                lines.append(f'{key}: "{value}"')
+            case _:
+                lines.append(f"{key}: {value}")
     return "\n".join(lines)
 
 

@@ -285,11 +285,9 @@ def with_paths(asked: Mapping[str, Any], change: Callable[[str], str]) -> dict[s
     """Return what was asked, with other names for its files."""
 
     def moved(value: Any) -> Any:
-        if isinstance(value, list):
-            return [moved(one) for one in value]
         return change(value) if isinstance(value, str) else value
 
-    return {name: moved(value) for name, value in asked.items()}
+    return {name: documents.mapped(value, moved) for name, value in asked.items()}
 
 
 def traced_for(

@@ -23,7 +23,7 @@ from functools import cache
 from math import log, sqrt
 from typing import Any, NamedTuple
 
-from capture.documents import read, write
+from capture.documents import mapped, read, write
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds
 
@@ -144,23 +144,19 @@ def _numbers(bounds: StageBounds, tensor_parallel: int) -> _Numbers:
 
 def _form(document: Any, numbers: list[int]) -> Any:
     """The document without its whole numbers, which are added to a list."""
-    if isinstance(document, dict):
-        return {key: _form(value, numbers) for key, value in document.items()}
-    if isinstance(document, list):
-        return [_form(value, numbers) for value in document]
-    if isinstance(document, int) and not isinstance(document, bool):
-        numbers.append(document)
+
+    def taken(value: Any) -> Any:
+        if type(value) is not int:  # a truth is one of another kind
+            return value
+        numbers.append(value)
         return int
-    return document
+
+    return mapped(document, taken)
 
 
 def _filled(form: Any, numbers: Iterator[int]) -> Any:
     """The document of a form."""
-    if isinstance(form, dict):
-        return {key: _filled(value, numbers) for key, value in form.items()}
-    if isinstance(form, list):
-        return [_filled(value, numbers) for value in form]
-    return next(numbers) if form is int else form
+    return mapped(form, lambda value: next(numbers) if value is int else value)
 
 
 def _between(low: _Numbers, high: _Numbers, part: tuple[int, int]) -> _Numbers | None:

@@ -17,7 +17,6 @@ from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import INK, KINDS, LIMIT, OTHER
 from capture.report.units import bytes_unit, seconds_unit
 from capture.step.multiplexed import ArraySteps, build_array, lifetimes, program_seconds
-from capture.step.program import Run
 from capture.step.simulator import Work
 from capture.step.sub_array import Lifetimes, Programs, SubArray, movable
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
@@ -108,7 +107,7 @@ _At = dict[tuple[int, int], float]
 def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
     """By sub-array and segment: when it ends, when it begins, and the seconds of what is made again
     before it."""
-    runs = [each for each in facts.steps.body.instructions if isinstance(each, Run)]
+    runs = facts.steps.body.runs
     simulation = facts.timeline.simulation
     items = [
         (item, float(start))

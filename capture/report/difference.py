@@ -162,17 +162,18 @@ def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
 
 def describe_value(name: str, value: Any) -> str:
     """A side of a difference for people."""
-    if value is None:
-        return "none"
-    if isinstance(value, Mapping):
-        stage = Stage.from_json(value)
-        degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
-        layers = _layers((stage.first, stage.stop - 1))
-        return f"layers {layers} on devices {_ids(stage.devices)}, {degrees}"
-    if isinstance(value, list):
-        return _layers(value) if name.endswith(".layers") else _ids(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    match value:
+        case None:
+            return "none"
+        case Mapping():
+            stage = Stage.from_json(value)
+            degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
+            layers = _layers((stage.first, stage.stop - 1))
+            return f"layers {layers} on devices {_ids(stage.devices)}, {degrees}"
+        case list():
+            return _layers(value) if name.endswith(".layers") else _ids(value)
+        case bool():
+            return "yes" if value else "no"
     return (value[:12] or "unknown") if name == "model_hash" else str(value)
 
 

@@ -24,7 +24,7 @@ from capture.runtime.reference import ReferenceStep, relative_errors, rounding_f
 from capture.runtime.run_report import RunReport
 from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
-from capture.step.program import Copy, Step
+from capture.step.program import Step
 
 #: By so many the gradients of a model alone are off, to see what that makes of its parameters.
 ROUNDINGS = 1
@@ -146,10 +146,9 @@ def run_array(
     saved = None if save is None else str(checkpoint.save(training, state, save))
     body = training.steps.body
     moved = {"to_host": 0, "to_device": 0}
-    for each in body.instructions:
-        if isinstance(each, Copy):
-            host = body.slots[each.target].place.host is not None
-            moved["to_host" if host else "to_device"] += each.nbytes
+    for each in body.copies:
+        host = body.slots[each.target].place.host is not None
+        moved["to_host" if host else "to_device"] += each.nbytes
     predicted, target = plan.prediction, Target.load(plan.cluster.target)
     document: dict[str, Any] = {
         "kind": "array",

@@ -63,6 +63,7 @@ from capture.runtime.hosts.saved import (
 )
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.pipeline import PipelinedStep
+from capture.runtime.state import PipelineState
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts

@@ -318,16 +318,13 @@ def _put(struct: jax.ShapeDtypeStruct) -> Put:
 def _bind_copy(
     copy: Copy, sources: Sequence[jax.ShapeDtypeStruct], targets: Sequence[jax.ShapeDtypeStruct]
 ) -> Action:
-    first, last, index = copy.source, copy.target, copy.index
-    which = range(len(sources)) if index is None else (index,) if isinstance(index, int) else index
-    chosen = [sources[i] for i in which]
-    move = plan_moves(chosen, [target.sharding for target in targets])
+    first, last = copy.source, copy.target
+    move = plan_moves(copy.taken(sources), [target.sharding for target in targets])
 
     def action(frame: Frame) -> None:
         arrays = frame.slots[first]
         assert arrays is not None, f"{copy.label}: the source is not alive"
-        taken = arrays if index is None else [arrays[i] for i in which]
-        frame.slots[last] = list(move(taken))
+        frame.slots[last] = list(move(copy.taken(arrays)))
 
     return action
 

@@ -122,9 +122,8 @@ def measure_heap(
 
 def _runs(step: TrainStep) -> dict[str, Run]:
     """Return an instruction of this process per program."""
-    instructions, programs = step.program.instructions, step.program.programs
-    runs = {each.program: each for each in instructions if isinstance(each, Run)}
-    here = _memories(step)
+    programs, here = step.program.programs, _memories(step)
+    runs = {each.program: each for each in step.program.runs}
     return {name: run for name, run in runs.items() if here & {*programs[name].place.memories}}
 
 
@@ -146,12 +145,13 @@ def _parts(step: TrainStep) -> dict[str, int]:
     booked, with_kernels = replay(program), replay(roomy)
     unreturned, fed = Counter[Memory](), Counter[Memory]()
     for instruction in program.instructions:
-        if isinstance(instruction, Run):
-            place = program.programs[instruction.program].place
-            _most(unreturned, place, _given_back(program, instruction))
-        elif isinstance(instruction, Feed):
-            slot = program.slots[instruction.slot]
-            _most(fed, slot.place, slot.nbytes)
+        match instruction:
+            case Run(program=name):
+                place = program.programs[name].place
+                _most(unreturned, place, _given_back(program, instruction))
+            case Feed(slot=fed_slot):
+                slot = program.slots[fed_slot]
+                _most(fed, slot.place, slot.nbytes)
     peaks = {memory: booked.peak_of(memory).peak_bytes for memory in memories}
     return {
         "booked_bytes": sum(peaks[memory] - ledger.live_bytes[memory] for memory in memories),

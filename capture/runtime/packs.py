@@ -189,7 +189,7 @@ class PackPrograms:
     @cached_property
     def runs(self) -> dict[str, Run]:
         """By program, an instruction that runs it."""
-        return {each.program: each for each in self._step.instructions if isinstance(each, Run)}
+        return {each.program: each for each in self._step.runs}
 
     @cached_property
     def executables(self) -> dict[str, Executable]:

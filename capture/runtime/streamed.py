@@ -320,8 +320,8 @@ class StreamedStep(TrainStep):
         reported = set(self.program.reported)
         return tuple(
             self.program.programs[each.program].call.size
-            for each in self.program.instructions
-            if isinstance(each, Run) and reported.intersection(each.outputs)
+            for each in self.program.runs
+            if reported.intersection(each.outputs)
         )
 
     def _bind(self, step: Step) -> BoundStep:

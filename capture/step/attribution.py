@@ -17,7 +17,7 @@ from capture.model.graph import LayerGraph
 from capture.step.holds import KeptPart, Leaves, Params, State, Values
 from capture.step.interface import StageInterface
 from capture.step.ledger import Peak
-from capture.step.program import Run, Slot, Step, replay
+from capture.step.program import Slot, Step, replay
 
 #: Of the running program's own part: what no buffer that is live at its peak accounts for.
 FRAGMENTATION = "gaps between buffers"
@@ -167,7 +167,7 @@ def attribute(
     """
     ledger, by_slot = replay(step), replay(step, by_slot=True)
     slots = {slot.name: slot for slot in step.slots}
-    running = {i.label: step.programs[i.program] for i in step.instructions if isinstance(i, Run)}
+    running = {i.label: step.programs[i.program] for i in step.runs}
     number = {place.name: s for s, place in enumerate(step.places)}
     found = []
     for stage in stages:
@@ -202,7 +202,7 @@ def attribute_operators(step: Step) -> Attribution:
     """Take the peak of all devices apart, of a step whose slots hold what is of an operator."""
     peak, by_slot = replay(step).peaks[0], replay(step, by_slot=True).peaks[0]
     slots = {slot.name: slot for slot in step.slots}
-    running = {i.label: i for i in step.instructions if isinstance(i, Run)}
+    running = {i.label: i for i in step.runs}
     live = []
     for name, nbytes in by_slot.parts.items():
         if name in slots:

@@ -347,12 +347,8 @@ def program_seconds(step: Step) -> dict[str, float]:
 
 def swapped_bytes(steps: ArraySteps) -> int:
     """Copied to the host in one body."""
-    slots, instructions = steps.body.slots, steps.body.instructions
-    return sum(
-        each.nbytes
-        for each in instructions
-        if isinstance(each, Copy) and slots[each.target].place.host is not None
-    )
+    slots = steps.body.slots
+    return sum(each.nbytes for each in steps.body.copies if slots[each.target].place.host)
 
 
 def recomputed_bytes(arrays: Sequence[Lifetimes]) -> int:

@@ -30,14 +30,16 @@ simulation shows it, and ``capture.step.run_ahead`` bounds it where it matters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from capture.errors import ExecutionError, Violation
 from capture.quantities import format_bytes
 from capture.step.ledger import Ledger, Memory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,13 @@ class Copy:
     label: str
     index: int | tuple[int, ...] | None = None
 
+    def taken(self, arrays: Sequence[T]) -> Sequence[T]:
+        """Return those of the source's arrays that are copied."""
+        if self.index is None:
+            return arrays
+        which = (self.index,) if isinstance(self.index, int) else self.index
+        return [arrays[i] for i in which]
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -190,6 +199,16 @@ class Step:
     @property
     def num_devices(self) -> int:
         return 1 + max(device for place in self.places for device in place.devices)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The instructions that run a program."""
+        return [each for each in self.instructions if isinstance(each, Run)]
+
+    @property
+    def copies(self) -> list[Copy]:
+        """The instructions that copy."""
+        return [each for each in self.instructions if isinstance(each, Copy)]
 
     @cached_property
     def users(self) -> dict[Memory, tuple[str, ...]]:

@@ -63,7 +63,7 @@ def with_scratch(step: Step, scratch_bytes: Callable[[str], int]) -> Step:
         scratch_bytes: Gives, for the name of a program, what it may allocate per device; 0 where a
             program of another process is not known.
     """
-    run = dict.fromkeys(each.program for each in step.instructions if isinstance(each, Run))
+    run = dict.fromkeys(each.program for each in step.runs)
     larger = {
         name: replace(program, transient_bytes=program.transient_bytes + scratch_bytes(name))
         for name, program in ((name, step.programs[name]) for name in run)

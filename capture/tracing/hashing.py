@@ -179,33 +179,35 @@ class ProgramHasher:
 
     def _text(self, value: Any) -> str:
         """A parameter of an equation, without names, addresses and variable identity."""
-        if isinstance(value, Mapping):
-            return "{" + ",".join(f"{k}:{self._text(v)}" for k, v in sorted(value.items())) + "}"
-        if isinstance(value, (tuple, list)):
-            return f"{type(value).__name__}(" + ",".join(map(self._text, value)) + ")"
-        if isinstance(value, (set, frozenset)):
-            return "{" + ",".join(sorted(map(self._text, value))) + "}"
+        match value:
+            case Mapping():
+                return (
+                    "{" + ",".join(f"{k}:{self._text(v)}" for k, v in sorted(value.items())) + "}"
+                )
+            case tuple() | list():
+                return f"{type(value).__name__}(" + ",".join(map(self._text, value)) + ")"
+            case set() | frozenset():
+                return "{" + ",".join(sorted(map(self._text, value))) + "}"
+            case np.ndarray() | jax.Array():
+                return _array(value)
+            case functools.partial():
+                return "partial" + self._text((value.func, value.args, value.keywords))
+            case types.FunctionType():
+                # Its module is named by where the model's file lies.
+                return value.__qualname__ + self._function(value)
+            case types.CodeType():
+                return self._code(value)
         if is_body(value):
             known = (id(value), self._in_rule)
             if known not in self._known:
                 self._known[known] = value, self.body(value)
             return self._known[known][1]
-        if isinstance(value, (np.ndarray, jax.Array)):
-            return _array(value)
-        if isinstance(value, functools.partial):
-            return "partial" + self._text((value.func, value.args, value.keywords))
-        if isinstance(value, types.FunctionType):
-            # Its module is named by where the model's file lies.
-            return value.__qualname__ + self._function(value)
         if type(value).__repr__ is object.__repr__ and getattr(value, "__dict__", None):
             return type(value).__qualname__ + self._text(vars(value))
         return _ADDRESS.sub("", repr(value))
 
     def _code(self, code: types.CodeType) -> str:
-        nested = [
-            self._code(c) if isinstance(c, types.CodeType) else self._text(c)
-            for c in code.co_consts
-        ]
+        nested = [self._text(c) for c in code.co_consts]
         return digest(repr((code.co_code, code.co_names, nested)))
 
     def _function(self, function: types.FunctionType) -> str:

@@ -29,7 +29,7 @@ from capture.step.multiplexed import (
     recomputed_bytes,
     swapped_bytes,
 )
-from capture.step.program import Copy, Feed, Place, Run
+from capture.step.program import Copy, Feed, Place
 from capture.step.sub_array import (
     Call,
     Lifetimes,
@@ -166,8 +166,8 @@ class Evaluation:
         body = self.steps.body
         return sum(
             body.programs[each.program].call.seconds
-            for each in body.instructions
-            if isinstance(each, Run) and body.programs[each.program].kind in kinds
+            for each in body.runs
+            if body.programs[each.program].kind in kinds
         )
 
     def prediction(self) -> ArrayPrediction:

@@ -57,11 +57,7 @@ class SharedStep:
         copies = {}
         for number, copy in enumerate(step.instructions):
             if isinstance(copy, Copy) and _crosses(step, copy, devices):
-                sources = layout(step.slots[copy.source])
-                which = copy.index
-                if which is not None:
-                    which = (which,) if isinstance(which, int) else which
-                    sources = [sources[i] for i in which]
+                sources = copy.taken(layout(step.slots[copy.source]))
                 targets = [struct.sharding for struct in layout(step.slots[copy.target])]
                 copies[number] = CopyAcross(sources, targets, copy.label)  # type: ignore[arg-type]
         ids = {device.id: number for number, device in enumerate(devices)}
@@ -202,17 +198,15 @@ class Part:
 
         return action if copy.takes_part else _nothing
 
-    def _taken(self, number: int) -> Callable[[Frame], list[jax.Array]]:
+    def _taken(self, number: int) -> Callable[[Frame], Sequence[jax.Array]]:
         """The arrays that a copy takes of its source."""
         copy = self.step.instructions[number]
         assert isinstance(copy, Copy)
-        source, index = copy.source, copy.index
-        which = (index,) if isinstance(index, int) else index
 
-        def taken(frame: Frame) -> list[jax.Array]:
-            arrays = frame.slots[source]
+        def taken(frame: Frame) -> Sequence[jax.Array]:
+            arrays = frame.slots[copy.source]
             assert arrays is not None, f"{copy.label}: the source is not alive"
-            return arrays if which is None else [arrays[i] for i in which]
+            return copy.taken(arrays)
 
         return taken
 
