@@ -218,7 +218,7 @@ def plan(options: argparse.Namespace) -> int:
             f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)})"
         )
     report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     return 0 if answer.status == "ok" else 1
 
 
@@ -281,7 +281,7 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
     lines = [*plan_lines(plan), moved]
     if writes:
         report = _written(options, plan, report, lines)
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     return 0
 
 
@@ -304,7 +304,6 @@ def _written(
     if options.trace is not None:
         save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
         written["trace"] = str(options.trace)
-    lines += [f"{what} -> {path}" for what, path in written.items()]
     return replace(report, bundles=bundles, written=written)
 
 
@@ -324,7 +323,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
     needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
     lines += [str(needs.headroom)] if needs.headroom else []
     report = PageReport(kind="array", title=heading, summary="\n".join(lines), needs=needs)
-    emit(options, report, "\n".join([heading, *lines]))
+    emit(options, report, heading, *lines)
     return 0
 
 

@@ -366,7 +366,7 @@ def plan(
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
         report = replace(report, cheapest_change=asking.cheapest_change(most))
         lines = [name_change(report.cheapest_change, "fits")]
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     if _ended(result) == "interrupted":
         return 130
     asks_no_compiler = options.quick or options.compiles == 0

@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
             "plan-kind",
         )
     report: DiffReport = one.verb("diff")(options, *plans)
-    emit(options, report, "\n".join(as_text(report)))
+    emit(options, report, *as_text(report))
     return 0
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from capture import environment
 from capture.cli import options as shared
-from capture.cli.output import emit, table, warning_lines
+from capture.cli.output import emit, table
 from capture.machine.target import Target, target_names
 from capture.model.workload import WorkloadSpec
 from capture.options import Option, add, at_least
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
     fewest = [FewestDevices.of(need, target) for target in targets if target.memory is not None]
     warnings = split_warnings(workload, options.microbatch_size)
     report = EstimateReport.of(options.workload, need, fewest, warnings)
-    emit(options, report, "\n".join([*as_text(report), *warning_lines(warnings)]))
+    emit(options, report, *as_text(report))
     return 0
 
 

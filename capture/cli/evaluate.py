@@ -16,7 +16,7 @@ from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import emit, table, warning_lines
+from capture.cli.output import emit, table
 from capture.documents import write
 from capture.options import Option, add, options_of, taken
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
     if options.output is not None:
         document = {**write(report), "predictions": found.predictions}
         options.output.write_text(json.dumps(document))
-    emit(options, report, "\n".join([as_text(report), *warning_lines(warnings)]))
+    emit(options, report, as_text(report))
     return 0
 
 

@@ -4,19 +4,19 @@ compiled, so nothing is guessed."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import emit, say, table, warning_lines
-from capture.documents import write
+from capture.cli.output import emit, say, table
 from capture.options import Option, add, at_least
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import counted, format_bytes
+from capture.report.explanation import ExplainReport
 from profiling_runs.collect import split_warnings
 
 #: Groups of buffers and layers of a stage in the text.
@@ -63,7 +63,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
 
     def told(explanation: Explanation) -> None:
         if not options.json:
-            print(stages_text(write(explanation.report)), flush=True)
+            print(stages_text(explanation.report.stages), flush=True)
         say(
             options,
             f"trying single changes of the plan for {options.seconds} s of the processor "
@@ -75,16 +75,14 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
 
     found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
     warnings = split_warnings(measurements.backend.workload, plan.microbatch_size)
-    document = write(replace(found.report, warnings=warnings))
-    emit(
-        options, document, "\n".join([changes_text(document), *warning_lines(document["warnings"])])
-    )
+    report = replace(found.report, warnings=warnings)
+    emit(options, report, *changes_lines(report))
     return 0
 
 
-def stages_text(document: dict[str, Any]) -> str:
+def stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
     """Return the stages with their parts, and the heaviest layers."""
-    categories = sorted({c for stage in document["stages"] for c in stage["parts_bytes"]})
+    categories = sorted({c for stage in stages for c in stage["parts_bytes"]})
     header = ["stage", "layers", "peak per device", "at", *categories]
     rows = [
         [
@@ -94,10 +92,10 @@ def stages_text(document: dict[str, Any]) -> str:
             stage["instant"],
             *(format_bytes(stage["parts_bytes"].get(c, 0)) for c in categories),
         ]
-        for stage in document["stages"]
+        for stage in stages
     ]
     lines = [table(header, rows)]
-    worst = max(document["stages"], key=lambda stage: stage["peak_bytes"])
+    worst = max(stages, key=lambda stage: stage["peak_bytes"])
     lines.append(
         f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is "
         "known to be of a layer):"
@@ -105,29 +103,23 @@ def stages_text(document: dict[str, Any]) -> str:
     return "\n".join([*lines, _heaviest_layers(worst), _largest_buffers(worst)])
 
 
-def changes_text(document: dict[str, Any]) -> str:
-    """Return what single changes save, what was not tried, and how the plan was found."""
-    lines = []
-    saving = [change for change in document["changes"] if change["saves_bytes"] > 0]
+def changes_lines(report: ExplainReport) -> Iterator[str]:
+    """Yield what single changes save, what was not tried, and how the plan was found."""
+    saving = [change for change in report.changes if change.saves_bytes > 0]
     if saving:
-        lines.append(
-            table(
-                ["one change", "peak per device", "saves"],
-                [_change_row(change) for change in saving],
-            )
+        yield table(
+            ["one change", "peak per device", "saves"],
+            [[c.change, format_bytes(c.peak_bytes), format_bytes(c.saves_bytes)] for c in saving],
         )
-    tried = [change["change"] for change in document["changes"] if change not in saving]
-    if tried:
-        lines.append(f"no saving: {', '.join(tried)}")
-    if document["untried"]:
-        untried = ", ".join(document["untried"])
-        lines.append(f"not tried, for want of time (a larger --seconds): {untried}")
-    if document["found"]:
-        lines.append(f"how the plan was found: {document['found']}")
-    return "\n".join(lines)
+    if tried := [change.change for change in report.changes if change not in saving]:
+        yield f"no saving: {', '.join(tried)}"
+    if report.untried:
+        yield f"not tried, for want of time (a larger --seconds): {', '.join(report.untried)}"
+    if report.found:
+        yield f"how the plan was found: {report.found}"
 
 
-def _heaviest_layers(stage: dict[str, Any]) -> str:
+def _heaviest_layers(stage: Mapping[str, Any]) -> str:
     by_layer = sorted(stage["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))[
         :NUM_SHOWN
     ]
@@ -143,7 +135,7 @@ def _heaviest_layers(stage: dict[str, Any]) -> str:
     return table(["heaviest layers", "together", *categories], rows)
 
 
-def _largest_buffers(stage: dict[str, Any]) -> str:
+def _largest_buffers(stage: Mapping[str, Any]) -> str:
     rows = [
         [
             format_bytes(alike["bytes"]) + (f" x {alike['count']}" if alike["count"] > 1 else ""),
@@ -171,11 +163,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _change_row(change: dict[str, Any]) -> list[str]:
-    return [
-        change["change"],
-        format_bytes(change["peak_bytes"]),
-        format_bytes(change["saves_bytes"]),
-    ]

@@ -127,8 +127,7 @@ def main(options: argparse.Namespace) -> int:
         )
         options.output.write_text(exported.source(about if plan.workload else ""))
         written["method"] = str(options.output)
-        lines.append(f"alpa.PipeshardParallel -> {options.output}")
-    emit(options, ExportReport("stages", exported, changed, memory, written), "\n".join(lines))
+    emit(options, ExportReport("stages", exported, changed, memory, written), *lines)
     return 0
 
 

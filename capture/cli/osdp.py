@@ -14,7 +14,7 @@ from pathlib import Path
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table, warning_lines
+from capture.cli.output import emit, say, table
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -90,7 +90,7 @@ def plan(options: argparse.Namespace) -> int:
         lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
         result = replace(result, plan=found)
     report = PlanReport.of("sharding", result, warnings=warnings)
-    emit(options, report, "\n".join([*lines, *warning_lines(warnings)]))
+    emit(options, report, *lines)
     return 0 if result.plan is not None else 1
 
 

@@ -23,14 +23,15 @@ from recommender.answer import StageAnswer
 from recommender.plan_report import PlanReport
 
 
-def emit(options: argparse.Namespace, report: Any, text: str) -> None:
-    """Print a report, a dataclass of ``docs/reference/files.md``, as JSON with ``--json``, else the
-    text. A number that is none (the loss of a training that diverged) becomes null."""
-    print(
-        json.dumps(mapped(write(report), _finite), indent=2, allow_nan=False)
-        if options.json
-        else text
-    )
+def emit(options: argparse.Namespace, report: Any, *lines: str) -> None:
+    """Print a report, a dataclass of ``docs/reference/files.md``: as JSON with ``--json``, else in
+    lines, with the files that were written, and warnings and failures. A number that is none (the
+    loss of a training that diverged) becomes null."""
+    if options.json:
+        print(json.dumps(mapped(write(report), _finite), indent=2, allow_nan=False))
+        return
+    written = [f"{what} -> {path}" for what, path in (getattr(report, "written", {}) or {}).items()]
+    print("\n".join([*lines, *written, *beyond_lines(report)]))
 
 
 def _finite(value: Any) -> Any:
@@ -64,11 +65,6 @@ def say(options: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def warning_lines(warnings: Sequence[str]) -> list[str]:
-    """Return warnings for people, a line each."""
-    return [f"warning: {warning}" for warning in warnings]
-
-
 class Beyond(NamedTuple):
     """What an answer says beside the plan; a profile has the same."""
 
@@ -77,8 +73,9 @@ class Beyond(NamedTuple):
 
 
 def beyond_lines(report: Any) -> list[str]:
-    """Return the warnings and failures of a report for people, a line each."""
-    return warning_lines(report.warnings) + [f"failed: {each}" for each in report.failures]
+    """Return the warnings and failures of a report, where it has some, a line each."""
+    said = {"warning": getattr(report, "warnings", ()), "failed": getattr(report, "failures", ())}
+    return [f"{what}: {each}" for what, some in said.items() for each in some]
 
 
 def told(
@@ -130,7 +127,7 @@ def told(
             search = f"search: {result.proof.algorithm}, {format_seconds(result.proof.seconds)}"
             lines.append(f"plan -> {options.output} ({how}{search})")
             lines += other_plans(options, result)
-    return report, lines + beyond_lines(report)
+    return report, lines
 
 
 def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:

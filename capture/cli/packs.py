@@ -10,7 +10,7 @@ from pathlib import Path
 from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.options import Asks
-from capture.cli.output import beyond_lines, emit, table
+from capture.cli.output import emit, table
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
@@ -140,7 +140,6 @@ def plan(options: argparse.Namespace) -> int:
             layers=made,
             failures=question.profile.made["failures"],
         )
-        lines += beyond_lines(report)
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
@@ -148,7 +147,7 @@ def plan(options: argparse.Namespace) -> int:
         found = REGISTERED["baselines"]["packs"](beside, configuration)
         report = replace(report, baselines=found)
         lines.append(baseline_table(found))
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     return 0 if answer.status == "ok" else 1
 
 
@@ -224,7 +223,7 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
             for task in graph.tasks
         ],
     )
-    emit(options, report, "\n".join([table(header, rows), *prediction_lines(plan)]))
+    emit(options, report, table(header, rows), *prediction_lines(plan))
     return 0
 
 
@@ -286,9 +285,7 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
     report = PageReport(
         kind="packs", title=title(plan), summary="\n".join(said), needs=needs, written=written
     )
-    lines = [pack_table(plan), *said]
-    lines += [f"{what} -> {path}" for what, path in written.items()]
-    emit(options, report, "\n".join(lines))
+    emit(options, report, pack_table(plan), *said)
     return 0
 
 

@@ -56,5 +56,5 @@ def main(options: argparse.Namespace) -> int:
         plan.save(options.output)
         written["plan"] = str(options.output)
     report = PredictReport("stages", PlanNeeds.of(shown), prediction, written)
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     return 0

@@ -96,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
             errors=[*map(vars, errors)],
         )
     report = ProfileReport([each for each, _ in made])
-    emit(options, report, "\n".join(text for _, text in made))
+    emit(options, report, *(text for _, text in made))
     return code
 
 

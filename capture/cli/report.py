@@ -84,9 +84,5 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
         if options.output
         else [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]
     )
-    emit(
-        options,
-        report,
-        "\n".join([*said, *(f"{what} -> {path}" for what, path in written.items())]),
-    )
+    emit(options, report, *said)
     return 0

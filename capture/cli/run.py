@@ -19,7 +19,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.interrupted import Progress
 from capture.cli.library_log import output_is_ours
-from capture.cli.output import emit, say, table, warning_lines
+from capture.cli.output import emit, say, table
 from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
@@ -151,7 +151,6 @@ def finish(
     if events is not None:
         save_events(from_zero(events), options.trace)
         document["written"] = {"trace": str(options.trace)}
-        text += f"\ntrace -> {options.trace}"
     emit(options, RunReport(**document), text)
     return 0
 
@@ -331,7 +330,6 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
         if error is not None
     ]
     lines += [f"largest relative error: {', '.join(errors)}"] if errors else []
-    lines += warning_lines(document["warnings"])
     if document["saved"] is not None:
         lines.append(f"state -> {document['saved']}")
     return "\n".join(lines)

@@ -67,7 +67,7 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
     needs = PlanNeeds.of(plan)
     found = ExplainReport(kind="sharding", needs=needs, operators=operator_rows(plan))
     lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, needs.headroom)]
-    emit(options, found, "\n".join(lines))
+    emit(options, found, *lines)
     return 0
 
 
@@ -83,7 +83,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
         options.output.write_text(text, encoding="utf-8")
         written["page"] = str(options.output)
     lines = [title(plan), table(HEADER, rows(plan))] if not written else []
-    lines += [paragraph(plan, room), *(f"{what} -> {path}" for what, path in written.items())]
+    lines.append(paragraph(plan, room))
     found = PageReport(
         kind="sharding",
         title=title(plan),
@@ -92,7 +92,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
         operators=operator_rows(plan),
         written=written,
     )
-    emit(options, found, "\n".join(lines))
+    emit(options, found, *lines)
     return 0
 
 

@@ -199,7 +199,7 @@ def plan(options: argparse.Namespace) -> int:
         measure = None if measurements is None else _measuring(of_profile, measurements)
         change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
         report, lines = replace(report, cheapest_change=change), [name_change(change, "fits")]
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     return 0 if result.status == "ok" else 1
 
 
@@ -291,7 +291,7 @@ def _refused(
         change = cheapest_change(question, num_layers, None, measure)
         report = replace(report, cheapest_change=change)
         lines.append(name_change(change, "can fit"))
-    emit(options, report, "\n".join(lines))
+    emit(options, report, *lines)
     return 1
 
 

@@ -205,7 +205,7 @@ def _export(options: argparse.Namespace, store: Store) -> None:
     with options.file.open("w") as file:
         count = sum(bool(file.write(json.dumps(asdict(row)) + "\n")) for row in store.rows())
     report = StoreReport(num_exported=count, written={"rows": str(options.file)})
-    emit(options, report, f"{counted(count, 'row')} -> {options.file}")
+    emit(options, report, f"{counted(count, 'row')} written")
 
 
 def _import(options: argparse.Namespace, store: Store) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import emit, table, warning_lines
+from capture.cli.output import emit, table
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
     report, verified = kind_of(plan).verb("verify")(options, plan)
     if options.output is not None:
         verified.save(options.output)
-    emit(options, report, "\n".join([*as_text(report), *warning_lines(report.warnings)]))
+    emit(options, report, *as_text(report))
     return 0 if report.status == "ok" else 1
 
 
