@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.mutwo_costs import ArrayCosts, Graph
-from capture.machine.target import HostLink, Link, Sourced
+from capture.machine.rates import HostLink, Link, Sourced
 from capture.step.sub_array import Bundle
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from capture import environment
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
-from capture.machine.target import Rates, Target
+from capture.machine.rates import Rates
+from capture.machine.target import Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost

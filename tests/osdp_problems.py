@@ -9,7 +9,8 @@ from types import MappingProxyType
 import numpy as np
 
 from capture.machine.cluster import Cluster, Machine
-from capture.machine.target import HostLink, Link, Rates, Sourced, Target
+from capture.machine.rates import HostLink, Link, Rates, Sourced
+from capture.machine.target import Target
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.papers.osdp.paper_cost import PaperCost
 from capture.papers.osdp.transformer import transformer

@@ -10,7 +10,8 @@ from functools import cached_property
 
 from capture.errors import ClusterError, TargetError
 from capture.machine.links import Links
-from capture.machine.target import Rates, Target, known_name
+from capture.machine.rates import Rates
+from capture.machine.target import Target, known_name
 
 
 @dataclass(frozen=True)

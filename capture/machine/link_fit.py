@@ -11,7 +11,7 @@ import numpy as np
 
 from capture.errors import TargetError
 from capture.machine.links import ring_steps
-from capture.machine.target import HostLink, Link, Sourced
+from capture.machine.rates import HostLink, Link, Sourced
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from capture.machine.target import Link, Sourced
+from capture.machine.rates import Link, Sourced
 
 
 def ring_steps(kind: str, group_size: int) -> int:

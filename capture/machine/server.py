@@ -17,7 +17,7 @@ from typing import Any
 from capture import documents
 from capture.errors import ClusterError, Violation
 from capture.machine.cluster import Cluster, Machine
-from capture.machine.target import Sourced
+from capture.machine.rates import Sourced
 from capture.quantities import format_quantity, nearest
 
 SERVER = documents.Format(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from capture.machine.target import DeviceMemory
+from capture.machine.rates import DeviceMemory
 from capture.quantities import format_bytes
 
 Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"]

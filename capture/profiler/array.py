@@ -30,7 +30,8 @@ from capture.documents import read, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import fit_host_link
-from capture.machine.target import HostLink, Rates, Target
+from capture.machine.rates import HostLink, Rates
+from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from capture.machine.target import HostLink
+from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds

@@ -3,26 +3,20 @@ no plotting library is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import ceil, floor, log10
 from typing import Any
 
-from capture.plan.stage import Stage
-from capture.plan.strategy import of_devices, strategy
+from capture.plan.strategy import of_devices
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
-from capture.report.figure import Figure
-from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on
+from capture.report.figure import FAR_LIMIT, Figure, limit_line
+from capture.report.front_figure import front
+from capture.report.palette import INK, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
 from capture.report.units import bytes_unit, seconds_unit
 from capture.report.words import CLOCKS, signed_bytes
 
 #: Points per stage of the memory over time: three per bucket at most.
 MEMORY_BUCKETS = 400
-#: A limit that lies so many times above everything else is said and not drawn.
-FAR_LIMIT = 5
-#: Values that lie so many times apart are drawn along a logarithmic axis.
-LOG_RATIO = 4
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
@@ -176,7 +170,7 @@ def peaks(facts: ReportFacts) -> Figure:
         "bargap": 0.35,
         "xaxis": {"type": "category", "automargin": True},
         "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
-        **_limit_line("y", limit, unit.scale, max(stage.interval_bytes[1] for stage in stages)),
+        **limit_line("y", limit, unit.scale, max(stage.interval_bytes[1] for stage in stages)),
     }
     return Figure(
         "peaks",
@@ -356,7 +350,7 @@ def memory_over_time(facts: ReportFacts) -> Figure:
         "height": 420,
         "xaxis": {"title": {"text": f"{clock.name} into the step" if in_seconds else "unit times"}},
         "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
-        **_limit_line("y", limit, unit.scale, largest),
+        **limit_line("y", limit, unit.scale, largest),
     }
     note = " Thinned out; highs and lows are kept." if thinned else ""
     caption = (
@@ -365,168 +359,6 @@ def memory_over_time(facts: ReportFacts) -> Figure:
         f"which are predicted and verified: at most {format_bytes(largest)} here.{note}"
     )
     return Figure("memory", "Memory over time, per device of each stage", caption, traces, layout)
-
-
-def front(facts: ReportFacts) -> Figure:
-    """The plans between which one has to choose, with their names, this one, and what no plan is
-    faster than."""
-    assert facts.front is not None, "drawn where there is one"
-    points, step, bounds = facts.front.points, facts.schedule.step_seconds, _bounds(facts)
-    unit = bytes_unit(max(point.peak_bytes for point in points))
-    clock = seconds_unit(max(point.step_seconds for point in points))
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
-    peaks = [point.peak_bytes / unit.scale for point in points]
-    seconds = [point.step_seconds / clock.scale for point in points]
-    line = _limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points))
-    ends = [peaks[0], limit / unit.scale if line and limit else peaks[-1]]
-    x_of, x_axis = _scaled(f"peak per device, {unit.name}", [*peaks, *ends])
-    low = [value / clock.scale for _, _, values in bounds for value in values]
-    y_of, y_axis = _scaled(f"step, {clock.name}", [*seconds, *low])
-    for each in (*line.get("shapes", ()), *line.get("annotations", ())):
-        each.update({key: x_of(value) for key, value in each.items() if key in ("x", "x0", "x1")})
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers+text",
-            "name": "front",
-            "x": list(map(x_of, peaks)),
-            "y": list(map(y_of, seconds)),
-            "text": [point.name for point in points],
-            "textposition": "top right",
-            "customdata": [
-                (
-                    f"{format_bytes(point.peak_bytes)}, "
-                    f"{format_seconds(point.step_seconds)}<br>{_stages_text(point.stages)}"
-                )
-                for point in points
-            ],
-            "line": {"shape": "hv", "color": "#0072B2", "width": 1.5},
-            "marker": {"size": 9, "color": "#0072B2"},
-            "hovertemplate": "%{customdata}<extra></extra>",
-        }
-    ]
-    if step is not None:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "this plan (simulated)",
-                "x": [x_of(facts.fullest.peak_bytes / unit.scale)],
-                "y": [y_of(step / clock.scale)],
-                "customdata": [f"{format_bytes(facts.fullest.peak_bytes)}, {format_seconds(step)}"],
-                "marker": {"symbol": "star", "size": 16, "color": "#D55E00"},
-                "hovertemplate": "this plan: %{customdata}<extra></extra>",
-            }
-        )
-    for name, color, values in bounds:
-        # Within the peak of a point no plan is faster than the bound of that point.
-        corners = [ends[0], *(x for peak in peaks for x in (peak, peak)), ends[1]]
-        heights = [value for value in values for _ in range(2)]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "x": list(map(x_of, corners if len(values) > 1 else ends)),
-                "y": [y_of(value / clock.scale) for value in heights],
-                "line": {"color": color, "width": 1.5, "dash": "dash"},
-                "hoverinfo": "skip",
-            }
-        )
-    layout = {"height": 400, "showlegend": True, "xaxis": x_axis, "yaxis": y_axis, **line}
-    return Figure("front", "Peak memory against step time", _front_words(facts), traces, layout)
-
-
-def _least_step(facts: ReportFacts) -> float | None:
-    """Seconds that no plan of the search is faster than, where they are known."""
-    why = facts.plan.why
-    trail = () if why is None or why.proven is None else why.proven.trail
-    return trail[-1].least_step_seconds if trail else None
-
-
-def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
-    """What no plan is faster than, where that is known: the name of a line, its color, and its
-    seconds up to the peak of every point and beyond the last, or everywhere."""
-    least, why, front = _least_step(facts), facts.plan.why, facts.front
-    if least is None or why is None or why.proven is None or front is None:
-        return []
-    within = [point.step_seconds / (1 + point.bound_fraction) for point in front.points]
-    found = [("no plan is faster (lower bound)", INK, [*within, least])]
-    if (nearer := why.proven.by_layers) is not None:
-        found.append(("nor than this, by estimates", "#009E73", [nearer.least_step_seconds]))
-    return found
-
-
-def _front_words(facts: ReportFacts) -> str:
-    """What a front is, its named plans, and what is proven of it."""
-    assert facts.front is not None, "there is one"
-    said = (
-        "compiled, and none beats another both in memory and in time"
-        if facts.front.compiled
-        else "a sample of those that no other plan beats both in memory and in time, with both ends"
-    )
-    if facts.front.complete:
-        said = "no other plan of the search is both smaller and faster than one of them"
-    times = "Step times are estimates of the search; this plan's is that of the simulation."
-    if facts.front.compiled:
-        times = "Step times are simulated."
-    named = [
-        f"{p.name.capitalize()}: {format_bytes(p.peak_bytes)}, {format_seconds(p.step_seconds)}, "
-        + f"{strategy(p.stages, p.schedule, p.num_microbatches)}."
-        for p in facts.front.points
-        if p.name
-    ]
-    said_of = (
-        "No plan is faster than {}, transfers left out.",
-        "By estimates that compiled layers correct none is faster than {}.",
-    )
-    for text, (*_, values) in zip(said_of, _bounds(facts), strict=False):
-        named.append(text.format(format_seconds(values[-1])))
-    return " ".join([f"{counted(len(facts.front.points), 'plan')}: {said}.", *named, times])
-
-
-# ---- parts of figures ----------------------------------------------------------------------------
-
-
-def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """How values are placed along an axis, and the axis: logarithmic where they lie far apart."""
-    low, high = min(values), max(values)
-    if low <= 0 or high < LOG_RATIO * low:
-        return lambda value: value, {"title": {"text": title}}
-    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
-    ticks = [n * 10.0**power for power in powers for n in (1, 2, 5)]
-    shown = [tick for tick in ticks if low <= tick <= high]
-    return log10, {
-        "title": {"text": f"{title} (logarithmic)"},
-        "tickvals": list(map(log10, shown)),
-        "ticktext": [f"{tick:g}" for tick in shown],
-    }
-
-
-def _limit_line(axis: str, limit: int | None, scale: float, largest: float) -> dict[str, Any]:
-    """A dashed line at the limit, if it is near enough not to squeeze the rest."""
-    if limit is None or limit > FAR_LIMIT * largest:
-        return {}
-    along, other = ("y", "x") if axis == "y" else ("x", "y")
-    line = {
-        "type": "line",
-        f"{along}0": limit / scale,
-        f"{along}1": limit / scale,
-        f"{other}ref": "paper",
-        f"{other}0": 0,
-        f"{other}1": 1,
-        "line": {"color": LIMIT, "width": 2, "dash": "dash"},
-    }
-    words = {
-        "text": f"limit {format_bytes(limit)}",
-        "showarrow": False,
-        "font": {"color": LIMIT},
-        "bgcolor": "rgba(255,255,255,0.8)",
-    }
-    place = {"x": 0, "xref": "paper", "xanchor": "left", "y": limit / scale, "yanchor": "bottom"}
-    if axis == "x":
-        place = {"x": limit / scale, "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "top"}
-    return {"shapes": [line], "annotations": [{**words, **place}]}
 
 
 def _limit_words(facts: ReportFacts) -> str:
@@ -539,17 +371,6 @@ def _limit_words(facts: ReportFacts) -> str:
     return (
         f"The limit is {format_bytes(room.limit_bytes)}{source}; "
         f"{signed_bytes(room.limit_bytes - room.peak_bytes)} are left.{far}"
-    )
-
-
-def _stages_text(stages: Sequence[Stage]) -> str:
-    """A line per stage: its layers and its dp x tp."""
-    return "<br>".join(
-        (
-            f"layers {stage.first}-{stage.stop - 1} ({stage.choice.data_parallel} x "
-            f"{stage.choice.tensor_parallel})"
-        )
-        for stage in stages
     )
 
 

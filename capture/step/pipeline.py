@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
-from capture.machine.target import Rates
+from capture.machine.rates import Rates
 from capture.plan.schedule import Schedule
 from capture.plan.schedule import Task as Pass
 from capture.step.holds import KeptPart, Leaves, Params, State, Summary

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from capture.machine.cluster import Cluster
-from capture.machine.target import Rates
+from capture.machine.rates import Rates
 from capture.step.ledger import Ledger, Memory, Peak, name_of
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
 from capture.step.simulator import Buffer, MemoryUse, Simulation, Work, simulate

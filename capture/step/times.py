@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from capture.machine.links import Links
-from capture.machine.target import Rates
+from capture.machine.rates import Rates
 from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Collective, Kernel, ProgramWork

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import jax
 
 from capture.errors import TracingError
-from capture.machine.target import Products, Target
+from capture.machine.rates import Products
+from capture.machine.target import Target
 from capture.model.graph import Tensor, item_bytes
 from capture.model.operators import Block, Kind, Operator, OperatorModel
 from capture.model.workload import WorkloadProtocol

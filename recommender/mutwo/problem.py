@@ -14,7 +14,7 @@ from functools import cached_property
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
-from capture.machine.target import HostLink
+from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPrediction, Decision
 from capture.step.issue import Clock, Issue, Order, Silent
 from capture.step.ledger import Ledger

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from osdp_problems import machine
 
-from capture.machine.target import Sourced
+from capture.machine.rates import Sourced
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
 from capture.step.attribution import attribute_operators

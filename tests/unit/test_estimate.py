@@ -16,7 +16,8 @@ from synthetic_profiles import Planted, hybrid
 from capture.cli.estimate import EstimateReport, FewestDevices, as_text
 from capture.compiler.executable import Compiler
 from capture.machine.cluster import Cluster
-from capture.machine.target import Sourced, Target
+from capture.machine.rates import Sourced
+from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend

@@ -12,7 +12,7 @@ from osdp_problems import family, link, machine
 from capture.errors import TargetError, WorkloadError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import MeasuredCollective, fit_link
-from capture.machine.target import Sourced
+from capture.machine.rates import Sourced
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.papers.osdp.paper_cost import PaperCost
 from capture.plan.sharding import DP, ZDP, Mode

@@ -11,7 +11,8 @@ from synthetic_profiles import Planted
 
 from capture.errors import TargetError
 from capture.machine.cluster import Cluster
-from capture.machine.target import DeviceMemory, Sourced, Target, target_names
+from capture.machine.rates import DeviceMemory, Sourced
+from capture.machine.target import Target, target_names
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.headroom import Headroom, Peaks

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import documents
 from capture import environment
 from capture.machine.cluster import Cluster
-from capture.machine.target import HostLink, Link, Sourced, Target
+from capture.machine.rates import HostLink, Link, Sourced
+from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.measured.work import Kernel
 from capture.model.workload import WorkloadSpec

@@ -27,7 +27,8 @@ from benchmarks import documents
 from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
-from capture.machine.target import HostLink, Link, Rates, Sourced, Target
+from capture.machine.rates import HostLink, Link, Rates, Sourced
+from capture.machine.target import Target
 from capture.model.operators import OperatorModel
 from capture.papers.osdp.transformer import transformer
 from capture.plan.sharding import ShardingPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from capture.machine.target import HostLink
+from capture.machine.rates import HostLink
 from capture.papers.mutwo.policy import CycleSchedule, schedule_cycle
 from capture.papers.mutwo.readings import Readings
 from capture.papers.mutwo.sub_arrays import Posed, pose, resident_bytes

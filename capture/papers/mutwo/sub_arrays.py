@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from capture.machine.target import HostLink
+from capture.machine.rates import HostLink
 from capture.papers.mutwo.graph import Operation, Slice, TrainingGraph, Value
 from capture.papers.mutwo.schedule import Schedule
 from capture.plan.array import Decision

@@ -1,0 +1,190 @@
+"""What a device has: memory, rates and links, each number with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from capture import documents
+from capture.machine.tiles import FULL_REUSE
+from capture.quantities import format_bytes
+
+#: Of an element that products compute in.
+_BYTES = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A number and where it is from."""
+
+    value: int | float
+    source: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two devices, or a device and its host.
+
+    Attributes:
+        latency_seconds: Alpha, of one message.
+        bytes_per_second: 1 / beta, in one direction, per device.
+    """
+
+    latency_seconds: Sourced
+    bytes_per_second: Sourced
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one message: alpha + n * beta.
+
+        Example:
+            >>> Link(Sourced(1e-6, ""), Sourced(1e9, "")).seconds(1000)
+            2e-06
+        """
+        return self.latency_seconds.value + nbytes / self.bytes_per_second.value
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """What joins a device and the memory of its host.
+
+    Attributes:
+        to_device, to_host: Each direction while the other one is idle.
+        duplex: Whether both keep their bandwidth while both are busy; otherwise they share it.
+        duplex_source: Where that is from.
+    """
+
+    to_device: Link
+    to_host: Link
+    duplex: bool
+    duplex_source: str
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a process can use of a device's memory.
+
+    usable = capacity x allocator_fraction - context - collective
+
+    Attributes:
+        capacity_bytes: As the driver or the compiler reports it.
+        allocator_fraction: Share of it that the process may claim.
+        context_bytes: Taken by the driver's context and its libraries.
+        collective_bytes: Buffers of the collectives library, outside of the compiler's view.
+    """
+
+    capacity_bytes: Sourced
+    allocator_fraction: Sourced
+    context_bytes: Sourced
+    collective_bytes: Sourced
+
+    @property
+    def usable_bytes(self) -> int:
+        """What programs may need at their peak."""
+        claimed = self.capacity_bytes.value * self.allocator_fraction.value
+        return int(claimed - self.context_bytes.value - self.collective_bytes.value)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"usable_bytes": self.usable_bytes, **documents.fields_of(self)}
+
+    def __str__(self) -> str:
+        capacity, context, collective = (
+            format_bytes(int(term.value))
+            for term in (self.capacity_bytes, self.context_bytes, self.collective_bytes)
+        )
+        claimed = f"{capacity} x {self.allocator_fraction.value:g}"
+        return (
+            f"{format_bytes(self.usable_bytes)} usable: {claimed} - {context} context - "
+            f"{collective} collectives"
+        )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes and reads its memory.
+
+    Attributes:
+        flops_per_second: Specified, by data type name.
+        compute_efficiency: Fraction of it that large matrix products reach.
+        bytes_per_second: Specified, of the device's memory.
+        memory_efficiency: Fraction of it that streaming reaches.
+        intra_node, inter_node: Links between devices.
+        host: Link with the memory of the host.
+        default_dtypes: By data type, the one in which products at default precision compute
+            (``Products.dtypes``).
+        kernel_seconds: The least that a kernel takes, its launch included.
+        cores: That make the tiles of products; 0 where products are taken to fill the device.
+    """
+
+    flops_per_second: Mapping[str, Sourced]
+    compute_efficiency: Sourced
+    bytes_per_second: Sourced
+    memory_efficiency: Sourced
+    intra_node: Link
+    inter_node: Link
+    host: HostLink
+    default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    kernel_seconds: Sourced = Sourced(0.0, "none")
+    cores: Sourced = Sourced(0, "none")
+
+    def computed_in(self, dtype: str, precision: str) -> str:
+        """The data type whose rate products have.
+
+        Args:
+            dtype: Data type of their operands.
+            precision: That they ask for (``jax.lax.Precision``). ``high`` is TF32, too, on GPUs
+                that have it, and on TPUs three passes in bfloat16, which count as the six of
+                ``highest``.
+
+        Example:
+            >>> rates = Target.load("h100").rates
+            >>> [rates.computed_in("float32", asked) for asked in ("default", "high", "highest")]
+            ['tf32', 'tf32', 'float32']
+        """
+        narrow = self.default_dtypes.get(dtype, dtype)
+        return (
+            narrow
+            if precision == "default" or (precision == "high" and narrow == "tf32")
+            else dtype
+        )
+
+    def rate_of(self, dtype: str, precision: str = "highest") -> Sourced:
+        """Specified FLOPs per second of products of a data type at a precision; an unlisted type
+        counts as float32."""
+        return self.flops_per_second.get(
+            self.computed_in(dtype, precision), self.flops_per_second["float32"]
+        )
+
+    def reached_flops_per_second(self, dtype: str, precision: str = "highest") -> float:
+        """What large products reach of that rate."""
+        return self.rate_of(dtype, precision).value * self.compute_efficiency.value
+
+    def needed_reuse(self, dtype: str, precision: str = "highest") -> float:
+        """How often tiles of products must use an element that they read, to reach their rate: as
+        often as those of 128 x 128 where products read most bytes per second, less elsewhere."""
+        read = {
+            name: rate.value * _BYTES.get(name, 4) for name, rate in self.flops_per_second.items()
+        }
+        computed = self.computed_in(dtype, precision)
+        return FULL_REUSE * read.get(computed, read["float32"]) / max(read.values())
+
+    @property
+    def reached_bytes_per_second(self) -> float:
+        """What streaming reaches of the rate of the memory."""
+        return self.bytes_per_second.value * self.memory_efficiency.value
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the compiler makes of matrix products and convolutions.
+
+    Attributes:
+        dtypes: By data type, the one in which products at default precision compute with it, where
+            that is another: its rate is theirs, and what only they read is gathered and kept in its
+            bytes.
+        fuse_operands: Whether element-wise operations are computed inside the product that reads
+            their result, which is then in no memory.
+    """
+
+    dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    fuse_operands: bool = False
