@@ -202,7 +202,7 @@ class Tracer:
         from capture.measured.profile import StageConfig
         from capture.measured.stage_cost import UpdateCost
         from capture.plan.choices import StageChoice
-        from capture.runtime.programs import shard_bytes
+        from capture.runtime.layout import shard_bytes
 
         one = StageConfig(stage.first, stage.stop, StageChoice(1, 1, stage.choice.remat), share)
         split = replace(

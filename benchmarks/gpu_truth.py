@@ -173,7 +173,8 @@ def _layer(
     from capture.measured.profile import StageConfig
     from capture.plan.choices import StageChoice
     from capture.profiler.compile import CompileBackend
-    from capture.runtime.programs import StagePrograms, shard_bytes
+    from capture.runtime.layout import shard_bytes
+    from capture.runtime.programs import StagePrograms
 
     backend = CompileBackend(
         workload.load(), target=None if where == "here" else Target.load(where)

@@ -3,7 +3,8 @@ which times are estimated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from capture import documents
@@ -87,6 +88,15 @@ class ProgramWork:
     collectives: tuple[Collective, ...] = ()
     precision: str = "default"
     kernels: tuple[Kernel, ...] | None = None
+
+    def writing(self, sizes: Mapping[int, int]) -> ProgramWork:
+        """Return the same with kernels beside, which write so many bytes, each so many times."""
+        written = [Kernel(nbytes, count=count) for nbytes, count in sizes.items()]
+        return replace(
+            self,
+            other_bytes=self.other_bytes + sum(n * count for n, count in sizes.items()),
+            kernels=None if self.kernels is None else (*self.kernels, *written),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {k: value for k, value in documents.fields_of(self).items() if value is not None}

@@ -33,8 +33,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from capture.compiler.executable import Executable, LayerOf
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
 from capture.measured.work import ProgramWork
+from capture.runtime.layout import shard_bytes, split_dim
 from capture.runtime.lent import Lent, held_results, lendable
-from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import Opaque, Step, TracedProgram
 from capture.runtime.traced_work import TracedWork

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
+from capture.compiler.executable import Executable
 from capture.errors import ExecutionError
 from capture.model.graph import LayerGraph, Tensor
 from capture.partition.sharding import over_replicas
@@ -19,6 +22,7 @@ from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import StageChoice
 from capture.quantities import format_bytes
 from capture.runtime.optimizer import StageUpdate
+from capture.step.attribution import Buffer
 from capture.tracing.slices import struct_of
 
 
@@ -179,3 +183,47 @@ class StageLayout:
             )
             for k in self.optimizer.state
         ]
+
+    def layer_of_state(self, leaf: int) -> int | None:
+        """Return the layer whose parameter a leaf of the optimizer's state is of; None if none."""
+        param = self.optimizer.param_of_state.get(leaf)
+        return None if param is None else self.graph.param_owner(param)
+
+    def state_buffers(self) -> tuple[Buffer, ...]:
+        """Return what the state of the optimizer consists of."""
+        of = self.optimizer.param_of_state
+        names = {leaf: f"state of {self.graph.params[param].name}" for leaf, param in of.items()}
+        return tuple(
+            Buffer(
+                shard_bytes(struct),
+                "optimizer",
+                self.layer_of_state(leaf),
+                names.get(leaf, "state"),
+            )
+            for leaf, struct in zip(self.optimizer.state, self.state_structs(), strict=True)
+        )
+
+
+def split_dim(spec: PartitionSpec, axis: str) -> int | None:
+    """The dimension that a mesh axis splits."""
+    return next((dim for dim, name in enumerate(spec) if name == axis), None)
+
+
+def shard_bytes(array: Any) -> int:
+    """Bytes that an array, or the structure of one with its sharding, takes on each of its
+    devices."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * _item_bytes(array.dtype)
+
+
+@cache
+def _item_bytes(dtype: Any) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else int(dtype.itemsize)
+
+
+def kept_bytes(forward: Executable) -> int:
+    """Return the bytes of what a forward pass returns beside its outputs, as allocated where the
+    compiler says so: padding is counted with what is kept, which has the odd shapes."""
+    outputs, *residuals = forward.outputs
+    if forward.output_bytes is None:
+        return sum(shard_bytes(r) for part in residuals for r in part)
+    return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))

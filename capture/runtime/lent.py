@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from capture.runtime.programs import shard_bytes
+from capture.runtime.layout import shard_bytes
 from capture.runtime.traced_program import TracedProgram
 
 

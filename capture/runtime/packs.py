@@ -35,10 +35,10 @@ from capture.plan.task_graph import Span
 from capture.runtime.dispatch import Call
 from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
+from capture.runtime.layout import shard_bytes
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions
 from capture.runtime.pack_updates import PackUpdate, cut
-from capture.runtime.programs import shard_bytes
 from capture.step.holds import Leaves, Loss, Params, State, Summary, Values
 from capture.step.pack_sizes import PackLayers, PackPass
 from capture.step.pack_state import PackCall

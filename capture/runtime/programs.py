@@ -7,12 +7,10 @@ that exist nowhere else (``residuals.py``).
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -20,25 +18,25 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from capture.compiler.executable import AnyCompiler, Compiler, Executable
 from capture.compiler.work import NO_LOCAL_FLOPS
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
-from capture.measured.work import Kernel, ProgramWork
+from capture.measured.work import ProgramWork
 from capture.partition.local_calls import localize
 from capture.partition.sequence import SplitRun
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import is_cut, num_full_layers, remat_of_layers
 from capture.runtime.layer_order import layer_by_layer, parameters_in_turn
-from capture.runtime.layout import StageLayout
+from capture.runtime.layout import StageLayout, kept_bytes, shard_bytes, split_dim
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
 from capture.runtime.residuals import Residuals, ValueSplit
 from capture.runtime.saved_pass import SavedPass
-from capture.step.attribution import Buffer, StageBuffers
+from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
@@ -434,20 +432,15 @@ class StagePrograms(StageLayout):
     def with_zeros(self, update: ProgramWork | None) -> ProgramWork | None:
         """What happens once per step: zeros are written, with a kernel for each gradient, which is
         known without compiling them; None where the update is not known."""
-        if update is None:
-            return None
         sizes = Counter(map(shard_bytes, self.param_structs(self.params)))
-        written = [Kernel(nbytes, count=count) for nbytes, count in sizes.items()]
-        kernels = None if update.kernels is None else (*update.kernels, *written)
-        other_bytes = update.other_bytes + sum(sizes.elements())
-        return replace(update, other_bytes=other_bytes, kernels=kernels)
+        return None if update is None else update.writing(sizes)
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
         """The cost of the stage where that of its update is known already: compiles forward and
         backward."""
         forward = self.forward
         return StageCost(
-            residual_bytes=self._residual_bytes(forward),
+            residual_bytes=kept_bytes(forward),
             forward_bytes=forward.transient_bytes,
             kept_inputs=self.residuals.inputs,
             kept_outputs=self.residuals.outputs,
@@ -480,22 +473,8 @@ class StagePrograms(StageLayout):
             buffer_of(self._saving_all, value, shard_bytes(struct))
             for value, struct in zip(self.residuals.stored, self.forward.outputs[1], strict=True)
         ]
-        optimizer = [
-            self._of_state(leaf, struct)
-            for leaf, struct in zip(self.optimizer.state, self.state_structs(), strict=True)
-        ]
         named = {name: program.buffers for name, program in compiled.items() if program is not None}
-        return StageBuffers(tuple(optimizer), tuple(residuals), named)
-
-    def _of_state(self, leaf: int, struct: jax.ShapeDtypeStruct) -> Buffer:
-        param = self.optimizer.param_of_state.get(leaf)
-        layer = None if param is None else self.graph.param_owner(param)
-        return Buffer(
-            shard_bytes(struct),
-            "optimizer",
-            layer,
-            "state" if param is None else f"state of {self.graph.params[param].name}",
-        )
+        return StageBuffers(self.state_buffers(), tuple(residuals), named)
 
     def _layer_of(self, name: str) -> int | None:
         """The layer that an operation in a scope, or an argument of a program, belongs to."""
@@ -509,8 +488,7 @@ class StagePrograms(StageLayout):
             case "gradients":
                 return self.graph.param_owner(self.owned[index])
             case "state":
-                param = self.optimizer.param_of_state.get(self.optimizer.state[index])
-                return None if param is None else self.graph.param_owner(param)
+                return self.layer_of_state(self.optimizer.state[index])
             case "residuals":
                 return layer_of(self._saving_all, self.residuals.stored[index])
             case "inputs" | "batch":
@@ -519,28 +497,3 @@ class StagePrograms(StageLayout):
                 return self.layers.stop - 1
             case _:
                 return None
-
-    @staticmethod
-    def _residual_bytes(forward: Executable) -> int:
-        """As allocated where the compiler says so: padding is counted with what is kept, which has
-        the odd shapes."""
-        outputs, *residuals = forward.outputs
-        if forward.output_bytes is None:
-            return sum(shard_bytes(r) for part in residuals for r in part)
-        return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
-
-
-def split_dim(spec: PartitionSpec, axis: str) -> int | None:
-    """The dimension that a mesh axis splits."""
-    return next((dim for dim, name in enumerate(spec) if name == axis), None)
-
-
-def shard_bytes(array: Any) -> int:
-    """Bytes that an array, or the structure of one with its sharding, takes on each of its
-    devices."""
-    return math.prod(array.sharding.shard_shape(array.shape)) * _item_bytes(array.dtype)
-
-
-@cache
-def _item_bytes(dtype: Any) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else int(dtype.itemsize)

@@ -22,8 +22,9 @@ import jax
 
 from capture.compiler.executable import Executable
 from capture.measured.stage_cost import SplitCost
+from capture.runtime.layout import shard_bytes
 from capture.runtime.origins import buffer_of
-from capture.runtime.programs import StagePrograms, shard_bytes
+from capture.runtime.programs import StagePrograms
 from capture.step.attribution import StageBuffers
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
@@ -255,9 +256,8 @@ class SplitStagePrograms(StagePrograms):
             buffer_of(self._flow, v, shard_bytes(struct))
             for v, struct in zip(self.split.deferred, self.backward_inputs.outputs[1], strict=True)
         )
-        state = zip(self.optimizer.state, self.state_structs(), strict=True)
         return StageBuffers(
-            tuple(self._of_state(leaf, struct) for leaf, struct in state),
+            self.state_buffers(),
             gone,
             {name: each.buffers for name, each in programs.items() if each is not None},
             held,

@@ -12,9 +12,9 @@ from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, tied
 
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import WorkloadSpec
+from capture.runtime.layout import shard_bytes
 from capture.runtime.meter import LiveArrayMeter, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
-from capture.runtime.programs import shard_bytes
 from capture.runtime.reference import (
     ReferenceStep,
     max_relative_error,

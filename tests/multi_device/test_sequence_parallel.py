@@ -22,8 +22,8 @@ from capture.model.workload import Workload
 from capture.partition.sequence import SplitRun
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
+from capture.runtime.layout import shard_bytes
 from capture.runtime.meter import measure_step
-from capture.runtime.programs import shard_bytes
 from capture.tracing.jaxprs import sub_jaxprs
 
 WIDTH, LENGTH = 32, 8
