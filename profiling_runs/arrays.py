@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from capture.documents import read
 from capture.errors import ProfileError, plain
@@ -64,17 +64,7 @@ def array_profiles(
     for task in dict.fromkeys(tasks):
         spec = WorkloadSpec.parse(task.workload) if task.workload else workload
         own = replace(shape, batch_size=task.batch_size, num_layers=task.num_layers)
-        setting = None
-        if not where.here:
-            setting = setting_of(
-                Setting(
-                    spec,
-                    own.num_layers or None,
-                    backend="run" if executes else "compile",
-                    target=cluster.target,
-                    array=own,
-                )
-            )
+        setting = None if where.here else _setting(spec, own, cluster.target, executes)
         if executes and setting is not None and machine is None:
             machine = machine_of_workers(setting, where)
         backend = partial(_backend, found, task)
@@ -98,6 +88,14 @@ def array_profiles(
     finally:
         for one in jobs:
             one.close()
+
+
+def _setting(spec: WorkloadSpec, shape: ArrayShape, target: str, executes: bool) -> Setting:
+    """Return what the jobs of a task have in common."""
+    backend: Literal["run", "compile"] = "run" if executes else "compile"
+    return setting_of(
+        Setting(spec, shape.num_layers or None, backend=backend, target=target, array=shape)
+    )
 
 
 def _backend(profiles: Mapping[ArrayTask, ArrayProfile], task: ArrayTask) -> ArrayBackend:

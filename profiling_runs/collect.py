@@ -63,40 +63,28 @@ def profile(
                 f"are of compiled windows; backend={question.backend!r} has none.",
                 "profile-backend",
             )
-        executed = REGISTERED["profile of the paper"]["executed"](
-            question, store, where, progress, watch
-        )
-        return replace(executed, warnings=split_warnings(question.task, size))
+        executed = REGISTERED["profile of the paper"]["executed"]
+        made = executed(question, store, where, progress, watch)
+        return replace(made, warnings=split_warnings(question.task, size))
     if measurements is None:
         measurements = open_measurements(
             question, store=store, where=where, progress=progress, watch=watch
         )
     wanted = wanted_configs(question, measurements)
     measurements.require(wanted, question.splits_backward)
+    costs = measurements.costs
     result = replace(
         unmeasured(question, measurements),
-        measurements={
-            config: measurements.costs[config]
-            for config in wanted[WINDOWS]
-            if config in measurements.costs
-        },
+        measurements={config: costs[config] for config in wanted[WINDOWS] if config in costs},
         warnings=split_warnings(measurements.backend.workload, size)
-        + missing_statistics(wanted[WINDOWS], measurements.costs),
+        + missing_statistics(wanted[WINDOWS], costs),
     )
-    if question.calibration_plans and all(
-        config in measurements.costs for config in wanted[WINDOWS]
-    ):
+    if question.calibration_plans and all(config in costs for config in wanted[WINDOWS]):
         calibration = calibrate(result, measurements, calibration_of(question, measurements))
-        calibration = replace(
-            calibration,
-            size_errors=size_errors(result, held_out(question, measurements), measurements),
-        )
+        errors = size_errors(result, held_out(question, measurements), measurements)
         # Only now: what is looked up is no test of what is predicted.
-        compiled = {
-            config: measurements.costs[config]
-            for config in wanted[CALIBRATION]
-            if config in measurements.costs
-        }
+        compiled = {config: costs[config] for config in wanted[CALIBRATION] if config in costs}
+        calibration = replace(calibration, size_errors=errors)
         result = replace(result, calibration=calibration, verified=compiled)
     if question.paper is not None:
         found = REGISTERED["profile of the paper"]["compiled"](question, measurements)

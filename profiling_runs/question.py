@@ -144,6 +144,30 @@ class ProfileQuestion:
             tensor_parallel_rule=profile.tensor_parallel_rule,
         )
 
+    def _paper_violations(self) -> Iterator[Violation]:
+        """Yield what the profiling runs of the paper's mode do not have."""
+        if self.paper is None:
+            return
+        if self.paper[0] not in PLAIN_SCHEDULES:
+            yield Violation(
+                f"the paper's profiling runs have stages on devices of their own and whole "
+                f"backward passes; paper={self.paper!r} names schedule {self.paper[0]}, give one "
+                f"of {', '.join(PLAIN_SCHEDULES)}.",
+                "plan-schedule",
+            )
+        if any(map(num_full_layers, self.remat)):
+            yield Violation(
+                f"remat={self.remat!r}: in the paper's runs all layers recompute the same; name "
+                "one policy.",
+                "profile-remat",
+            )
+        if len(self.remat) > 1:
+            yield Violation(
+                "--remat auto: the paper's runs recompute the same in every stage; name one "
+                "policy.",
+                "profile-remat",
+            )
+
     def _violations(self) -> Iterator[Violation]:
         executes, code = self.backend in EXECUTING, "profile-backend"
         for name, least in _LEAST.items():
@@ -157,6 +181,7 @@ class ProfileQuestion:
                 f"{REMAT_TEXT}, as a tuple.",
                 "profile-remat",
             )
+        yield from self._paper_violations()
         if executes and self.paper is None:
             yield Violation(
                 f"backend={self.backend!r} makes the paper's profiling runs: give paper=(schedule, "
@@ -174,13 +199,6 @@ class ProfileQuestion:
                 f"are of compiled windows; backend={self.backend!r} has none.",
                 code,
             )
-        if self.paper is not None and self.paper[0] not in PLAIN_SCHEDULES:
-            yield Violation(
-                f"the paper's profiling runs have stages on devices of their own and whole "
-                f"backward passes; paper={self.paper!r} names schedule {self.paper[0]}, give one "
-                f"of {', '.join(PLAIN_SCHEDULES)}.",
-                "plan-schedule",
-            )
         if executes and (self.num_neighbours, self.calibration_plans) != (
             DEFAULT_NEIGHBOURS,
             DEFAULT_CALIBRATION_PLANS,
@@ -189,18 +207,6 @@ class ProfileQuestion:
                 "neighbours and calibration plans are of compiled windows; leave them out with "
                 f"backend={self.backend!r}.",
                 code,
-            )
-        if self.paper is not None and any(map(num_full_layers, self.remat)):
-            yield Violation(
-                f"remat={self.remat!r}: in the paper's runs all layers recompute the same; name "
-                "one policy.",
-                "profile-remat",
-            )
-        if self.paper is not None and len(self.remat) > 1:
-            yield Violation(
-                "--remat auto: the paper's runs recompute the same in every stage; name one "
-                "policy.",
-                "profile-remat",
             )
         if self.backend == "alpa" and self.tensor_parallel_rule != "auto":
             yield Violation(

@@ -207,17 +207,6 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     PlanError.check(violations(plan))
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     per_node = plan.cluster.nodes[0]
-    recomputes = plan.stages[0].choice.remat == "full"
-    if plan.auto_layers:
-        layer_option = (
-            "AutoLayerOption",
-            {
-                "layer_num": plan.num_layers,
-                "remat_mode": "coarse_grained_remat" if recomputes else "none",
-            },
-        )
-    else:
-        layer_option = ("ManualLayerOption", {"remat_layer": recomputes})
     replicated = [stage for stage in plan.stages if stage.choice.data_parallel > 1]
     default = all(stage.choice.shard_optimizer for stage in replicated)
     dicts: list[dict[str, Any]] = []
@@ -231,7 +220,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         num_devices_per_host=per_node,
         num_micro_batches=plan.num_microbatches,
         pipeline_schedule=plan.schedule,
-        layer_option=layer_option,
+        layer_option=_layer_option(plan),
         default_auto_sharding_option={"prefer_reduce_scatter": default},
         forward_stage_layer_ids=[list(range(stage.first, stage.stop)) for stage in plan.stages],
         submesh_physical_shapes=[
@@ -243,6 +232,14 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         submesh_autosharding_option_dicts=dicts,
         placement=list(placement),
     )
+
+
+def _layer_option(plan: Plan) -> tuple[str, dict[str, Any]]:
+    recomputes = plan.stages[0].choice.remat == "full"
+    if not plan.auto_layers:
+        return "ManualLayerOption", {"remat_layer": recomputes}
+    mode = "coarse_grained_remat" if recomputes else "none"
+    return "AutoLayerOption", {"layer_num": plan.num_layers, "remat_mode": mode}
 
 
 def violations(plan: Plan) -> list[Violation]:

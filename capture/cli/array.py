@@ -35,6 +35,7 @@ from capture.report.needs import PlanNeeds
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, Kind
+from recommender.mutwo.search import ArrayResult
 from recommender.plan_report import PlanReport
 
 if TYPE_CHECKING:
@@ -184,27 +185,7 @@ def plan(options: argparse.Namespace) -> int:
     ) as profiles:
         answer = noted(options, plan_array(question, profiles=profiles))
     lines = [f"{answer.status}: {answer.why.summary}"]
-    rows = [
-        [
-            one.way.name,
-            " ".join(str(len(group)) for group in one.way.partition),
-            format_seconds(one.weighed.seconds) if one.fits else "-",
-            format_bytes(one.weighed.peak_bytes),
-            "yes" if one.fits else "no",
-        ]
-        for one in answer.proof.candidates
-    ]
-    rows += [
-        [
-            one.name,
-            " ".join(map(str, one.sizes)) + (" in rounds" if one.in_rounds else ""),
-            format_seconds(one.step_seconds) if one.fits else "-",
-            format_bytes(one.peak_bytes),
-            "yes" if one.fits else "no",
-        ]
-        for one in answer.proof.baselines
-    ]
-    lines.append(table(["way", "models of each", "an update", "device", "fits"], rows))
+    lines.append(_ways(answer.proof))
     if answer.plan is not None:
         lines += plan_lines(answer.plan)
         lines += [str(answer.headroom)] if answer.headroom else []
@@ -220,6 +201,31 @@ def plan(options: argparse.Namespace) -> int:
     report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
     emit(options, report, *lines)
     return 0 if answer.status == "ok" else 1
+
+
+def _ways(proof: ArrayResult) -> str:
+    """Return a table of the ways that were weighed, and of the baselines."""
+    rows = [
+        [
+            one.way.name,
+            " ".join(str(len(group)) for group in one.way.partition),
+            format_seconds(one.weighed.seconds) if one.fits else "-",
+            format_bytes(one.weighed.peak_bytes),
+            "yes" if one.fits else "no",
+        ]
+        for one in proof.candidates
+    ]
+    rows += [
+        [
+            one.name,
+            " ".join(map(str, one.sizes)) + (" in rounds" if one.in_rounds else ""),
+            format_seconds(one.step_seconds) if one.fits else "-",
+            format_bytes(one.peak_bytes),
+            "yes" if one.fits else "no",
+        ]
+        for one in proof.baselines
+    ]
+    return table(["way", "models of each", "an update", "device", "fits"], rows)
 
 
 def run(options: argparse.Namespace, plan: ArrayPlan) -> int:

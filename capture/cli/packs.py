@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,23 +75,7 @@ def plan(options: argparse.Namespace) -> int:
     Raises:
         PlanError: ``plan-system`` without layers and workload, or with both; ``packs-batch``.
     """
-    if (options.layers is None) == (options.workload is None):
-        raise PlanError.of(
-            "--system harmony plans for a workload, or from its layer profile: give WORKLOAD or "
-            "--layers FILE, one of them.",
-            "plan-system",
-        )
-    if options.layers is not None:
-        default = options.parser.get_default
-        PlanError.check(
-            Violation(
-                f"{option.flag} is of a workload that is profiled, and --layers {options.layers} "
-                "is a profile; leave it out.",
-                "plan-system",
-            )
-            for option in _OF_A_WORKLOAD
-            if getattr(options, option.name) != default(option.name)
-        )
+    _check_source(options)
     close(options, OPTIONS)
     if options.global_batch is None:
         raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
@@ -107,24 +92,9 @@ def plan(options: argparse.Namespace) -> int:
         asked.prepare_for([measured], compiles_for=question.cluster)
         profile = layers.make_layers(options, measured, progress(options))
         question = replace(question, profile=profile)
-    server = question.server
     answer = noted(options, _answer(options, question, measured))
     made = LayersReport.of(question.profile) if measured is not None else None
-    lines = layers.as_text(made) if made is not None else []
-    lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
-    lines += [f"{answer.status}: {answer.why.summary}"]
-    lines += [f"not compiled: {answer.why.uncompiled}"] if answer.why.uncompiled else []
-    if answer.plan is not None:
-        if answer.status != "ok":
-            lines.append("the nearest plan, which is not saved:")
-        lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
-        streamed = question.profile.as_streamed(question.swaps.stream)
-        updates = streamed.update_seconds(0, streamed.num_layers)
-        lines.append(
-            f"updates take {format_seconds(updates)} of one host process, shared by "
-            f"{counted(server.devices, 'device')}"
-        )
-        lines += [f"a device: {answer.headroom}"] if answer.headroom else []
+    lines = [*(layers.as_text(made) if made is not None else []), *_answer_lines(question, answer)]
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
         lines.append(
@@ -132,7 +102,7 @@ def plan(options: argparse.Namespace) -> int:
             f"{counted(len(answer.proof.points), 'simulation')}, "
             f"{format_seconds(answer.proof.seconds)})"
         )
-    report = PlanReport.of("packs", answer, assumed=server.assumed)
+    report = PlanReport.of("packs", answer, assumed=question.server.assumed)
     if measured is not None:
         report = replace(
             report,
@@ -287,6 +257,51 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
     )
     emit(options, report, pack_table(plan), *said)
     return 0
+
+
+def _check_source(options: argparse.Namespace) -> None:
+    """Refuse both of a workload and a layer profile, or none, and what is of the other.
+
+    Raises:
+        PlanError: ``plan-system``.
+    """
+    if (options.layers is None) == (options.workload is None):
+        raise PlanError.of(
+            "--system harmony plans for a workload, or from its layer profile: give WORKLOAD or "
+            "--layers FILE, one of them.",
+            "plan-system",
+        )
+    default = options.parser.get_default
+    PlanError.check(
+        Violation(
+            f"{option.flag} is of a workload that is profiled, and --layers {options.layers} "
+            "is a profile; leave it out.",
+            "plan-system",
+        )
+        for option in (_OF_A_WORKLOAD if options.layers is not None else ())
+        if getattr(options, option.name) != default(option.name)
+    )
+
+
+def _answer_lines(question: PacksQuestion, answer: PacksAnswer) -> Iterator[str]:
+    """Yield what was assumed, and the plan with what it needs."""
+    yield from (f"assumed {name} {said}" for name, said in question.server.assumed.items())
+    yield f"{answer.status}: {answer.why.summary}"
+    if answer.why.uncompiled:
+        yield f"not compiled: {answer.why.uncompiled}"
+    if answer.plan is None:
+        return
+    if answer.status != "ok":
+        yield "the nearest plan, which is not saved:"
+    yield from (pack_table(answer.plan), *prediction_lines(answer.plan))
+    streamed = question.profile.as_streamed(question.swaps.stream)
+    updates = streamed.update_seconds(0, streamed.num_layers)
+    yield (
+        f"updates take {format_seconds(updates)} of one host process, shared by "
+        f"{counted(question.server.devices, 'device')}"
+    )
+    if answer.headroom:
+        yield f"a device: {answer.headroom}"
 
 
 def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:

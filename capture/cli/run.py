@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,35 +283,7 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
             f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
             "device; predictions are of one process, without it"
         )
-    if (host := document["host"]) is not None:
-        said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
-        lines.append(
-            f"the host held {'?' if held is None else format_bytes(held)}"
-            + ("" if said is None else f", predicted {format_bytes(said)}")
-        )
-    if (heap := document["allocator"]) is not None:
-        lines += _of_malloc(heap)
-    dispatch = document["dispatch_seconds"]
-    if dispatch is not None:
-        lines.append(
-            f"issuing a step's instructions takes {format_seconds(dispatch)} of one core (median "
-            "of the steps without a meter)"
-        )
-    if not document["is_target"]:
-        lines.append(
-            f"predicted for target {document['target']}, measured on {document['platform']}: not "
-            "to be compared"
-        )
-    if not predicted and document["host"] is None:
-        lines.append(
-            "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
-            "capture verify PLAN -o PLAN the peaks"
-        )
-    if moved := document["moved_bytes"]:
-        lines.append(
-            f"an update copies {format_bytes(moved['to_host'])} to the host and "
-            f"{format_bytes(moved['to_device'])} back"
-        )
+    lines += [*_beside(document)]
     named = {"loss": document["losses"], "one device": document["reference_losses"]}
     for name, losses in named.items():
         if losses is not None and models:
@@ -320,6 +292,47 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
             lines.append(table(["model", "with", name], rows))
         elif losses is not None:
             lines.append(f"{name} {_losses(losses)}")
+    lines += _errors(document)
+    if document["saved"] is not None:
+        lines.append(f"state -> {document['saved']}")
+    return "\n".join(lines)
+
+
+def _beside(document: dict[str, Any]) -> Iterator[str]:
+    """Yield what was measured beside the peaks of devices, and what those do not say."""
+    if (host := document["host"]) is not None:
+        said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
+        yield (
+            f"the host held {'?' if held is None else format_bytes(held)}"
+            + ("" if said is None else f", predicted {format_bytes(said)}")
+        )
+    if (heap := document["allocator"]) is not None:
+        yield from _of_malloc(heap)
+    dispatch = document["dispatch_seconds"]
+    if dispatch is not None:
+        yield (
+            f"issuing a step's instructions takes {format_seconds(dispatch)} of one core (median "
+            "of the steps without a meter)"
+        )
+    if not document["is_target"]:
+        yield (
+            f"predicted for target {document['target']}, measured on {document['platform']}: not "
+            "to be compared"
+        )
+    if not document["predicted_peak_bytes_per_device"] and document["host"] is None:
+        yield (
+            "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
+            "capture verify PLAN -o PLAN the peaks"
+        )
+    if moved := document["moved_bytes"]:
+        yield (
+            f"an update copies {format_bytes(moved['to_host'])} to the host and "
+            f"{format_bytes(moved['to_device'])} back"
+        )
+
+
+def _errors(document: dict[str, Any]) -> list[str]:
+    """Return a line with the largest errors beside one device, where that was asked for."""
     errors = [
         f"{what} {error:.1e}" + ("" if worst is None else f" ({worst})")
         for what, error, worst in (
@@ -329,10 +342,7 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
         )
         if error is not None
     ]
-    lines += [f"largest relative error: {', '.join(errors)}"] if errors else []
-    if document["saved"] is not None:
-        lines.append(f"state -> {document['saved']}")
-    return "\n".join(lines)
+    return [f"largest relative error: {', '.join(errors)}"] if errors else []
 
 
 def _losses(losses: Sequence[float]) -> str:

@@ -147,13 +147,7 @@ class Bounder:
         ]
         keys = [value if is_variable(value) else object() for value in flow.outputs]
         held = held_results([each for _, each in donated], results, least)
-        kinds = Counter(_kind(each) for _, each in donated)
-        fresh: dict[Any, int] = {}
-        for key, result in zip(keys, results, strict=True):
-            if kinds[_kind(result)]:
-                kinds[_kind(result)] -= 1
-            else:
-                fresh[key] = shard_bytes(result)
+        fresh = _fresh([each for _, each in donated], list(zip(keys, results, strict=True)))
         least_fresh = {
             key: nbytes
             for i, (key, nbytes) in enumerate(zip(keys, least, strict=True))
@@ -348,6 +342,17 @@ def _per_leaf(out_shardings: Any, shapes: Any) -> list[NamedSharding | None]:
         each if isinstance(each, NamedSharding) else None
         for each in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, NamedSharding))
     ]
+
+
+def _fresh(donated: Sequence[Any], results: Sequence[tuple[Any, Any]]) -> dict[Any, int]:
+    """Return the bytes of results that are written over nothing that is donated."""
+    kinds, fresh = Counter(map(_kind, donated)), dict[Any, int]()
+    for key, result in results:
+        if kinds[_kind(result)]:
+            kinds[_kind(result)] -= 1
+        else:
+            fresh[key] = shard_bytes(result)
+    return fresh
 
 
 def _kind(struct: jax.ShapeDtypeStruct) -> tuple[Any, ...]:

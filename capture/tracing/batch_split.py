@@ -101,15 +101,9 @@ def check_split(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(params)
     ) < numeric_limit_parameters and not takes_key(workload)
     last = max(2, microbatch_size)
-    sizes = dict.fromkeys(
-        [
-            *(2**i for i in range(1, last.bit_length()) if 2**i < last and small),
-            last,
-            microbatch_size,
-        ]
-    )
+    powers = (2**i for i in range(1, last.bit_length()) if 2**i < last and small)
     traced, error = None, ""
-    for size in sizes:
+    for size in dict.fromkeys([*powers, last, microbatch_size]):
         try:
             traced = _trace_twice(workload, params, size, key)
             break

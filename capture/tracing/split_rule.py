@@ -61,30 +61,8 @@ def split_rule(equation: Any) -> SplitRule | None:
     rule = equation.params["sharding_rule"]
     if not hasattr(rule, "operand_mappings"):
         return None
-
-    def named(mappings: Sequence[Any], atoms: Sequence[Any], what: str) -> list[tuple[Any, ...]]:
-        arrays = [
-            _dimensions(mapping, len(atom.aval.shape))
-            for mapping, atom in zip(mappings, atoms, strict=False)
-        ]
-        ranks = [len(atom.aval.shape) for atom in atoms]
-        if (
-            len(mappings) != len(atoms)
-            or [len(dims) for dims in arrays] != ranks
-            or any(len(set(dims)) < len(dims) for dims in arrays)
-        ):
-            raise TracingError.of(
-                f"the sharding rule {rule} of a custom_partitioning operation does not fit its "
-                f"{what} of {ranks} dimensions; "
-                "give one factor per dimension, each once in an array.",
-                "trace-split-rule",
-            )
-        return arrays
-
-    operands, results = (
-        named(rule.operand_mappings, equation.invars, "operands"),
-        named(rule.result_mappings, equation.outvars, "results"),
-    )
+    operands = _named(rule, rule.operand_mappings, equation.invars, "operands")
+    results = _named(rule, rule.result_mappings, equation.outvars, "results")
     whole = {*rule.need_replication_factors, *rule.permutation_factors}
     whole |= {
         part
@@ -108,6 +86,33 @@ def split_rule(equation: Any) -> SplitRule | None:
         )
 
     return SplitRule(kept(operands), kept(results))
+
+
+def _named(
+    rule: Any, mappings: Sequence[Any], atoms: Sequence[Any], what: str
+) -> list[tuple[Any, ...]]:
+    """Return the factors of every dimension of arrays.
+
+    Raises:
+        TracingError: ``trace-split-rule``.
+    """
+    arrays = [
+        _dimensions(mapping, len(atom.aval.shape))
+        for mapping, atom in zip(mappings, atoms, strict=False)
+    ]
+    ranks = [len(atom.aval.shape) for atom in atoms]
+    if (
+        len(mappings) != len(atoms)
+        or [len(dims) for dims in arrays] != ranks
+        or any(len(set(dims)) < len(dims) for dims in arrays)
+    ):
+        raise TracingError.of(
+            f"the sharding rule {rule} of a custom_partitioning operation does not fit its "
+            f"{what} of {ranks} dimensions; "
+            "give one factor per dimension, each once in an array.",
+            "trace-split-rule",
+        )
+    return arrays
 
 
 def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:

@@ -59,17 +59,7 @@ def fastest_compiled(
 
     def ask(plan: ShardingPlan) -> int:
         if plan not in compiled:
-            examples = f"{counted(plan.batch_size, 'example')} per device"
-            watch(
-                f"compiling the train step of a plan for {examples}, estimated at "
-                f"{format_bytes(plan.peak_bytes)} per device ..."
-            )
-            compiled[plan] = measure(plan)
-            verdict = "within" if compiled[plan] <= limit else "above"
-            watch(
-                f"compiled: {format_bytes(compiled[plan])} per device, {verdict} the limit of "
-                f"{format_bytes(int(limit))}"
-            )
+            compiled[plan] = _measured(plan, measure, limit, watch)
         return compiled[plan]
 
     first = found = question(limit * (1 - _CLOSE / 2))
@@ -101,6 +91,26 @@ def fastest_compiled(
         ):
             best = larger
     return replace(found, plan=replace(best, compiled_peak_bytes=compiled[best]))
+
+
+def _measured(
+    plan: ShardingPlan,
+    measure: Callable[[ShardingPlan], int],
+    limit: float,
+    watch: Callable[[str], None],
+) -> int:
+    """Return the bytes of a plan's compiled step, and say what is done."""
+    watch(
+        f"compiling the train step of a plan for {counted(plan.batch_size, 'example')} per device, "
+        f"estimated at {format_bytes(plan.peak_bytes)} per device ..."
+    )
+    nbytes = measure(plan)
+    verdict = "within" if nbytes <= limit else "above"
+    watch(
+        f"compiled: {format_bytes(nbytes)} per device, {verdict} the limit of "
+        f"{format_bytes(int(limit))}"
+    )
+    return nbytes
 
 
 def _scaled(limit: float, plan: ShardingPlan, nbytes: int) -> float:
