@@ -3,8 +3,9 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from capture.errors import ProfileError
 from capture.measured.profile import Profile, StageConfig
@@ -63,33 +64,41 @@ def profile(
                 f"are of compiled windows; backend={question.backend!r} has none.",
                 "profile-backend",
             )
-        executed = REGISTERED["profile of the paper"]["executed"]
-        made = executed(question, store, where, progress, watch)
-        return replace(made, warnings=split_warnings(question.task, size))
+        made = REGISTERED["profile of the paper"]["executed"]
+        result = made(question, store, where, progress, watch)
+        return replace(result, warnings=split_warnings(question.task, size))
     if measurements is None:
-        measurements = open_measurements(
-            question, store=store, where=where, progress=progress, watch=watch
-        )
+        told: dict[str, Any] = {"where": where, "progress": progress, "watch": watch}
+        measurements = open_measurements(question, store=store, **told)
     wanted = wanted_configs(question, measurements)
     measurements.require(wanted, question.splits_backward)
     costs = measurements.costs
-    result = replace(
-        unmeasured(question, measurements),
-        measurements={config: costs[config] for config in wanted[WINDOWS] if config in costs},
-        warnings=split_warnings(measurements.backend.workload, size)
-        + missing_statistics(wanted[WINDOWS], costs),
-    )
-    if question.calibration_plans and all(config in costs for config in wanted[WINDOWS]):
-        calibration = calibrate(result, measurements, calibration_of(question, measurements))
-        errors = size_errors(result, held_out(question, measurements), measurements)
-        # Only now: what is looked up is no test of what is predicted.
-        compiled = {config: costs[config] for config in wanted[CALIBRATION] if config in costs}
-        calibration = replace(calibration, size_errors=errors)
-        result = replace(result, calibration=calibration, verified=compiled)
+    windows = {config: costs[config] for config in wanted[WINDOWS] if config in costs}
+    warnings = split_warnings(measurements.backend.workload, size)
+    missing = missing_statistics(wanted[WINDOWS], costs)
+    result = unmeasured(question, measurements)
+    result = replace(result, measurements=windows, warnings=warnings + missing)
+    if question.calibration_plans and windows.keys() >= {*wanted[WINDOWS]}:
+        result = _calibrated(result, question, measurements, wanted[CALIBRATION])
     if question.paper is not None:
         found = REGISTERED["profile of the paper"]["compiled"](question, measurements)
         result = replace(result, paper=found.to_json())
     return replace(result, failures=causes(measurements.failures))
+
+
+def _calibrated(
+    result: Profile,
+    question: ProfileQuestion,
+    measurements: Measurements,
+    wanted: Iterable[StageConfig],
+) -> Profile:
+    """Return a profile that knows by how much predictions from it are off."""
+    calibration = calibrate(result, measurements, calibration_of(question, measurements))
+    errors = size_errors(result, held_out(question, measurements), measurements)
+    # Only now: what is looked up is no test of what is predicted.
+    compiled = {each: measurements.costs[each] for each in wanted if each in measurements.costs}
+    calibration = replace(calibration, size_errors=errors)
+    return replace(result, calibration=calibration, verified=compiled)
 
 
 def wanted_configs(

@@ -22,6 +22,7 @@ from capture.options import Asked
 from capture.plan.choices import by_degree
 from capture.plan.sampling import random_plans, random_table_plans
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
+from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Accuracy, Outcome, finite
@@ -199,28 +200,9 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
     result = profile(asked, measurements=measurements)
     # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is
     # given.
-    generator = np.random.default_rng([question.seed, 1])
-    known = set(result.choices)
-    choices = sorted(c for c in asked.stage_choices if known.issuperset(c.measured))
-    about = (cluster, result.graph.num_layers, by_degree(choices))
-    kind = SCHEDULES[question.schedules[0]]
-    draws = (
-        random_plans(*about, generator, asked.space)
-        if kind.is_plain
-        else random_table_plans(*about, kind, generator, asked.space)
-    )
+    draws = _draws(question, result, np.random.default_rng([question.seed, 1]))
     known_keys = {measurements.key(config) for config in measurements.costs}
-
-    def of_paper(schedule: str) -> Any:
-        profiled = replace(asked, paper=(schedule, question.num_microbatches))
-        return REGISTERED["profile of the paper"]["compiled"](profiled, measurements)
-
-    papers = {
-        schedule: REGISTERED["predictor of stages"]["paper"](
-            replace(result, paper=of_paper(schedule).to_json())
-        )
-        for schedule in (question.schedules if question.paper else ())
-    }
+    papers = _papers(question, result, measurements)
     known_to_paper = {measurements.key(config) for config in measurements.costs}
     drawn = (
         {
@@ -242,14 +224,8 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
         for i, both in enumerate(islice(fitting, question.num_plans))
         for s, plan in both.items()
     }
-    measurements.require(
-        {
-            "stages of the plans": [
-                StageConfig.of(s, size) for plan in plans.values() for s in plan.stages
-            ]
-        },
-        asked.splits_backward,
-    )
+    stages = [StageConfig.of(s, size) for plan in plans.values() for s in plan.stages]
+    measurements.require({"stages of the plans": stages}, asked.splits_backward)
     default, paper = list[Outcome](), list[Outcome]()
     predictor = AdditivePredictor(result)
     for key, plan in plans.items():
@@ -272,6 +248,36 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
                 by = by_paper[s]
                 paper.append(Outcome(key, s, by, np.nan, np.nan, truth[d], seen <= known_to_paper))
     return Evaluation(question, result, tuple(default), tuple(paper), len(measurements.failures))
+
+
+def _draws(
+    question: EvaluationQuestion, result: Profile, generator: np.random.Generator
+) -> Iterator[Sequence[Stage]]:
+    """Return random stages, without end, of the choices that were profiled."""
+    asked, known = question.profile, set(result.choices)
+    choices = sorted(c for c in asked.stage_choices if known.issuperset(c.measured))
+    about = (asked.cluster, result.graph.num_layers, by_degree(choices))
+    kind = SCHEDULES[question.schedules[0]]
+    if kind.is_plain:
+        return random_plans(*about, generator, asked.space)
+    return random_table_plans(*about, kind, generator, asked.space)
+
+
+def _papers(
+    question: EvaluationQuestion, result: Profile, measurements: Measurements
+) -> dict[str, Any]:
+    """Return the predictor of the paper's mode for every schedule, where it is asked."""
+
+    def of_paper(schedule: str) -> Any:
+        profiled = replace(question.profile, paper=(schedule, question.num_microbatches))
+        return REGISTERED["profile of the paper"]["compiled"](profiled, measurements)
+
+    return {
+        schedule: REGISTERED["predictor of stages"]["paper"](
+            replace(result, paper=of_paper(schedule).to_json())
+        )
+        for schedule in (question.schedules if question.paper else ())
+    }
 
 
 def _truth(

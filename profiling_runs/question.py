@@ -144,6 +144,22 @@ class ProfileQuestion:
             tensor_parallel_rule=profile.tensor_parallel_rule,
         )
 
+    def _alpa_violations(self, code: str) -> Iterator[Violation]:
+        """Yield what Alpa decides itself, and what it needs."""
+        if self.backend == "alpa" and self.tensor_parallel_rule != "auto":
+            yield Violation(
+                "Alpa decides itself how to split parameters; leave out "
+                f"tensor_parallel_rule={self.tensor_parallel_rule!r}.",
+                code,
+            )
+        if (self.backend == "alpa") != (self.alpa_python is not None):
+            yield Violation(
+                f"backend={self.backend!r} came with alpa_python={self.alpa_python!r}; the "
+                "interpreter of Alpa's environment (--alpa-python) belongs to backend='alpa', "
+                "which needs it.",
+                code,
+            )
+
     def _paper_violations(self) -> Iterator[Violation]:
         """Yield what the profiling runs of the paper's mode do not have."""
         if self.paper is None:
@@ -208,19 +224,7 @@ class ProfileQuestion:
                 f"backend={self.backend!r}.",
                 code,
             )
-        if self.backend == "alpa" and self.tensor_parallel_rule != "auto":
-            yield Violation(
-                "Alpa decides itself how to split parameters; leave out "
-                f"tensor_parallel_rule={self.tensor_parallel_rule!r}.",
-                code,
-            )
-        if (self.backend == "alpa") != (self.alpa_python is not None):
-            yield Violation(
-                f"backend={self.backend!r} came with alpa_python={self.alpa_python!r}; the "
-                "interpreter of Alpa's environment (--alpa-python) belongs to backend='alpa', "
-                "which needs it.",
-                code,
-            )
+        yield from self._alpa_violations(code)
         if self.backend != "run" and self.memory_limit_bytes is not None:
             yield Violation(
                 f"memory_limit_bytes={self.memory_limit_bytes} is the limit of runs that are made "

@@ -24,32 +24,12 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
             if it is of another workload or number of layers, ``profile-choice`` if nothing was
             profiled with the options of the stages.
     """
-    profiles, named = [Profile.load(path) for path in paths], question.spec
-    assert named is not None, "the command line names workloads"
+    profiles = [Profile.load(path) for path in paths]
     profile = (
         profiles[0] if len(profiles) == 1 else merge_profiles(profiles, question.cluster.target)
     )
     files = ", ".join(map(str, paths))
-    if profile.workload is not None and not _same_workload(profile.workload, named):
-        raise ProfileError.of(
-            f"profile {files!r} is of {profile.workload}, and the workload is {named}; profile "
-            "that one.",
-            "profile-other-model",
-        )
-    if question.num_layers not in (None, profile.graph.num_layers):
-        raise ProfileError.of(
-            f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks "
-            f"for {question.num_layers}; "
-            "profile with that number.",
-            "profile-other-model",
-        )
-    if question.tensor_parallel_rule != profile.tensor_parallel_rule:
-        raise ProfileError.of(
-            f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and "
-            "--tensor-parallel-rule is "
-            f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
-            "profile-choice",
-        )
+    _check_model(profile, question, files)
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
@@ -81,6 +61,46 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
+    _check_splits(profile, question, files)
+    return replace(profile, workload=question.spec, measurements=measurements)
+
+
+def _check_model(profile: Profile, question: ProfileQuestion, files: str) -> None:
+    """Refuse a profile of another model, or one that is split otherwise.
+
+    Raises:
+        ProfileError: ``profile-other-model``, ``profile-choice``.
+    """
+    named = question.spec
+    assert named is not None, "the command line names workloads"
+    if profile.workload is not None and not _same_workload(profile.workload, named):
+        raise ProfileError.of(
+            f"profile {files!r} is of {profile.workload}, and the workload is {named}; profile "
+            "that one.",
+            "profile-other-model",
+        )
+    if question.num_layers not in (None, profile.graph.num_layers):
+        raise ProfileError.of(
+            f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks "
+            f"for {question.num_layers}; "
+            "profile with that number.",
+            "profile-other-model",
+        )
+    if question.tensor_parallel_rule != profile.tensor_parallel_rule:
+        raise ProfileError.of(
+            f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and "
+            "--tensor-parallel-rule is "
+            f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
+            "profile-choice",
+        )
+
+
+def _check_splits(profile: Profile, question: ProfileQuestion, files: str) -> None:
+    """Refuse a profile without the splits that are asked for.
+
+    Raises:
+        ProfileError: ``profile-choice``.
+    """
     for option, over, split in (
         ("shard_params", "data_parallel", "parameters over replicas"),
         ("sequence_parallel", "tensor_parallel", "activations along the sequence"),
@@ -96,7 +116,6 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
                 f"--{option.replace('_', '-')} asks for some; profile with it.",
                 "profile-choice",
             )
-    return replace(profile, workload=named, measurements=measurements)
 
 
 def _same_workload(one: WorkloadSpec, other: WorkloadSpec) -> bool:

@@ -121,8 +121,7 @@ def plan(options: argparse.Namespace) -> int:
     Raises:
         PlanError: ``plan-extent`` for several extents; and the codes of the questions.
     """
-    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
-        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
+    _check_extent(options)
     close(options, [option for option in OPTIONS if option.name not in {*_OPEN, "target"}])
     fixed = take_plan(options)
     asked.say_one_device(options)
@@ -174,6 +173,27 @@ def plan(options: argparse.Namespace) -> int:
             progress=progress(options),
             measurements=measurements,
         )
+    return _from_profile(options, question, of_profile, profile, measurements)
+
+
+def _check_extent(options: argparse.Namespace) -> None:
+    """Refuse several extents.
+
+    Raises:
+        PlanError: ``plan-extent``.
+    """
+    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
+        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
+
+
+def _from_profile(
+    options: argparse.Namespace,
+    question: PlanQuestion,
+    of_profile: ProfileQuestion,
+    profile: Profile,
+    measurements: Measurements | None,
+) -> int:
+    """Answer from a profile, and from what is measured beside it."""
     knowledge = _knowledge(options, profile, question.cluster)
     chosen, attempts, found = _chosen(options, knowledge, question)
     result = noted(options, knowledge.answer(chosen, known=found))

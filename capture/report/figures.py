@@ -3,7 +3,8 @@ no plotting library is imported."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from capture.plan.strategy import of_devices
 from capture.quantities import counted, format_bytes, format_seconds
@@ -12,7 +13,7 @@ from capture.report.figure import FAR_LIMIT, Figure, limit_line
 from capture.report.front_figure import front
 from capture.report.palette import INK, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
-from capture.report.units import bytes_unit, seconds_unit
+from capture.report.units import Unit, bytes_unit, seconds_unit
 from capture.report.words import CLOCKS, signed_bytes
 
 #: Points per stage of the memory over time: three per bucket at most.
@@ -48,10 +49,9 @@ def stage_map(facts: ReportFacts) -> Figure:
         for device in stage.stage.devices:
             node = cluster.node_of_device[device]
             of_node.setdefault(node, []).append(device - first_device[node])
-        choice = stage.stage.choice
-        split = f"dp {choice.replicas_text} x tp {choice.tensor_parallel}"
-        if len(facts.stages) == 1:
-            split = of_devices(choice)
+        choice, split = stage.stage.choice, of_devices(stage.stage.choice)
+        if len(facts.stages) > 1:
+            split = f"dp {choice.replicas_text} x tp {choice.tensor_parallel}"
         about = f"layers {stage.layers_text}<br>{split}"
         hover = (
             f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat "
@@ -119,33 +119,7 @@ def peaks(facts: ReportFacts) -> Figure:
         }
         for category in in_order([category for stage in stages for category in stage.parts])
     ]
-    top = [stage.predicted_bytes / unit.scale for stage in stages]
-    traces.append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "predicted, with interval",
-            "x": names,
-            "y": top,
-            "customdata": [_interval_text(stage) for stage in stages],
-            "marker": {"color": INK, "size": 5},
-            "error_y": {
-                "type": "data",
-                "symmetric": False,
-                "array": [
-                    stage.interval_bytes[1] / unit.scale - y
-                    for stage, y in zip(stages, top, strict=True)
-                ],
-                "arrayminus": [
-                    y - stage.interval_bytes[0] / unit.scale
-                    for stage, y in zip(stages, top, strict=True)
-                ],
-                "color": INK,
-                "width": 5,
-            },
-            "hovertemplate": "predicted %{customdata}<extra>%{x}</extra>",
-        }
-    )
+    traces.append(_predicted(stages, names, unit))
     if facts.verified:
         traces.append(
             {
@@ -181,67 +155,76 @@ def peaks(facts: ReportFacts) -> Figure:
     )
 
 
+def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> dict[str, Any]:
+    """Return marks of the predicted peaks, with their intervals."""
+    top = [stage.predicted_bytes / unit.scale for stage in stages]
+    low, high = zip(*(stage.interval_bytes for stage in stages), strict=True)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "predicted, with interval",
+        "x": names,
+        "y": top,
+        "customdata": [_interval_text(stage) for stage in stages],
+        "marker": {"color": INK, "size": 5},
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [end / unit.scale - y for end, y in zip(high, top, strict=True)],
+            "arrayminus": [y - end / unit.scale for end, y in zip(low, top, strict=True)],
+            "color": INK,
+            "width": 5,
+        },
+        "hovertemplate": "predicted %{customdata}<extra>%{x}</extra>",
+    }
+
+
+class _Area(NamedTuple):
+    """A rectangle of a treemap, in another one or in none (``""``)."""
+
+    parent: str
+    name: str
+    label: str
+    nbytes: int
+    color: str
+    about: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.parent}/{self.name}"
+
+
+def _areas(stage: StageFacts) -> Iterator[_Area]:
+    """Yield a stage, its layers, and what each is for."""
+    first, rest = stage.stage.first, dict[str, int]()
+    for category, nbytes in stage.parts.items():
+        if (left := nbytes - sum(layer.get(category, 0) for layer in stage.layers)) > 0:
+            rest[category] = left
+    groups = [(f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, first)]
+    groups.append(("of no one layer", rest))
+    name, total = _stage_name(stage), sum(sum(parts.values()) for _, parts in groups)
+    each = f"{name}: devices {stage.devices_text}, {format_bytes(stage.predicted_bytes)} each"
+    yield (whole := _Area("", name, each, total, "#E4E7EB", f"{name}, per device"))
+    for name, parts in groups:
+        if not any(parts.values()):
+            continue
+        yield (inner := _Area(whole.key, name, name, sum(parts.values()), "#F5F7FA", name))
+        for c in in_order([category for category, nbytes in parts.items() if nbytes]):
+            yield _Area(inner.key, c, c, parts[c], category_color(c), f"{name}, {c}")
+
+
 def treemap(facts: ReportFacts) -> Figure:
     """Stages, their layers, and what each is for: areas are bytes of one device of each stage."""
-    ids, labels, parents, values, colors, hover = [], [], [], [], [], []
-
-    def add(parent: str, name: str, label: str, nbytes: int, color: str, about: str) -> str:
-        ids.append(f"{parent}/{name}")
-        labels.append(label)
-        parents.append(parent)
-        values.append(nbytes)
-        colors.append(color)
-        hover.append(f"{about}: {format_bytes(nbytes)}")
-        return ids[-1]
-
-    for stage in facts.stages:
-        groups = [
-            (f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, stage.stage.first)
-        ]
-        rest = {
-            c: nbytes - sum(layer.get(c, 0) for layer in stage.layers)
-            for c, nbytes in stage.parts.items()
-        }
-        groups.append(
-            (
-                "of no one layer",
-                {category: nbytes for category, nbytes in rest.items() if nbytes > 0},
-            )
-        )
-        total = sum(nbytes for _, parts in groups for nbytes in parts.values())
-        label = (
-            f"stage {stage.stage_id}: devices {stage.devices_text}, "
-            f"{format_bytes(stage.predicted_bytes)} each"
-        )
-        at = add(
-            "",
-            f"stage {stage.stage_id}",
-            label,
-            total,
-            "#E4E7EB",
-            f"stage {stage.stage_id}, per device",
-        )
-        for name, parts in groups:
-            if not any(parts.values()):
-                continue
-            inner = add(at, name, name, sum(parts.values()), "#F5F7FA", name)
-            for category in in_order([category for category, nbytes in parts.items() if nbytes]):
-                add(
-                    inner,
-                    category,
-                    category,
-                    parts[category],
-                    category_color(category),
-                    f"{name}, {category}",
-                )
+    areas = [area for stage in facts.stages for area in _areas(stage)]
+    colors = [area.color for area in areas]
     trace = {
         "type": "treemap",
-        "ids": ids,
-        "labels": labels,
-        "parents": parents,
-        "values": values,
+        "ids": [area.key for area in areas],
+        "labels": [area.label for area in areas],
+        "parents": [area.parent for area in areas],
+        "values": [area.nbytes for area in areas],
         "branchvalues": "total",
-        "customdata": hover,
+        "customdata": [f"{area.about}: {format_bytes(area.nbytes)}" for area in areas],
         "marker": {
             "colors": colors,
             "line": {"color": "white", "width": 1},

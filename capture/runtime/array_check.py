@@ -23,6 +23,7 @@ from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
 from capture.runtime.run_report import RunReport
 from capture.runtime.state import joined_params
+from capture.step.ledger import Ledger
 from capture.step.multiplexed import peak_of
 from capture.step.program import Step
 
@@ -125,7 +126,7 @@ def run_array(
             "run-check-restored",
         )
     report("compiling the segments")
-    plan, ledgers = training.plan, training.replay()
+    ledgers = training.replay()
     compiled = len(training.programs.executables)
     meter = ArrayMeter(training, check)
     state = training.init() if restore is None else checkpoint.restore(training, restore)
@@ -144,17 +145,35 @@ def run_array(
             warnings.step(len(losses), found)
         num_after_first = len(training.programs.executables) - compiled
     saved = None if save is None else str(checkpoint.save(training, state, save))
-    body = training.steps.body
-    moved = {"to_host": 0, "to_device": 0}
-    for each in body.copies:
-        host = body.slots[each.target].place.host is not None
-        moved["to_host" if host else "to_device"] += each.nbytes
-    predicted, target = plan.prediction, Target.load(plan.cluster.target)
-    document: dict[str, Any] = {
+    document = _document(training, ledgers, meter, losses)
+    document |= {
+        "moved_bytes": _moved_bytes(training),
+        "warnings": warnings.said,
+        "num_compiled": compiled,
+        "num_compiled_after_first_step": num_after_first,
+        "num_steps": state.num_steps,
+        "saved": saved,
+    }
+    if check:
+        report("training each model alone")
+        document |= _compare(training, state, losses, batches)
+    return RunReport(**document).document()
+
+
+def _document(
+    training: ArrayTraining,
+    ledgers: Sequence[Ledger],
+    meter: ArrayMeter,
+    losses: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """Return what was measured, beside what was predicted and booked."""
+    plan, platform = training.plan, training.device.platform
+    predicted, (peak, _, parts) = plan.prediction, peak_of(ledgers, 0)
+    return {
         "kind": "array",
         "predicted_peak_bytes_per_device": predicted and [predicted.peak_bytes],
-        "replayed_peak_bytes_per_device": [peak_of(ledgers, 0)[0]],
-        "replayed_parts_bytes": dict(peak_of(ledgers, 0)[2]),
+        "replayed_peak_bytes_per_device": [peak],
+        "replayed_parts_bytes": dict(parts),
         "measured_peak_bytes_per_device": [meter.peak_bytes],
         "meter": meter.meter,
         "ledger_checks": meter.num_checks,
@@ -162,23 +181,22 @@ def run_array(
             "predicted_peak_bytes": predicted and predicted.host_peak_bytes,
             "measured_peak_bytes": meter.host_peak_bytes,
         },
-        "moved_bytes": moved,
         "losses": losses,
-        "warnings": warnings.said,
-        "num_compiled": compiled,
-        "num_compiled_after_first_step": num_after_first,
         "num_devices": 1,
         "target": plan.cluster.target,
-        "platform": training.device.platform,
-        "is_target": (target.platform == "cpu") == (training.device.platform == "cpu"),
-        "num_steps": state.num_steps,
-        "saved": saved,
+        "platform": platform,
+        "is_target": (Target.load(plan.cluster.target).platform == "cpu") == (platform == "cpu"),
         "versions": environment.versions(),
     }
-    if check:
-        report("training each model alone")
-        document |= _compare(training, state, losses, batches)
-    return RunReport(**document).document()
+
+
+def _moved_bytes(training: ArrayTraining) -> dict[str, int]:
+    """Return what an update copies in each direction."""
+    body, moved = training.steps.body, {"to_host": 0, "to_device": 0}
+    for each in body.copies:
+        host = body.slots[each.target].place.host is not None
+        moved["to_host" if host else "to_device"] += each.nbytes
+    return moved
 
 
 def _batches(training: ArrayTraining, t: int) -> Any:

@@ -125,19 +125,18 @@ class Bounder:
             [None if sharding is None else sharding.spec for sharding in asked],
             program.spread,
         )
+        wanted = list(zip(asked, flow.outputs, strict=True))
         results = [
             jax.ShapeDtypeStruct(
                 shape.shape, shape.dtype, sharding=sharding or _chosen(split, mesh, value)
             )
-            for shape, sharding, value in zip(
-                jax.tree.leaves(shapes), asked, flow.outputs, strict=True
-            )
+            for shape, (sharding, value) in zip(jax.tree.leaves(shapes), wanted, strict=True)
         ]
         least = [
             split.least_bytes(value)
             if sharding is None and is_variable(value)
             else shard_bytes(result)
-            for result, sharding, value in zip(results, asked, flow.outputs, strict=True)
+            for result, (sharding, value) in zip(results, wanted, strict=True)
         ]
         positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         donated = [
@@ -148,11 +147,7 @@ class Bounder:
         keys = [value if is_variable(value) else object() for value in flow.outputs]
         held = held_results([each for _, each in donated], results, least)
         fresh = _fresh([each for _, each in donated], list(zip(keys, results, strict=True)))
-        least_fresh = {
-            key: nbytes
-            for i, (key, nbytes) in enumerate(zip(keys, least, strict=True))
-            if i not in held
-        }
+        least_fresh = {keys[i]: nbytes for i, nbytes in enumerate(least) if i not in held}
         lent = lendable(program, donated, [(keys[i], nbytes) for i, nbytes in held.items()])
         num_devices = max(mesh.size, self.for_devices)
         memory = Memory(program, split, fresh, least_fresh, lent, self, num_devices)

@@ -12,6 +12,8 @@ Source: CAPTURE III-C, tie-breaking; devices are excluded one at a time until no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from recommender.capture.problem import NEVER
@@ -37,12 +39,8 @@ def fairest_cuts(
     Time O(C K L^2 D log G) at worst; memory O(C K L D) at worst. Only states on a plan of least
     peak are visited.
     """
-    problem = reach.problem
-    num_devices, num_layers, num_rows = (
-        len(problem.degrees),
-        problem.num_layers,
-        problem.num_positions,
-    )
+    problem, num_devices = reach.problem, len(reach.problem.degrees)
+    num_layers, num_rows = problem.num_layers, problem.num_positions
     ranges = {d: _within(r, peak) for d, r in reach.ranges.items()}
     last_use = _last_use(problem.degrees)
 
@@ -56,27 +54,21 @@ def fairest_cuts(
         firsts = np.flatnonzero(live[p, :, :num_layers].any(axis=0))
         if not len(firsts):
             continue
-        width = min(columns, num_devices - p)
+        width, parts, pool, offset = min(columns, num_devices - p), [], [], 0
         rows_of_first = np.zeros((num_rows, num_layers), bool)
         rows_of_first[:, firsts] = reach.next_rows(live[p][:, firsts])
-        parts, pool, offset = [], [], 0
         for d in problem.degrees[p]:
             if p + d not in vectors:
                 continue
-            row, first, stop, own = _candidates(
-                ranges[d], peak, rows_of_first, state_ids[p + d], firsts
-            )
-            state = (
-                np.minimum(row + 1, num_rows - 1) * (num_layers + 1) + first
-                if p
-                else np.zeros_like(row)
-            )
+            ends = rows_of_first, state_ids[p + d], firsts
+            row, first, stop, own = _candidates(ranges[d], peak, *ends)
+            behind = np.minimum(row + 1, num_rows - 1) * (num_layers + 1) + first
+            state = behind if p else np.zeros_like(row)
             child = state_ids[p + d, row, stop] + offset
             parts.append(np.stack([state, own, np.full_like(row, d), child, row, stop]))
             after = vectors[p + d]
-            pool.append(
-                np.pad(after, ((0, 0), (0, width + 1 - after.shape[1])), constant_values=-NEVER)
-            )
+            wider = ((0, 0), (0, width + 1 - after.shape[1]))
+            pool.append(np.pad(after, wider, constant_values=-NEVER))
             offset += len(after)
         merged, children = np.concatenate(parts, axis=1), np.concatenate(pool)
         merged = merged[:, np.argsort(merged[0], kind="stable")]
@@ -87,6 +79,13 @@ def fairest_cuts(
         for done in last_use.get(p, ()):
             vectors.pop(done, None)
 
+    return _read_back(picks, state_ids, num_devices)
+
+
+def _read_back(
+    picks: Mapping[int, np.ndarray], state_ids: np.ndarray, num_devices: int
+) -> list[tuple[int, int, int]]:
+    """Return (first, stop, degree) in pipeline order, by what was picked in every state."""
     cuts: list[tuple[int, int, int]] = []
     here = (0, 0, 0)  # (p, a, first) of the state reached
     while here[0] < num_devices:

@@ -215,35 +215,19 @@ def plan_array(
     if profiles is None:
         profiles = _profiles_here(question, progress)
     _check(question, profiles)
-    tasks, (first, *others) = list(profiles), profiles.values()
+    tasks, (first, *_) = list(profiles), profiles.values()
     limit = question.memory_limit_bytes
     limit = first.memory_bytes if limit is None else limit
     assert limit is not None, "checked by the question"
-    problem = ArrayProblem(
-        first,
-        len(question.models),
-        first.host,
-        limit,
-        question.host_memory_bytes,
-        others=tuple(others),
-        tasks=tuple(map(tasks.index, question.trained)),
-    )
-    kinds = {problem.kind(group) for way in problem.ways for group in way.partition}
-    kinds |= {Kind(task, 1) for task in range(len(tasks))}
-    for task, profile in enumerate(profiles.values()):
-        profile.prepare(kind.num_models for kind in kinds if kind.task == task)
-    result = beside_baselines(problem, search(problem, question.algorithm))
-    for profile in profiles.values():
-        profile.end()
+    result, kinds = _searched(question, profiles, limit)
     best = result.best
     why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
-    traced = {
-        task: replace(
-            task, num_layers=profile.fuser.traced.graph.num_layers, model_hash=profile.model_hash
-        )
-        for task, profile in profiles.items()
-    }
+    traced = {task: _traced(task, profile) for task, profile in profiles.items()}
     of_plan = traced.pop(ArrayTask(question.batch_size), ArrayTask(question.batch_size))
+    saturation = [
+        Saturation(size, profiles[tasks[task]].seconds_of(size), task)
+        for task, size in sorted(kinds)
+    ]
     plan = ArrayPlan(
         cluster=question.cluster,
         batch_size=question.batch_size,
@@ -261,10 +245,7 @@ def plan_array(
         tasks=tuple(traced.values()),
         prediction=best.evaluation.prediction(),
         seconds_from=first.source,
-        saturation=tuple(
-            Saturation(size, profiles[tasks[task]].seconds_of(size), task)
-            for task, size in sorted(kinds)
-        ),
+        saturation=tuple(saturation),
         why=why,
         candidates=tuple(one.to_json() for one in result.candidates),
     )
@@ -272,6 +253,36 @@ def plan_array(
     loaded = {task.workload: profile.workload for task, profile in profiles.items()}
     own = loaded.get("") or question.loaded
     return ArrayAnswer(status, plan, result, why, plan.headroom(limit), own, loaded)
+
+
+def _traced(task: ArrayTask, profile: ArrayProfile) -> ArrayTask:
+    """Return what a model trains, with what its trace says of it."""
+    graph = profile.fuser.traced.graph
+    return replace(task, num_layers=graph.num_layers, model_hash=profile.model_hash)
+
+
+def _searched(
+    question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile], limit: int
+) -> tuple[ArrayResult, set[Kind]]:
+    """Return what the search finds, and the kinds of sub-arrays that were profiled for it."""
+    tasks, (first, *others) = list(profiles), profiles.values()
+    problem = ArrayProblem(
+        first,
+        len(question.models),
+        first.host,
+        limit,
+        question.host_memory_bytes,
+        others=tuple(others),
+        tasks=tuple(map(tasks.index, question.trained)),
+    )
+    kinds = {problem.kind(group) for way in problem.ways for group in way.partition}
+    kinds |= {Kind(task, 1) for task in range(len(tasks))}
+    for task, profile in enumerate(profiles.values()):
+        profile.prepare(kind.num_models for kind in kinds if kind.task == task)
+    result = beside_baselines(problem, search(problem, question.algorithm))
+    for profile in profiles.values():
+        profile.end()
+    return result, kinds
 
 
 def _check(question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile]) -> None:

@@ -201,13 +201,12 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
     if len(bounded) > MOST_REVISED and algorithm not in OF_THE_PAPER:
         # What each begins with says well enough which are worth it.
         begun = []
-        for _, least, n, space in bounded:
+        for known, least, n, space in bounded:
             if least < enough or not candidates:
                 found = descend(space, budget=0)
                 add(space, found, least)
-                begun.append((found[1], n, least, space))
-        begun.sort(key=lambda one: one[:2])
-        bounded = [(False, least, n, space) for _, n, least, space in begun[:MOST_REVISED]]
+                begun.append((found[1], n, (known, least, n, space)))
+        bounded = [one for *_, one in sorted(begun, key=lambda one: one[:2])[:MOST_REVISED]]
     for _, least, _, space in bounded:
         if least < enough or not candidates:
             add(space, chosen_by(space, least * (1 + TOLERANCE)), least)
@@ -217,13 +216,8 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
         for floor, _, space in left:
             if space.way not in seen:
                 add(space, (space.swapped, space.weigh(space.swapped)), floor)
-    return ArrayResult(
-        tuple(candidates),
-        algorithm,
-        problem.num_evaluated,
-        bound,
-        time.perf_counter() - start,
-    )
+    seconds = time.perf_counter() - start
+    return ArrayResult(tuple(candidates), algorithm, problem.num_evaluated, bound, seconds)
 
 
 def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:

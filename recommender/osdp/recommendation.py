@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,12 @@ from recommender.osdp.verified import fastest_compiled
 
 #: Of sharding plans.
 ShardingAnswer = Answer[ShardingPlan, ShardingResult]
+
+
+_LEFT_FREE = (
+    "; steps with jax.checkpoint were seen to compile to 1.27 times their estimate, so {:.0%} of "
+    "the limit is left free"
+)
 
 
 def costs_of(question: ShardingQuestion) -> tuple[Any, StepCost]:
@@ -99,39 +105,21 @@ def osdp(
     Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 3.
     """
     operators, cost = costs_of(question)
-    described, machine = cost.machine.target, cost.machine
+    described, memory = cost.machine.target, cost.machine.memory_limit_bytes
     smallest_bytes, batch_size = question.smallest_bytes, question.batch_size
-    memory = machine.memory_limit_bytes
-    described_by: dict[str, Any] = {
-        "names": tuple(operator.name for operator in _all(cost)),
-        "params": operators.names,
-        "remat": question.remat,
-        "smallest_bytes": smallest_bytes,
-        "look_ahead": question.overlap_fraction > 0,
-    }
+    described_by = _described(question, operators, cost)
 
     def fastest(limit: float) -> ShardingResult:
-        return fastest_over_step(
-            cost, operators, smallest_bytes, limit, batch_size, question.max_batch_size
-        )
+        sizes = batch_size, question.max_batch_size
+        return fastest_over_step(cost, operators, smallest_bytes, limit, *sizes)
 
     def least() -> ShardingPlan:
         return least_over_step(cost, operators, smallest_bytes, batch_size or 1)
 
     found, uncompiled = None, None if verify else left_out
     if verify:
-        from capture.profiler.sharded_step import StepCompiler
-        from capture.runtime.sharded import Sharded
-
         try:
-            compiler = StepCompiler(described, question.where)
-
-            def measure(plan: ShardingPlan) -> int:
-                whole = replace(plan, **described_by)
-                return compiler.measure(
-                    Sharded(question.workload, whole, compiler.mesh, operators.traced)
-                )[0]
-
+            measure = _measuring(question, described, operators, described_by)
             found = fastest_compiled(fastest, least, measure, memory, watch)
         except TargetError as error:
             uncompiled = str(error)
@@ -139,26 +127,54 @@ def osdp(
     checkpointed = any(operator.again_bytes for operator in _all(cost))
     reserved = reserved_fraction(described.platform, operators.dtype, checkpointed)
     if uncompiled and checkpointed:
-        uncompiled += (
-            "; steps with jax.checkpoint were seen to compile to 1.27 times their estimate, so "
-            f"{reserved:.0%} of the limit is left free"
-        )
+        uncompiled += _LEFT_FREE.format(reserved)
     found = found or fastest(memory * (1 - reserved))
-    plan = None if found.plan is None else replace(found.plan, **described_by)
-    plan = plan and replace(
-        plan,
-        interval_bytes=None
-        if plan.compiled
-        else interval_of(plan.peak_bytes, described.platform, operators.dtype, checkpointed),
+    if found.plan is None:
+        return Answer("infeasible", None, found, Why(found.why or "", uncompiled=uncompiled))
+    plan = replace(
+        found.plan,
+        **described_by,
         model_hash=operators.traced.graph.model_hash,
         cluster=question.cluster,
-        costs=tuple(_costs(cost, plan)),
     )
-    if plan is None:
-        return Answer("infeasible", None, found, Why(found.why or "", uncompiled=uncompiled))
+    plan = replace(plan, costs=tuple(_costs(cost, plan)))
+    if not plan.compiled:
+        known = described.platform, operators.dtype, checkpointed
+        plan = replace(plan, interval_bytes=interval_of(plan.peak_bytes, *known))
     why = Why(_summary(plan, described.name, uncompiled), uncompiled=uncompiled)
     limit = None if question.limit_bytes is None else int(question.limit_bytes)
     return Answer(found.status, plan, found, why, plan.headroom(limit))
+
+
+def _described(question: ShardingQuestion, operators: Any, cost: StepCost) -> dict[str, Any]:
+    """Return fields of every plan that is considered."""
+    return {
+        "names": tuple(operator.name for operator in _all(cost)),
+        "params": operators.names,
+        "remat": question.remat,
+        "smallest_bytes": question.smallest_bytes,
+        "look_ahead": question.overlap_fraction > 0,
+    }
+
+
+def _measuring(
+    question: ShardingQuestion,
+    target: Target,
+    operators: Any,
+    described_by: Mapping[str, Any],
+) -> Callable[[ShardingPlan], int]:
+    """Return what compiles a plan's train step, and says how many bytes it needs."""
+    from capture.profiler.sharded_step import StepCompiler
+    from capture.runtime.sharded import Sharded
+
+    compiler = StepCompiler(target, question.where)
+
+    def measure(plan: ShardingPlan) -> int:
+        whole = replace(plan, **described_by)
+        step = Sharded(question.workload, whole, compiler.mesh, operators.traced)
+        return compiler.measure(step)[0]
+
+    return measure
 
 
 def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:

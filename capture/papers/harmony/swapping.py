@@ -72,17 +72,9 @@ def run(
         memory: Sizes and links.
         alone: Once: nothing stays on a GPU between steps, so what is left is written back.
     """
-    num_gpus = 1 + max(operation.gpu for operation in operations)
-    managers = [
-        Manager(nbytes, memory.limit_bytes, always=memory.write_back_always)
-        for _ in range(num_gpus)
-    ]
+    managers = _managers(operations, nbytes, initial, memory)
+    num_gpus = len(managers)
     batch = [(gpu, tensor) for gpu, tensor in initial if tensor[0] == "X"]
-    for gpu, tensor in initial:
-        managers[gpu].on_host.add(tensor)
-    for at, operation in enumerate((*operations, *operations)):
-        for tensor in dict.fromkeys((*operation.reads, *operation.writes)):
-            managers[operation.gpu].uses[tensor].append(at)
     found, items = Swapped(), _Items(num_gpus, memory)
     on_host = found.host_bytes = sum(nbytes[tensor] for _, tensor in initial)
     for step in range(1 if alone else 2):
@@ -118,6 +110,25 @@ def run(
             found.seconds += nbytes[tensor] / memory.swap_bytes_per_second / num_gpus
     found.peak_bytes = [manager.peak for manager in managers]
     return found
+
+
+def _managers(
+    operations: Sequence[Operation],
+    nbytes: dict[Tensor, int],
+    initial: Iterable[tuple[int, Tensor]],
+    memory: Memory,
+) -> list[Manager]:
+    """Return one per GPU, told of what is on the host and of every use in two steps."""
+    managers = [
+        Manager(nbytes, memory.limit_bytes, always=memory.write_back_always)
+        for _ in range(1 + max(operation.gpu for operation in operations))
+    ]
+    for gpu, tensor in initial:
+        managers[gpu].on_host.add(tensor)
+    for at, operation in enumerate((*operations, *operations)):
+        for tensor in dict.fromkeys((*operation.reads, *operation.writes)):
+            managers[operation.gpu].uses[tensor].append(at)
+    return managers
 
 
 class _Items:
