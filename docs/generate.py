@@ -68,7 +68,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     "Descriptions of operators": ("capture.model.operators:OperatorModel",),
 }
 #: The shape of a document that is not that of its class (``capture.documents``).
-SHAPE = "_Document"
+SHAPE = "_{}File"
 
 
 def main() -> None:
@@ -193,7 +193,8 @@ def _shape(cls: type) -> type:
     """The class whose fields are the keys of a document."""
     if issubclass(cls, PlanFile):
         return cls.document()
-    return getattr(sys.modules[cls.__module__], SHAPE, cls) if not _keys(cls) else cls
+    own = getattr(sys.modules[cls.__module__], SHAPE.format(cls.__name__), cls)
+    return cls if _keys(cls) else own
 
 
 def _reached(roots: Sequence[type]) -> list[type]:

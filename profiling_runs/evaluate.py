@@ -25,7 +25,7 @@ from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.predictor.accuracy import Accuracy, Outcome, finite
+from capture.predictor.accuracy import Accuracy, JudgedPeak, finite
 from capture.registered import REGISTERED
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
@@ -140,8 +140,8 @@ class Evaluation:
 
     question: EvaluationQuestion
     profile: Profile
-    default: tuple[Outcome, ...]
-    paper: tuple[Outcome, ...]
+    default: tuple[JudgedPeak, ...]
+    paper: tuple[JudgedPeak, ...]
     num_failed_stages: int
 
     @property
@@ -226,7 +226,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
     }
     stages = [StageConfig.of(s, size) for plan in plans.values() for s in plan.stages]
     measurements.require({"stages of the plans": stages}, asked.splits_backward)
-    default, paper = list[Outcome](), list[Outcome]()
+    default, paper = list[JudgedPeak](), list[JudgedPeak]()
     predictor = AdditivePredictor(result)
     for key, plan in plans.items():
         configs = [StageConfig.of(stage, size) for stage in plan.stages]
@@ -244,9 +244,11 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
                     predicted.peak_bytes_per_device[d],
                     predicted.interval_bytes_per_device[d],
                 )
-                default.append(Outcome(key, s, peak, *interval, truth[d], seen <= known_keys))
+                default.append(JudgedPeak(key, s, peak, *interval, truth[d], seen <= known_keys))
                 by = by_paper[s]
-                paper.append(Outcome(key, s, by, np.nan, np.nan, truth[d], seen <= known_to_paper))
+                paper.append(
+                    JudgedPeak(key, s, by, np.nan, np.nan, truth[d], seen <= known_to_paper)
+                )
     return Evaluation(question, result, tuple(default), tuple(paper), len(measurements.failures))
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import random
 
-from capture.papers.mutwo.graph import Operation, Pair, Slice, TrainingGraph, Value
+from capture.papers.mutwo.graph import GraphValue, Operation, Pair, Slice, TrainingGraph
 from capture.papers.mutwo.readings import CORRECTED, Readings
-from capture.papers.mutwo.schedule import Prompt, Schedule
+from capture.papers.mutwo.schedule import PairSchedule, Prompt
 
 
 def random_graph(draw: random.Random, name: str, most_bytes: int = 40) -> TrainingGraph:
     """A forward pass with skip connections, and a backward pass that reads what it made."""
     forward, backward = draw.randint(2, 6), draw.randint(2, 8)
-    values: list[Value] = []
+    values: list[GraphValue] = []
     operations: list[Operation] = []
 
     def value(kind: str) -> int:
         nbytes = draw.randint(0, most_bytes)
         copies = draw.randint(0, 8) / 2, draw.randint(0, 8) / 2
-        values.append(Value(f"{kind}{len(values)}", nbytes, *copies))
+        values.append(GraphValue(f"{kind}{len(values)}", nbytes, *copies))
         return len(values) - 1
 
     made: list[int] = []
@@ -54,11 +54,11 @@ def _donating(draw: random.Random, graph: TrainingGraph) -> TrainingGraph:
     return TrainingGraph(graph.name, graph.values, tuple(operations), graph.num_forward)
 
 
-def random_schedule(seed: int, readings: Readings = CORRECTED) -> Schedule:
+def random_schedule(seed: int, readings: Readings = CORRECTED) -> PairSchedule:
     """A pair, with decisions that were drawn, not chosen."""
     draw = random.Random(seed)
     pair = Pair(random_graph(draw, "one"), random_graph(draw, "two"), draw.randint(0, 50))
-    schedule = Schedule(pair, readings)
+    schedule = PairSchedule(pair, readings)
     graph, forward = pair.backward_of, pair.forward_of
     left = draw.sample(graph.intermediates, len(graph.intermediates))
     while left:
@@ -102,8 +102,8 @@ def layers(
         slices: Of what may be recomputed, by k - 1 of Zk.
         loss_bytes: Workspace of dZ5.
     """
-    values = [Value(f"Z{k}", map_bytes, swap_seconds, swap_seconds) for k in range(1, 5)]
-    values += [Value("Z5", 0), *(Value(f"dZ{k}", 2) for k in range(5, 0, -1))]
+    values = [GraphValue(f"Z{k}", map_bytes, swap_seconds, swap_seconds) for k in range(1, 5)]
+    values += [GraphValue("Z5", 0), *(GraphValue(f"dZ{k}", 2) for k in range(5, 0, -1))]
     operations = [Operation(f"Z{k}", (k - 2,) if k > 1 else (), (k - 1,), 1.0) for k in range(1, 6)]
     for k in range(5, 0, -1):
         gradient = 10 - k
@@ -121,7 +121,7 @@ def figure_six(slices: dict[int, Slice] | None = None) -> Pair:
     return Pair(layers("one", 10, slices=slices, loss_bytes=8), layers("two", 2))
 
 
-def shown(schedule: Schedule) -> str:
+def shown(schedule: PairSchedule) -> str:
     """The merged graph on a line, with what is fetched and recomputed before its operations; those
     of the forward pass in brackets."""
     words = []

@@ -34,7 +34,7 @@ from capture.report.explanation import ExplainReport, PageReport
 from capture.report.needs import PlanNeeds
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
-from recommender.mutwo.problem import AllPrograms, Kind
+from recommender.mutwo.problem import AllPrograms, SubArrayKind
 from recommender.mutwo.search import ArrayResult
 from recommender.plan_report import PlanReport
 
@@ -361,7 +361,7 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
             as_planned(plan, task, profile.workload, partial(getattr, profile, "fuser"))
         programs, tasks = AllPrograms(tuple(profiles.values())), list(profiles)
         arrays = [
-            programs.sub_array(Kind(tasks.index(plan.trained[group[0]]), len(group)))
+            programs.sub_array(SubArrayKind(tasks.index(plan.trained[group[0]]), len(group)))
             for group in plan.partition
         ]
         return array_facts(plan, programs, arrays, profiles[tasks[0]].host)

@@ -186,7 +186,7 @@ class RayCluster:
             said = (str(error).strip().splitlines() or ["no message"])[0]
             raise ProcessLostError(said, silent) from None
 
-    def reserve(self, demands: Sequence[Demand], apart: bool, seconds: float) -> Room:
+    def reserve(self, demands: Sequence[Demand], apart: bool, seconds: float) -> ClusterRoom:
         """Room for processes that run together.
 
         Args:
@@ -205,7 +205,7 @@ class RayCluster:
                 [demand.resources for demand in demands],
                 strategy="STRICT_SPREAD" if apart else "PACK",
             )
-            room = Room(group, demands)
+            room = ClusterRoom(group, demands)
             try:
                 while not group.wait(_SECONDS_BETWEEN_LOOKS):
                     waited = time.monotonic() - start
@@ -236,7 +236,7 @@ class RayCluster:
         )
 
 
-class Room:
+class ClusterRoom:
     """Where processes of a cluster will be: a placement group of Ray's.
 
     Args:
@@ -271,7 +271,7 @@ class Actor:
 
     Args:
         made_of: Class of the object, importable there.
-        options: As ``Demand.options`` or ``Room.options`` gives them.
+        options: As ``Demand.options`` or ``ClusterRoom.options`` gives them.
         num_threads: Calls that it answers at the same time.
     """
 

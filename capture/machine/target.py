@@ -212,7 +212,7 @@ def _read(data: Any, name: str) -> Target:
         )
     file = replace(TARGET, name=f"target file {name!r}")
     try:
-        return file.read(data, _Document).target(name)
+        return file.read(data, _TargetFile).target(name)
     except documents.FieldError as error:
         raise file.corrupt(str(error)) from None
 
@@ -261,7 +261,7 @@ class _Links:
 
 
 @dataclass(frozen=True)
-class _Document:
+class _TargetFile:
     """A target's file."""
 
     platform: Platform

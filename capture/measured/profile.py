@@ -316,7 +316,7 @@ class Profile:
             "calibration": None if calibration is None else _calibration_to_json(calibration),
         }
         written = of_others | {name: documents.write(getattr(self, name)) for name in _SAME}
-        return PROFILE.write({field.name: written[field.name] for field in fields(_Document)})
+        return PROFILE.write({field.name: written[field.name] for field in fields(_ProfileFile)})
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
@@ -329,7 +329,7 @@ class Profile:
         known = PROFILE.check(data)
         if isinstance(known.get("graph"), Mapping):
             GRAPH.check(known["graph"])
-        document = of_document(PROFILE.read(data, _Document))
+        document = of_document(PROFILE.read(data, _ProfileFile))
         calibration = document.calibration
         return cls(
             **{name: getattr(document, name) for name in _SAME},
@@ -403,7 +403,7 @@ class _Row(ChoiceRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured(_Row):
+class _MeasuredRow(_Row):
     cost: StageCost
 
 
@@ -430,7 +430,7 @@ class _Calibration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
+class _ProfileFile:
     """A profile as files have it."""
 
     workload: WorkloadSpec | None
@@ -441,8 +441,8 @@ class _Document:
     model_hashes: Mapping[int, str]
     graph: LayerGraph
     param_bytes_by_tensor_parallel: Mapping[str, tuple[int, ...]]
-    measurements: tuple[_Measured, ...]
-    verified: tuple[_Measured, ...] = ()
+    measurements: tuple[_MeasuredRow, ...]
+    verified: tuple[_MeasuredRow, ...] = ()
     paper: Mapping[str, Any] | None
     calibration: _Calibration | None
     warnings: tuple[str, ...]
@@ -450,7 +450,7 @@ class _Document:
 
 
 _DIFFERENT = ("param_bytes_by_tensor_parallel", "measurements", "verified", "calibration")
-_SAME = tuple(field.name for field in fields(_Document) if field.name not in _DIFFERENT)
+_SAME = tuple(field.name for field in fields(_ProfileFile) if field.name not in _DIFFERENT)
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:

@@ -11,7 +11,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JudgedPeak:
     """One device of one plan: what was predicted and what the compiled stages need.
 
     Attributes:
@@ -107,7 +107,7 @@ class Accuracy(DeviceErrors):
     per_plan: Errors
 
     @classmethod
-    def of(cls, found: Sequence[Outcome]) -> Accuracy:
+    def of(cls, found: Sequence[JudgedPeak]) -> Accuracy:
         """Return the statistics of outcomes."""
         predictable = [o for o in found if not np.isnan(o.predicted)]
         peaks: dict[Any, tuple[float, float]] = {}
@@ -124,7 +124,7 @@ class Accuracy(DeviceErrors):
         )
 
 
-def _of_devices(found: Sequence[Outcome]) -> dict[str, Any]:
+def _of_devices(found: Sequence[JudgedPeak]) -> dict[str, Any]:
     errors = np.array([o.error for o in found])
     covered = [o.low <= o.measured <= o.high for o in found if not np.isnan(o.low)]
     return {

@@ -36,7 +36,7 @@ from capture.measured.work import ProgramWork
 from capture.runtime.layout import shard_bytes, split_dim
 from capture.runtime.lent import Lent, held_results, lendable
 from capture.runtime.residuals import ValueSplit
-from capture.runtime.traced_program import Opaque, Step, TracedProgram
+from capture.runtime.traced_program import Opaque, TracedOperation, TracedProgram
 from capture.runtime.traced_work import TracedWork
 from capture.tracing.jaxprs import is_variable
 
@@ -280,7 +280,7 @@ class Memory:
         is."""
         return self._widths(self._opaque.computing)
 
-    def _widths(self, steps: Iterable[Step]) -> dict[Any, int]:
+    def _widths(self, steps: Iterable[TracedOperation]) -> dict[Any, int]:
         """Bytes of what they make, at their narrowest on the widest way from where they begin."""
         found: dict[Any, int] = {}
         nbytes = self._nbytes

@@ -54,7 +54,7 @@ class Product:
         return self.equation.outvars[0]
 
 
-class Products:
+class LargeProducts:
     """The large products of a program on a mesh.
 
     Args:

@@ -25,7 +25,7 @@ _ALL = sys.maxsize
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
+class TracedOperation(NamedTuple):
     """What an operation reads and makes that has memory of its own.
 
     Attributes:
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     new: int
 
     @classmethod
-    def of(cls, reads: Sequence[Any], makes: Sequence[Any], new: int) -> Step:
+    def of(cls, reads: Sequence[Any], makes: Sequence[Any], new: int) -> TracedOperation:
         return cls(reads, makes, [math.prod(v.aval.shape) for v in makes], new)
 
 
@@ -57,7 +57,7 @@ class Needed(NamedTuple):
     """
 
     results: Sequence[Any]
-    steps: Callable[[], Sequence[Step]]
+    steps: Callable[[], Sequence[TracedOperation]]
     groups: Sequence[tuple[Sequence[Any], Sequence[Any]]]
     arguments: Collection[Any]
 
@@ -226,10 +226,10 @@ class Opaque:
         self._needed: dict[int, Needed] = {}
 
     @cached_property
-    def computing(self) -> Sequence[Step]:
+    def computing(self) -> Sequence[TracedOperation]:
         """All but the products, with what cannot be read as anything else."""
         return _reached(
-            Step.of(reads, e.outvars, self._program.products.new_elements(e))
+            TracedOperation.of(reads, e.outvars, self._program.products.new_elements(e))
             for at, (e, reads) in enumerate(
                 zip(self._program.equations, self._program.inner_reads, strict=True)
             )
@@ -280,7 +280,7 @@ class Opaque:
             operands.setdefault(groups.of(v), []).append(v)
 
         @cache
-        def steps() -> Sequence[Step]:
+        def steps() -> Sequence[TracedOperation]:
             return self._steps(reversed(others), {*wanted}, results)
 
         return Needed(
@@ -292,7 +292,7 @@ class Opaque:
 
     def _steps(
         self, backwards: Iterable[int], wanted: set[Any], results: Collection[Any]
-    ) -> Sequence[Step]:
+    ) -> Sequence[TracedOperation]:
         """Of some operations, the last ones first, those that what is wanted follows from."""
         found = []
         for at in backwards:
@@ -304,7 +304,7 @@ class Opaque:
             ]
             if makes:
                 reads = () if begins else self._program.inner_reads[at]
-                found.append(Step.of(reads, makes, begins * _ALL))
+                found.append(TracedOperation.of(reads, makes, begins * _ALL))
                 wanted.update(reads)
         return _reached(reversed(found))
 
@@ -370,9 +370,9 @@ class _Groups:
         return value
 
 
-def _reached(steps: Iterable[Step]) -> Sequence[Step]:
+def _reached(steps: Iterable[TracedOperation]) -> Sequence[TracedOperation]:
     """Return the steps at which bytes begin, and those that follow from them."""
-    found, made = list[Step](), set[Any]()
+    found, made = list[TracedOperation](), set[Any]()
     for step in steps:
         reads = [v for v in step.reads if v in made]
         if reads or step.new:

@@ -31,7 +31,7 @@ from capture.tracing.recompute import ELEMENTWISE, MOVES, REDUCTIONS
 _LONG = 128
 
 
-class Way(NamedTuple):
+class Dependence(NamedTuple):
     """How a value depends on one that stands in memory.
 
     Attributes:
@@ -47,7 +47,7 @@ class Way(NamedTuple):
     stored: int
 
 
-Ways = Mapping[Any, Way]
+Ways = Mapping[Any, Dependence]
 NONE: Ways = {}
 
 
@@ -63,7 +63,7 @@ def joined(ways: Sequence[Ways]) -> Ways:
                 continue
             last = max(one.turn, other.turn), max(one.is_shared, other.is_shared)
             nbytes = max(w.nbytes if w[:2] == last else w.stored for w in (one, other))
-            found[source] = Way(*last, nbytes, max(one.stored, other.stored))
+            found[source] = Dependence(*last, nbytes, max(one.stored, other.stored))
     return found
 
 
@@ -91,7 +91,7 @@ def summed(ways: Ways, ends: bool = False, shares: bool = False) -> Ways:
         turn += ends and nbytes > 0
         is_shared |= shares and nbytes > 0
         if turn or is_shared:
-            found[source] = Way(turn, is_shared, 0, 0)
+            found[source] = Dependence(turn, is_shared, 0, 0)
     return found
 
 

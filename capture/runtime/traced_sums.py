@@ -22,7 +22,7 @@ from typing import Any
 
 from capture.measured.work import Collective
 from capture.runtime.residuals import SplitAxis, ValueSplit
-from capture.runtime.traced_products import Products, part_of
+from capture.runtime.traced_products import LargeProducts, part_of
 from capture.runtime.traced_program import TracedProgram, variables
 from capture.runtime.views import item_bytes
 from capture.tracing.recompute import RENAMED
@@ -116,7 +116,7 @@ class Exchanges:
         self,
         program: TracedProgram,
         split: ValueSplit,
-        products: Products,
+        products: LargeProducts,
         axis: SplitAxis,
         stride: int,
         over_replicas: bool,

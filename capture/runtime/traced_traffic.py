@@ -28,8 +28,8 @@ from capture.runtime.traced_moves import Moves
 from capture.runtime.traced_program import TracedProgram, variables
 from capture.runtime.traced_rereads import (
     NONE,
+    Dependence,
     ReadAgain,
-    Way,
     Ways,
     in_parts,
     joined,
@@ -383,7 +383,7 @@ class Traffic:
         known, read = ways.get(value, NONE), self._held.get(value)
         if read is None:
             return known
-        own = {s: Way(0, False, nbytes, nbytes) for s, nbytes in read.items()}
+        own = {s: Dependence(0, False, nbytes, nbytes) for s, nbytes in read.items()}
         return {**summed(known), **own} if known else own
 
     @cached_property

@@ -20,7 +20,7 @@ from typing import Any
 from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.partition.tensor_parallel import DATA_AXIS
 from capture.runtime.residuals import ValueSplit
-from capture.runtime.traced_products import Products
+from capture.runtime.traced_products import LargeProducts
 from capture.runtime.traced_program import TracedProgram
 from capture.runtime.traced_sums import Exchanges
 from capture.runtime.traced_traffic import Traffic
@@ -46,7 +46,7 @@ class TracedWork:
         keeps_products: bool,
     ):
         self._program, self._keeps_products = program, keeps_products
-        self._products = Products(program, split, keeps_products)
+        self._products = LargeProducts(program, split, keeps_products)
         large = self._products.large
         summed = [at for at, product in large.items() if product.summed]
         self._traffic = Traffic(program, split, large, summed, computed, keeps_products)

@@ -60,7 +60,7 @@ class SplitCheck:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedTwice:
     """The loss of n and of 2 n examples."""
 
     num_examples: int
@@ -183,10 +183,10 @@ def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str,
     return tuple(warning for warning in warnings if warning is not None)
 
 
-def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any) -> _Traced:
+def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any) -> _TracedTwice:
     batch, dims = _batch(workload, size, key)
     doubled = jax.eval_shape(lambda k: workload.batch(k, 2 * size), key)
-    return _Traced(
+    return _TracedTwice(
         size,
         _loss_jaxpr(workload, params, batch, key),
         _loss_jaxpr(workload, params, doubled, key),
@@ -195,7 +195,7 @@ def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any
     )
 
 
-def _can_run(traced: _Traced) -> bool:
+def _can_run(traced: _TracedTwice) -> bool:
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(traced.params)):
         return False  # integers, keys: only ``init`` knows what they may be
     elements = sum(
@@ -206,7 +206,7 @@ def _can_run(traced: _Traced) -> bool:
     return elements < _NUMERIC_LIMIT_BATCH_ELEMENTS and flops < _NUMERIC_LIMIT_FLOPS
 
 
-def _compare(workload: WorkloadProtocol, traced: _Traced) -> SplitCheck | None:
+def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | None:
     """Run the loss on a batch and on its halves; None where it cannot be run, or rounding may
     explain the difference."""
     leaves = jax.tree.leaves(traced.params)
@@ -245,7 +245,7 @@ def _compare(workload: WorkloadProtocol, traced: _Traced) -> SplitCheck | None:
 
 
 def _losses(
-    workload: WorkloadProtocol, traced: _Traced, params: Sequence[Any]
+    workload: WorkloadProtocol, traced: _TracedTwice, params: Sequence[Any]
 ) -> tuple[float, float, float]:
     """Losses of 2 n random examples and of their halves, with the leaves of some parameters."""
     n = traced.num_examples

@@ -27,7 +27,7 @@ WORKER_BYTES = 1_200_000_000
 MAX_FAILED_STARTS = 3
 
 
-class Slot(Protocol):
+class WorkerSlot(Protocol):
     """Can take a job."""
 
     group: tuple[Any, ...] | None
@@ -37,7 +37,7 @@ class Slot(Protocol):
 class Runner(Protocol):
     """Where jobs run."""
 
-    def idle(self, busy: int = 0) -> Sequence[Slot]:
+    def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
         """Those that can take a job now, each with the group of its last one; none is started for
         processors that are busy with something else."""
         ...
@@ -202,7 +202,7 @@ class Here:
         self._backend, self.name = backend, name_of_process()
         self._job: Job | None = None
 
-    def idle(self, busy: int = 0) -> Sequence[Slot]:
+    def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
         return [self] if self._job is None else []
 
     def start(self, slot: Any, job: Job) -> None:
@@ -235,7 +235,7 @@ class Kept:
             self._runner = self._opened()
         return self._runner
 
-    def idle(self, busy: int = 0) -> Sequence[Slot]:
+    def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
         return self._own().idle(busy)
 
     def start(self, slot: Any, job: Job) -> None:

@@ -34,7 +34,7 @@ MAX_PROGRAMMES = 50
 
 
 @dataclass(frozen=True)
-class Front:
+class TimedFront:
     """Plans of which none is both smaller and faster than another.
 
     Attributes:
@@ -64,7 +64,7 @@ def pareto(
     max_searches: int = MAX_SEARCHES,
     gap_fraction: float = 0.0,
     max_programmes: int = MAX_PROGRAMMES,
-) -> Front:
+) -> TimedFront:
     """The front of peak memory against step time, within the memory limit.
 
     Args:
@@ -82,7 +82,7 @@ def pareto(
     points = _undominated(
         [search.fastest.result(point.plan, point.lower) for point in search.points]
     )
-    return Front(
+    return TimedFront(
         points,
         complete=search.complete and all(point.optimal for point in points),
         optimal=all(point.optimal for point in points),
@@ -93,7 +93,7 @@ def pareto(
 
 
 @dataclass
-class _Point:
+class _TimedPoint:
     """A plan, the largest limit within which nothing is faster, and a lower bound for its value."""
 
     plan: TimedPlan
@@ -109,7 +109,7 @@ class _FrontSearch:
             0,
             True,
         )
-        self.points: list[_Point] = []  # by ascending peak
+        self.points: list[_TimedPoint] = []  # by ascending peak
 
     def run(self) -> None:
         fastest = self.fastest
@@ -117,13 +117,13 @@ class _FrontSearch:
         self.num_searches += 1
         if top is None:
             return
-        self.points = [_Point(top, fastest.limit, lower)]
+        self.points = [_TimedPoint(top, fastest.limit, lower)]
         least = max(stage.peak_bytes for stage in least_peak(fastest.problem)[0])
         if least < top.peak_bytes:
             self.num_searches += 1
             bottom, lower = fastest.within(least, at_least=lower)
             assert bottom is not None, "the least peak has a plan"
-            self.points.insert(0, _Point(bottom, least, lower))
+            self.points.insert(0, _TimedPoint(bottom, least, lower))
         num_even = self.max_searches // 4
         for i in range(num_even, 0, -1):
             self._look(least + (top.peak_bytes - least) * i // (num_even + 1))
@@ -163,7 +163,7 @@ class _FrontSearch:
         while i >= 0 and self.points[i].plan.peak_bytes >= plan.peak_bytes:
             del self.points[i]
             i -= 1
-        self.points.insert(i + 1, _Point(plan, limit, lower))
+        self.points.insert(i + 1, _TimedPoint(plan, limit, lower))
 
 
 def _undominated(results: list[SearchResult]) -> tuple[SearchResult, ...]:

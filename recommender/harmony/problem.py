@@ -26,7 +26,7 @@ from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reuse
 
 
 @dataclass(frozen=True)
-class Choice:
+class PackedConfiguration:
     """A configuration and the packings that it is from; the forward one is empty where there are
     no forward packs."""
 
@@ -103,7 +103,7 @@ class PacksProblem:
             if not any(share % u for share in self.shares) and not (by_hand and u & (u - 1))
         ]
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[PackedConfiguration]:
         """In the order of U_B, U_F and packings."""
         if EXPERT in self.backward_packings:
             yield from self._expert()
@@ -117,13 +117,15 @@ class PacksProblem:
                     continue
                 backward = Packs(u_b, packs)
                 if len(packs) == 1:
-                    yield Choice(Configuration(Packs(u_b, ()), backward), "", name)
+                    yield PackedConfiguration(Configuration(Packs(u_b, ()), backward), "", name)
                     continue
                 for u_f in forward_sizes:
                     if u_f >= u_b and (u_f == u_b or not self.equal_sizes):
                         yield from self._forward(u_f, backward, name)
 
-    def _forward(self, u_f: int, backward: Packs, backward_packing: str) -> Iterator[Choice]:
+    def _forward(
+        self, u_f: int, backward: Packs, backward_packing: str
+    ) -> Iterator[PackedConfiguration]:
         layers, num_layers = self.profile.at("forward", u_f), backward.packs[-1][0]
         for name in (REUSE,) if self.equal_passes else self.forward_packings:
             if name == REUSE:
@@ -131,9 +133,11 @@ class PacksProblem:
             else:
                 packs = PACKINGS[name](layers, num_layers, self.limit_bytes)
             if packs is not None:
-                yield Choice(Configuration(Packs(u_f, packs), backward), name, backward_packing)
+                yield PackedConfiguration(
+                    Configuration(Packs(u_f, packs), backward), name, backward_packing
+                )
 
-    def _expert(self) -> Iterator[Choice]:
+    def _expert(self) -> Iterator[PackedConfiguration]:
         """What is set by hand (H-u): the largest power of two of which a layer fits at all, the
         largest constant packs that fit with it, the same both ways."""
         for u in reversed(self.sizes("backward")):
@@ -141,7 +145,7 @@ class PacksProblem:
             packs = constant(layers, self.profile.num_layers, self.limit_bytes)
             if packs is not None:
                 forward = Packs(u, packs[:-1])
-                yield Choice(Configuration(forward, Packs(u, packs)), EXPERT, EXPERT)
+                yield PackedConfiguration(Configuration(forward, Packs(u, packs)), EXPERT, EXPERT)
                 return
 
     def graph(self, configuration: Configuration, num_ranks: int | None = 1) -> TaskGraph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from capture.plan.task_graph import Configuration, Packs
-from recommender.harmony.problem import Choice
+from recommender.harmony.problem import PackedConfiguration
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Point:
         max_idle_fraction, mean_idle_fraction: Of the devices, after their ends.
     """
 
-    choice: Choice
+    choice: PackedConfiguration
     seconds: float
     task_bytes: int
     max_idle_fraction: float

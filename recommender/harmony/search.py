@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from recommender.algorithms import algorithm_named
 from recommender.harmony.bound import least_seconds
-from recommender.harmony.problem import Choice, PacksProblem
+from recommender.harmony.problem import PackedConfiguration, PacksProblem
 from recommender.harmony.result import PacksResult, Point
 from recommender.harmony.wide import wide_choices
 
@@ -45,7 +45,7 @@ def finds_packs(problem: PacksProblem, algorithm: str) -> bool:
     return next(problem.choices(), None) is not None
 
 
-def evaluated(problem: PacksProblem, choice: Choice) -> Point:
+def evaluated(problem: PacksProblem, choice: PackedConfiguration) -> Point:
     """A choice, simulated."""
     found = problem.estimate(choice.configuration)
     idle = found.idle_fractions
@@ -80,7 +80,7 @@ ALGORITHMS: Mapping[str, Callable[[PacksProblem], list[Point]]] = {
 
 
 def _bounded(
-    problem: PacksProblem, choices: Sequence[Choice], best: float = float("inf")
+    problem: PacksProblem, choices: Sequence[PackedConfiguration], best: float = float("inf")
 ) -> list[Point]:
     """Of some choices, in their order, those that had to be simulated: no bound of another is below
     the best."""

@@ -14,7 +14,7 @@ import numpy as np
 from capture.measured.layer_passes import Pass, SizedLayers
 from capture.plan.task_graph import Configuration, Packs, Span, microbatches
 from recommender.harmony.packing import CUTS, LeastMaxTime, fewest_packs
-from recommender.harmony.problem import Choice, PacksProblem
+from recommender.harmony.problem import PackedConfiguration, PacksProblem
 
 #: How many more packs than the fewest, in rounds of all devices.
 _ROUNDS = 2
@@ -22,7 +22,7 @@ _ROUNDS = 2
 _MOST = 4000
 
 
-def wide_choices(problem: PacksProblem, below: float) -> list[Choice]:
+def wide_choices(problem: PacksProblem, below: float) -> list[PackedConfiguration]:
     """Configurations that may take less than ``below`` seconds and whose tasks stay below the
     limit."""
     return _Wide(problem, below).choices()
@@ -40,7 +40,7 @@ class _Wide:
         self._share, self._extra = problem.shares[0], _ROUNDS * devices
         self._known: dict[tuple[Pass, int], tuple[np.ndarray, LeastMaxTime]] = {}
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[PackedConfiguration]:
         """A bound on the sum of what all ranks do comes first: it is a sum over both directions, so
         most pairs need not be made."""
         backward: defaultdict[int, list[tuple[float, Packs]]] = defaultdict(list)
@@ -66,7 +66,7 @@ class _Wide:
         below = takewhile(lambda pair: pair[0] < self._below, pairs)
         found = (Configuration(forward, other) for _, forward, other in below)
         kept = (one for one in found if self._stashes_fit(one))
-        return [Choice(one, "wide", "wide") for one in islice(kept, _MOST)]
+        return [PackedConfiguration(one, "wide", "wide") for one in islice(kept, _MOST)]
 
     def _ranked(
         self, least: float, forward: Packs, backward: list[tuple[float, Packs]]

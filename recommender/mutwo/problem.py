@@ -64,7 +64,7 @@ class Profiled(Programs, Protocol):
     def sub_array(self, num_models: int) -> SubArray: ...
 
 
-class Kind(NamedTuple):
+class SubArrayKind(NamedTuple):
     """Sub-arrays that are the same program.
 
     Attributes:
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
     num_models: int
 
 
-class Unit(NamedTuple):
+class DecidedUnit(NamedTuple):
     """Feature maps that are decided together, in all sub-arrays of a kind alike.
 
     Attributes:
@@ -86,7 +86,7 @@ class Unit(NamedTuple):
         bundles: By number.
     """
 
-    kind: Kind
+    kind: SubArrayKind
     layer: int
     own: bool
     bundles: tuple[int, ...]
@@ -116,7 +116,7 @@ class Weighed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class WrittenWay:
     """A way with its choices, written, replayed and simulated.
 
     Attributes:
@@ -228,13 +228,13 @@ class ArrayProblem:
         """Of all sub-arrays."""
         return AllPrograms((self.profiled, *self.others))
 
-    def sub_array(self, kind: Kind) -> SubArray:
+    def sub_array(self, kind: SubArrayKind) -> SubArray:
         """Of a kind."""
         return self.programs.sub_array(kind)
 
-    def kind(self, group: Sequence[int]) -> Kind:
+    def kind(self, group: Sequence[int]) -> SubArrayKind:
         """Of the sub-array of some models."""
-        return Kind(self.tasks[group[0]] if self.tasks else 0, len(group))
+        return SubArrayKind(self.tasks[group[0]] if self.tasks else 0, len(group))
 
     def space(self, way: Way) -> Space:
         """The choices of a way."""
@@ -266,7 +266,7 @@ class AllPrograms:
         #: By the number of an object that is kept, so that it stays its own.
         self._own: dict[int, tuple[SubArray, Profiled]] = {}
 
-    def sub_array(self, kind: Kind) -> SubArray:
+    def sub_array(self, kind: SubArrayKind) -> SubArray:
         profiled = self._profiled[kind.task]
         found = profiled.sub_array(kind.num_models)
         self._own[id(found)] = found, profiled
@@ -293,17 +293,17 @@ class Space:
         self.units = [unit for kind in dict.fromkeys(self.kinds) for unit in self._units(kind)]
         self.options = [tuple(self._options(unit)) for unit in self.units]
         self.known: dict[tuple[Chosen, int], Weighed] = {}
-        self._lives: dict[tuple[Kind, Chosen], Lifetimes] = {}
+        self._lives: dict[tuple[SubArrayKind, Chosen], Lifetimes] = {}
         self._least: dict[Chosen, Issue] = {}
         to_device, to_host = problem.host.to_device, problem.host.to_host
         sizes = {bundle.nbytes for kind in set(self.kinds) for bundle in self._array(kind).bundles}
         self._to_device = {nbytes: to_device.seconds(nbytes) for nbytes in sizes}.__getitem__
         self._to_host = {nbytes: to_host.seconds(nbytes) for nbytes in sizes}.__getitem__
 
-    def _array(self, kind: Kind) -> SubArray:
+    def _array(self, kind: SubArrayKind) -> SubArray:
         return self._uses[kind].sub_array
 
-    def _units(self, kind: Kind) -> Iterator[Unit]:
+    def _units(self, kind: SubArrayKind) -> Iterator[DecidedUnit]:
         sub_array = self._array(kind)
         again, found = set(recomputable(sub_array)), dict[tuple[int, bool, int], list[int]]()
         for number in movable(sub_array):
@@ -312,9 +312,9 @@ class Space:
             one = number if self.problem.by_bundle else 0
             found.setdefault((layer, number in again, one), []).append(number)
         for (layer, own, _), numbers in sorted(found.items()):
-            yield Unit(kind, layer, own, tuple(numbers))
+            yield DecidedUnit(kind, layer, own, tuple(numbers))
 
-    def _options(self, unit: Unit) -> Iterator[Choice]:
+    def _options(self, unit: DecidedUnit) -> Iterator[Choice]:
         yield RETAIN
         # Nothing comes before the backward pass begins.
         longest = self._array(unit.kind).num_layers - 1 - unit.layer
@@ -337,7 +337,7 @@ class Space:
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
-    def state_bytes(self, kind: Kind) -> int:
+    def state_bytes(self, kind: SubArrayKind) -> int:
         """Of a sub-array, without what all share."""
         bundles = self._array(kind).bundles
         return sum(one.nbytes for one in bundles if one.is_state and not one.shared)
@@ -346,7 +346,7 @@ class Space:
         """With two sub-arrays of each kind, or one in turn, in the place of more, whose state is
         there all the same: what is decided in it can be decided here. None if there are no more.
         """
-        most, left, gone = 2 if self.way.order == "multiplexed" else 1, Counter[Kind](), 0
+        most, left, gone = 2 if self.way.order == "multiplexed" else 1, Counter[SubArrayKind](), 0
         kept = list[tuple[int, ...]]()
         for kind, group in zip(self.kinds, self.way.partition, strict=True):
             left[kind] += 1
@@ -363,7 +363,7 @@ class Space:
         """Sub-arrays, decided."""
         return tuple(self._life(kind, chosen) for kind in self.kinds)
 
-    def _life(self, kind: Kind, chosen: Chosen) -> Lifetimes:
+    def _life(self, kind: SubArrayKind, chosen: Chosen) -> Lifetimes:
         own = [
             (unit, choice)
             for unit, choice in zip(self.units, chosen, strict=True)
@@ -387,7 +387,9 @@ class Space:
             tuple(self._decided(a, kind, chosen, issued)) for a, kind in enumerate(self.kinds)
         )
 
-    def _decided(self, a: int, kind: Kind, chosen: Chosen, issued: Issue) -> Iterator[Decision]:
+    def _decided(
+        self, a: int, kind: SubArrayKind, chosen: Chosen, issued: Issue
+    ) -> Iterator[Decision]:
         bundles = self._array(kind).bundles
         found = {
             number: choice
@@ -443,7 +445,7 @@ class Space:
         needs = self.least(chosen).needs
         return Issue(order, self.problem.programs, clock, limit, needs), clock
 
-    def evaluate(self, chosen: Chosen, limit: int) -> Evaluation:
+    def evaluate(self, chosen: Chosen, limit: int) -> WrittenWay:
         """Choices, written, replayed and simulated."""
         problem, decided = self.problem, self.decisions(chosen, limit)
         arrays = tuple(
@@ -452,4 +454,4 @@ class Space:
         steps = build_array(arrays, self.way.order, problem.programs, limit)
         seconds = Seconds(program_seconds(steps.body), problem.transfer, problem.host.duplex)
         timeline = simulate_step(steps.body, seconds, feeds_ahead=0)
-        return Evaluation(arrays, decided, steps, steps.replay(), timeline, limit)
+        return WrittenWay(arrays, decided, steps, steps.replay(), timeline, limit)

@@ -28,7 +28,7 @@ from capture.quantities import format_bytes, format_seconds, parse_bytes
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named
 from recommender.answer import Answer
-from recommender.mutwo.problem import ArrayProblem, Kind
+from recommender.mutwo.problem import ArrayProblem, SubArrayKind
 from recommender.mutwo.search import (
     ALGORITHMS,
     OF_THE_PAPER,
@@ -263,7 +263,7 @@ def _traced(task: ArrayTask, profile: ArrayProfile) -> ArrayTask:
 
 def _searched(
     question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile], limit: int
-) -> tuple[ArrayResult, set[Kind]]:
+) -> tuple[ArrayResult, set[SubArrayKind]]:
     """Return what the search finds, and the kinds of sub-arrays that were profiled for it."""
     tasks, (first, *others) = list(profiles), profiles.values()
     problem = ArrayProblem(
@@ -276,7 +276,7 @@ def _searched(
         tasks=tuple(map(tasks.index, question.trained)),
     )
     kinds = {problem.kind(group) for way in problem.ways for group in way.partition}
-    kinds |= {Kind(task, 1) for task in range(len(tasks))}
+    kinds |= {SubArrayKind(task, 1) for task in range(len(tasks))}
     for task, profile in enumerate(profiles.values()):
         profile.prepare(kind.num_models for kind in kinds if kind.task == task)
     result = beside_baselines(problem, search(problem, question.algorithm))

@@ -14,7 +14,7 @@ from recommender.algorithms import algorithm_named
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
-from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, Weighed
+from recommender.mutwo.problem import ArrayProblem, Chosen, Space, Weighed, WrittenWay
 from recommender.mutwo.ways import Way
 
 Algorithm = Literal["descent", "enumerate", "paper", "corrected"]
@@ -58,7 +58,7 @@ class Candidate:
         return self.weighed.fits
 
     @cached_property
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> WrittenWay:
         """Written, replayed and simulated."""
         return self.space.evaluate(self.chosen, self.limit_bytes)
 
@@ -75,7 +75,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Baseline:
+class ArrayBaseline:
     """A simple way of training the models.
 
     Attributes:
@@ -129,7 +129,7 @@ class ArrayResult:
     num_evaluated: int
     bound_seconds: float
     seconds: float
-    baselines: tuple[Baseline, ...] = ()
+    baselines: tuple[ArrayBaseline, ...] = ()
 
     @property
     def best(self) -> Candidate:

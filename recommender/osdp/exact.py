@@ -83,7 +83,7 @@ def exact(problem: ShardingProblem) -> ShardingResult:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExactAnswer:
     """The answer for one batch size, or one capacity.
 
     Attributes:
@@ -98,7 +98,7 @@ class Choice:
     unproven_seconds: float = np.inf
 
 
-def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> Choice:
+def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> ExactAnswer:
     """The modes of least total seconds within a memory limit.
 
     Args:
@@ -118,7 +118,7 @@ def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> C
         unproven = min(unproven, found.unproven_seconds)
         if found.chosen is not None:
             best, below_seconds = found.chosen, _seconds(within[level], found.chosen)
-    return Choice(best, num_explored, unproven)
+    return ExactAnswer(best, num_explored, unproven)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _seconds(options: Options, chosen: Sequence[Sequence[int]]) -> float:
     )
 
 
-def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> Choice:
+def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> ExactAnswer:
     """The best choice below a time for one capacity; None if there is none.
 
     The relaxation's price of a byte tells what an option loses against the bound. A plan that beats
@@ -202,7 +202,7 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> C
         seconds, best = below_seconds, None
     gap = seconds * (1 - ROUNDING) - float(relaxation.bound)
     if gap <= 0:
-        return Choice(best)
+        return ExactAnswer(best)
     kinds = [
         _of_kind(options, kind, float(relaxation.price), gap) for kind in range(len(options.counts))
     ]
@@ -224,16 +224,18 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> C
     totals = np.where(partner >= 0, left.seconds + right.seconds[partner], np.inf)
     row = int(np.argmin(totals))
     if totals[row] >= seconds * (1 - ROUNDING):
-        return Choice(best, explored, unproven)
+        return ExactAnswer(best, explored, unproven)
     found = dict(
         zip(halves[0] + halves[1], left.unfold(row) + right.unfold(int(partner[row])), strict=True)
     )
     better = [sorted(found[kind]) for kind in range(len(kinds))]
     if unproven == np.inf:
-        return Choice(better, explored)
+        return ExactAnswer(better, explored)
     # The gap is smaller now, and may leave all that is left.
     again = _solve(options, relaxation, _seconds(options, better))
-    return Choice(again.chosen or better, explored + again.num_explored, again.unproven_seconds)
+    return ExactAnswer(
+        again.chosen or better, explored + again.num_explored, again.unproven_seconds
+    )
 
 
 def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:

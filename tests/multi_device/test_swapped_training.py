@@ -14,7 +14,7 @@ from capture.errors import ExecutionError, PlanError
 from capture.machine.server import Server
 from capture.papers.harmony.swapped_run import SwappedStep, swapped
 from capture.papers.harmony.swapped_step import SwappedBuilder
-from capture.papers.harmony.swapping import Memory, run
+from capture.papers.harmony.swapping import GpuMemory, run
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.reference import ReferenceStep
 from capture.step.pack_times import volumes_bytes
@@ -45,7 +45,7 @@ def estimated(step: SwappedStep) -> dict[str, int]:
     builder = built(step)
     limit, count = builder.managed_bytes, len(step.devices)
     initial = [(0, tensor) for tensor in builder.initial]
-    found = run(builder.operations, builder.nbytes, initial, Memory(limit, 1.0, 1.0), alone=True)
+    found = run(builder.operations, builder.nbytes, initial, GpuMemory(limit, 1.0, 1.0), alone=True)
     return {name: count * nbytes for name, nbytes in found.volumes_bytes.items() if nbytes}
 
 

@@ -10,11 +10,11 @@ from merged_graphs import random_graph, random_schedule
 
 from capture.papers.mutwo.engine import Engine, Execution
 from capture.papers.mutwo.graph import Pair
-from capture.papers.mutwo.memory import MemoryUse, memory_of
+from capture.papers.mutwo.memory import GraphMemory, memory_of
 from capture.papers.mutwo.overhead import swap_overhead, update_swap_prompts
-from capture.papers.mutwo.policy import CycleSchedule, Policy, schedule_cycle
+from capture.papers.mutwo.policy import CycleSchedule, SwapPolicy, schedule_cycle
 from capture.papers.mutwo.readings import CORRECTED, PAPER, Readings
-from capture.papers.mutwo.schedule import Node, Prompt, Schedule
+from capture.papers.mutwo.schedule import Node, PairSchedule, Prompt
 from capture.papers.mutwo.step import step_of
 from capture.step.program import replay
 from capture.step.timeline import Seconds, simulate_step
@@ -37,7 +37,7 @@ def test_the_memory_simulator_says_what_the_replay_books(first):
         assert said == booked, seed
 
 
-def _label(schedule: Schedule, what: str, number: int) -> str:
+def _label(schedule: PairSchedule, what: str, number: int) -> str:
     """Of what happens, in the step."""
     graph, forward = schedule.pair.backward_of, schedule.pair.forward_of
     match what:
@@ -73,7 +73,7 @@ def test_the_engine_has_the_events_of_the_simulator():
 
 
 def bytes_with_copies(
-    nodes: Sequence[Node], use: MemoryUse, execution: Execution
+    nodes: Sequence[Node], use: GraphMemory, execution: Execution
 ) -> dict[tuple[str, int], int]:
     """What operations of one merged graph hold when copies to the host take time: beside what
     Algorithm G says, all that is still going out when an operation begins."""
@@ -123,9 +123,9 @@ def test_what_a_policy_answers(readings):
     for seed in range(60):
         draw = random.Random(seed)
         one, two = random_graph(draw, "one"), random_graph(draw, "two", most_bytes=2)
-        schedule = Schedule(Pair(one, two, 20), readings)
+        schedule = PairSchedule(Pair(one, two, 20), readings)
         free = memory_of(schedule).peak_bytes
-        policy = Policy(schedule, int(draw.uniform(0.7, 1.0) * free))
+        policy = SwapPolicy(schedule, int(draw.uniform(0.7, 1.0) * free))
         fits, now = policy.run(), schedule.now
         assert not set(now.swaps) & set(now.recomputed)
         assert len(policy.choices) == len(now.swaps) + len(now.recomputed)

@@ -18,8 +18,8 @@ from capture.papers.harmony.baselines import (
     two_bw_swap,
     zero_infinity,
 )
-from capture.papers.harmony.swapping import Memory, run
-from capture.papers.harmony.virtual_memory import Operation
+from capture.papers.harmony.swapping import GpuMemory, run
+from capture.papers.harmony.virtual_memory import GpuOperation
 from capture.plan.task_graph import Configuration, Packs
 from recommender.harmony.packing import of_length
 from recommender.harmony.problem import PacksProblem
@@ -76,20 +76,22 @@ def test_what_did_not_change_need_not_go_back():
 
 def test_the_manager_evicts_what_is_used_last():
     a, b, c = (("W", i, 0) for i in range(3))
-    order = [Operation(0, 1.0, (one,)) for one in (a, b, c, a, b)]
-    found = run(order, {a: 4, b: 4, c: 4}, [(0, one) for one in (a, b, c)], Memory(8, 4.0, 1.0))
+    order = [GpuOperation(0, 1.0, (one,)) for one in (a, b, c, a, b)]
+    found = run(order, {a: 4, b: 4, c: 4}, [(0, one) for one in (a, b, c)], GpuMemory(8, 4.0, 1.0))
     # In the second step a and b are there; for c, b goes, which is used after a; then c goes for b.
     assert found.volumes_bytes == {"W in": 8, "W out": 8}
     assert found.seconds == 5 * 1.0 + 2 + 2 and found.peak_bytes == [8]
     clean = run(
-        order, {a: 4, b: 4, c: 4}, [(0, one) for one in (a, b, c)], Memory(8, 4.0, 1.0, False)
+        order, {a: 4, b: 4, c: 4}, [(0, one) for one in (a, b, c)], GpuMemory(8, 4.0, 1.0, False)
     )
     assert clean.volumes_bytes == {"W in": 8} and clean.seconds == 7
 
 
 def test_what_does_not_fit_by_itself_is_named():
     a = ("W", 5, 0)
-    found = run([Operation(0, 1.0, (a,), workspace_bytes=5)], {a: 4}, [(0, a)], Memory(8, 1.0, 1.0))
+    found = run(
+        [GpuOperation(0, 1.0, (a,), workspace_bytes=5)], {a: 4}, [(0, a)], GpuMemory(8, 1.0, 1.0)
+    )
     assert found.missing == (5, 9)
     asked = PacksProblem(
         LayerProfile.load(PROFILES / "gpt2_xl.json"), SERVER.with_(usable_bytes=10**9), "pp", 16

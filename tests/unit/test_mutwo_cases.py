@@ -12,19 +12,19 @@ from merged_graphs import figure_six, layers, random_graph, random_schedule, sho
 
 import capture
 from capture.papers.mutwo.engine import Engine
-from capture.papers.mutwo.graph import Operation, Pair, Slice, TrainingGraph, Value
+from capture.papers.mutwo.graph import GraphValue, Operation, Pair, Slice, TrainingGraph
 from capture.papers.mutwo.lineage import Lineage
 from capture.papers.mutwo.memory import memory_of
 from capture.papers.mutwo.overhead import swap_overhead, update_swap_prompts
-from capture.papers.mutwo.policy import Policy, schedule_cycle
+from capture.papers.mutwo.policy import SwapPolicy, schedule_cycle
 from capture.papers.mutwo.readings import CORRECTED, PAPER, Readings
-from capture.papers.mutwo.schedule import Prompt, Schedule
+from capture.papers.mutwo.schedule import PairSchedule, Prompt
 
 LIMIT = 18
 Z1, Z2, Z3, Z4 = range(4)
 
 
-def stalled(schedule: Schedule) -> float:
+def stalled(schedule: PairSchedule) -> float:
     return Engine(schedule.readings).run(schedule.graph, schedule.merged()).stall_seconds
 
 
@@ -41,7 +41,7 @@ Z4 1a 2  dZ5 +Z4 dW5 +Z3 dZ4 dW4 +Z2 dZ3 (Z1) dW3 dZ2 +Z1 (Z2) (Z3) dW2 dZ1 dW1 
 def test_figure_6():
     """Z1 behind two forward operations; Z2 behind the first of these and dZ3, while Z1 is served by
     those that follow; Z3 behind dZ4 alone, as dW5 is in the peak interval; Z4 behind nothing."""
-    policy = Policy(Schedule(figure_six(), CORRECTED), LIMIT)
+    policy = SwapPolicy(PairSchedule(figure_six(), CORRECTED), LIMIT)
     assert not policy.fits and memory_of(policy.schedule).peak_bytes == 50
     lines = []
     while not policy.fits:
@@ -59,7 +59,9 @@ def test_figure_6():
 
 
 def test_figure_6_with_a_recomputation_that_is_cheaper_than_the_stall():
-    policy = Policy(Schedule(figure_six({Z3: Slice(frozenset(), 0.5, 10)}), CORRECTED), LIMIT)
+    policy = SwapPolicy(
+        PairSchedule(figure_six({Z3: Slice(frozenset(), 0.5, 10)}), CORRECTED), LIMIT
+    )
     assert policy.run()
     assert [(one.what, one.seconds) for one in policy.choices] == [
         ("swap", 0.0), ("swap", 0.0), ("recompute", 0.5), ("swap", 2.0)
@@ -70,7 +72,7 @@ def test_figure_6_with_a_recomputation_that_is_cheaper_than_the_stall():
 
 def test_figure_6_as_printed_does_not_fit():
     """Forward operations are taken as long as the peak falls, and then hold memory themselves."""
-    policy = Policy(Schedule(figure_six(), PAPER), LIMIT)
+    policy = SwapPolicy(PairSchedule(figure_six(), PAPER), LIMIT)
     assert not policy.run()
     assert [one.case for one in policy.choices] == ["2a", "2a", "3", "1b"]
 
@@ -96,7 +98,7 @@ def test_accesses_of_figure_2():
 
 
 def test_case_1a_in_the_peak_interval_nothing_hides_a_swap():
-    schedule = Schedule(figure_six(), CORRECTED)
+    schedule = PairSchedule(figure_six(), CORRECTED)
     quote = swap_overhead(schedule, Z4, LIMIT)
     assert (quote.case, quote.seconds, quote.prompt) == ("1a", 2.0, Prompt(1))
 
@@ -104,7 +106,7 @@ def test_case_1a_in_the_peak_interval_nothing_hides_a_swap():
 def test_case_1b_a_swap_waits_for_the_one_on_the_link():
     """Z2 comes from 2 s to 8 s; dW4 could run at 3 s and waits 5 s for it, and 6 s for Z3."""
     graph = layers("one", 10, swap_seconds=6.0)
-    schedule = Schedule(Pair(graph, layers("two", 100)), CORRECTED)
+    schedule = PairSchedule(Pair(graph, layers("two", 100)), CORRECTED)
     schedule.swap(Z2, Prompt(2), 0.0, [])
     quote = swap_overhead(schedule, Z3, 9)
     assert (quote.case, quote.seconds, quote.prompt) == ("1b", 5.0 + 6.0, Prompt(3))
@@ -114,20 +116,20 @@ def test_case_1b_a_swap_waits_for_the_one_on_the_link():
 
 
 def test_case_2a_forward_operations_alone():
-    quote = swap_overhead(Schedule(figure_six(), CORRECTED), Z1, LIMIT)
+    quote = swap_overhead(PairSchedule(figure_six(), CORRECTED), Z1, LIMIT)
     assert (quote.case, quote.seconds, quote.prompt) == ("2a", 0.0, Prompt(7, at_forward=True))
 
 
 def test_case_2b_backward_operations_alone():
     """Forward operations are too large to stand before dW2."""
-    schedule = Schedule(Pair(layers("one", 10), layers("two", 100)), CORRECTED)
+    schedule = PairSchedule(Pair(layers("one", 10), layers("two", 100)), CORRECTED)
     quote = swap_overhead(schedule, Z1, 100)
     assert (quote.case, quote.seconds, quote.prompt) == ("2b", 0.0, Prompt(5))
     assert not schedule.now.shares
 
 
 def test_case_2b_a_mix_and_case_3_a_rest():
-    policy = Policy(Schedule(figure_six(), CORRECTED), LIMIT)
+    policy = SwapPolicy(PairSchedule(figure_six(), CORRECTED), LIMIT)
     policy.decide()
     mixed = policy.decide()
     assert (mixed.case, mixed.seconds) == ("2b", 0.0)
@@ -140,7 +142,7 @@ def test_case_2b_a_mix_and_case_3_a_rest():
 
 
 def test_a_forward_operation_that_moves_ahead_is_replaced_by_the_next():
-    schedule = Schedule(figure_six(), CORRECTED)
+    schedule = PairSchedule(figure_six(), CORRECTED)
     assert schedule.add_forward(Z1, 7, 1.0) and schedule.add_forward(Z1, 7, 2.0)
     assert "dZ2 (Z1) (Z2) dW2" in shown(schedule)
     assert schedule.add_forward(Z2, 5, 1.0)
@@ -153,13 +155,13 @@ def test_a_forward_operation_that_moves_ahead_is_replaced_by_the_next():
 def test_an_unsafe_forward_operation_changes_nothing_unless_as_printed():
     pair = Pair(layers("one", 10), layers("two", 100))
     for readings, kept in ((CORRECTED, 0), (replace(CORRECTED, rollback=False), 1)):
-        schedule = Schedule(pair, readings)
+        schedule = PairSchedule(pair, readings)
         swap_overhead(schedule, Z1, 100)
         assert sum(share.num for share in schedule.now.shares.values()) == kept
 
 
 def test_the_peak_interval_is_what_exceeds_the_limit():
-    use = memory_of(Schedule(figure_six(), CORRECTED))
+    use = memory_of(PairSchedule(figure_six(), CORRECTED))
     above = {rank for what, rank in use.above(LIMIT) if what == "backward"}
     # Three tensors at dZ4 and dW4, two at dZ3 and dW3.
     assert above == {0, 1, 2, 3, 4, 5}
@@ -172,11 +174,11 @@ def test_copies_in_never_overlap_and_prompts_move_back():
         for stream in ("compute", "in", "out"):
             own = [one for one in events if one.stream == stream]
             assert all(a.end <= b.start for a, b in pairwise(own))
-    schedule = Schedule(figure_six(), CORRECTED)
+    schedule = PairSchedule(figure_six(), CORRECTED)
     schedule.swap(Z4, Prompt(1), 0.0, [])
     schedule.swap(Z1, Prompt(7), 0.0, [])
     assert schedule.now.last_prompt == Prompt(1)
-    printed = Schedule(figure_six(), PAPER)
+    printed = PairSchedule(figure_six(), PAPER)
     printed.swap(Z4, Prompt(1), 0.0, [])
     printed.swap(Z1, Prompt(7), 0.0, [])
     assert printed.now.last_prompt == Prompt(7)
@@ -186,19 +188,19 @@ def test_copies_in_never_overlap_and_prompts_move_back():
 def test_a_recomputation_hides_as_much_of_a_swap_as_it_takes(again, left):
     """Z4 and another tensor at dW5, of which the other one is recomputed there."""
     graph = layers("one", 10, loss_bytes=8)
-    values = (*graph.values, Value("Y", 10))
+    values = (*graph.values, GraphValue("Y", 10))
     operations = list(graph.operations)
     operations[0] = replace(operations[0], writes=(Z1, 10))
     operations[6] = replace(operations[6], reads=(*operations[6].reads, 10))
     slices = {10: Slice(frozenset(), again, 10)}
     graph = TrainingGraph("one", values, tuple(operations), 5, slices)
     for readings in (CORRECTED, PAPER):
-        schedule = Schedule(Pair(graph, layers("two", 2)), readings)
+        schedule = PairSchedule(Pair(graph, layers("two", 2)), readings)
         schedule.recompute(10, [])
         quote = swap_overhead(schedule, Z4, LIMIT)
         assert quote.seconds == (left if readings is CORRECTED else 2 - again)
     # A recomputation that is decided later does the same.
-    schedule = Schedule(Pair(graph, layers("two", 2)), CORRECTED)
+    schedule = PairSchedule(Pair(graph, layers("two", 2)), CORRECTED)
     quote = swap_overhead(schedule, Z4, LIMIT)
     schedule.swap(Z4, quote.prompt, quote.seconds, [])
     schedule.recompute(10, [])
@@ -211,7 +213,7 @@ def test_a_recomputation_hides_as_much_of_a_swap_as_it_takes(again, left):
 
 def chain(residents: bool = False) -> TrainingGraph:
     """a -> b -> c, of 1, 2 and 4 s, each read once, backward: c, b, a; or b also when c is."""
-    values = tuple(Value(name, 8) for name in "abc")
+    values = tuple(GraphValue(name, 8) for name in "abc")
     reads = [(2, 1) if residents else (2,), (1,), (0,)]
     operations = tuple(
         [Operation(f"F{n}", (n - 1,) if n else (), (n,), 2.0**n) for n in range(3)]
@@ -227,7 +229,7 @@ def test_initial_sources_are_the_nearest_tensors_that_are_there():
         2: Slice(frozenset({1}), 4.0, 8),
     }  # fmt: skip
     # A diamond: what is on two ways is made once (M-s).
-    values = tuple(Value(name, 8) for name in ("x", "y", "z", "t"))
+    values = tuple(GraphValue(name, 8) for name in ("x", "y", "z", "t"))
     ways = [((), 0), ((0,), 1), ((0,), 2), ((1, 2), 3)]
     forward = [Operation(f"F{v}", reads, (v,), 1.0) for reads, v in ways]
     diamond = TrainingGraph("", values, (*forward, Operation("B", (3,), (), 1.0)), 4)
@@ -281,21 +283,21 @@ def test_the_branches_of_algorithm_f():
 
 def test_a_swapped_source_is_gone_unless_it_is_in_memory():
     for residents, sources in ((False, {0}), (True, {1})):
-        schedule = Schedule(Pair(chain(residents), chain()), CORRECTED)
+        schedule = PairSchedule(Pair(chain(residents), chain()), CORRECTED)
         schedule.swap(1, Prompt(0), 0.0, [0, 2])
         assert schedule.lineage.costs[2].sources == sources
 
 
 def test_a_source_that_is_swapped_later_arrives_before_the_recomputation():
     """c is made from b at B0; b itself is read at B1."""
-    schedule = Schedule(Pair(chain(), chain()), CORRECTED)
+    schedule = PairSchedule(Pair(chain(), chain()), CORRECTED)
     schedule.recompute(2, [0, 1])
     assert schedule.access(1) == 0
     schedule.swap(1, Prompt(1), 0.0, [0])
     update_swap_prompts(schedule, None, 100)
     assert schedule.now.swaps[1] == Prompt(0)
     # Printed, Algorithm E runs for swaps, too, and makes it anew instead (M-d).
-    printed = Schedule(Pair(chain(), chain()), PAPER)
+    printed = PairSchedule(Pair(chain(), chain()), PAPER)
     printed.recompute(2, [0, 1])
     printed.swap(1, Prompt(1), 0.0, [0])
     assert printed.lineage.costs[2].sources == {0} and printed.access(1) == 1
@@ -305,24 +307,24 @@ def test_a_source_that_is_swapped_later_arrives_before_the_recomputation():
 
 
 def test_what_fits_is_left_alone_and_what_cannot_fit_is_infeasible():
-    assert Policy(Schedule(figure_six(), CORRECTED), 50).run()
-    policy = Policy(Schedule(figure_six(), CORRECTED), 50)
+    assert SwapPolicy(PairSchedule(figure_six(), CORRECTED), 50).run()
+    policy = SwapPolicy(PairSchedule(figure_six(), CORRECTED), 50)
     assert policy.run() and not policy.choices
-    printed = Policy(Schedule(figure_six(), PAPER), 50)
+    printed = SwapPolicy(PairSchedule(figure_six(), PAPER), 50)
     assert printed.run() and len(printed.choices) == 1
-    assert not Policy(Schedule(figure_six(), CORRECTED), 5).run()
+    assert not SwapPolicy(PairSchedule(figure_six(), CORRECTED), 5).run()
 
 
 def test_candidates_come_in_falling_inactive_time_and_ratio():
     slices = {v: Slice(frozenset(), seconds, 10) for v, seconds in enumerate((0.4, 0.1, 0.2, 0.3))}
-    schedule = Schedule(Pair(layers("one", 10, slices=slices), layers("two", 100)), CORRECTED)
-    policy = Policy(schedule, 1)
+    schedule = PairSchedule(Pair(layers("one", 10, slices=slices), layers("two", 100)), CORRECTED)
+    policy = SwapPolicy(schedule, 1)
     # Limits that nothing fits: every swap stalls, and recomputation is cheaper.
     policy.run()
     assert [one.tensor for one in policy.choices] == [Z2, Z3, Z4, Z1]
     assert {one.what for one in policy.choices} == {"recompute"}
-    never = Schedule(Pair(layers("one", 10), layers("two", 100)), CORRECTED)
-    swaps = Policy(never, 1)
+    never = PairSchedule(Pair(layers("one", 10), layers("two", 100)), CORRECTED)
+    swaps = SwapPolicy(never, 1)
     swaps.run()
     assert [one.tensor for one in swaps.choices] == [Z1, Z2, Z3, Z4]
 

@@ -18,9 +18,9 @@ from benchmarks.documents import arguments, finish
 from benchmarks.drawing import ALPA, COLORS, OURS, Panel, draw
 from capture.papers.mutwo.engine import Engine
 from capture.papers.mutwo.memory import memory_of
-from capture.papers.mutwo.policy import Policy
+from capture.papers.mutwo.policy import SwapPolicy
 from capture.papers.mutwo.readings import CORRECTED
-from capture.papers.mutwo.schedule import Schedule
+from capture.papers.mutwo.schedule import PairSchedule
 from tests.merged_graphs import figure_six
 
 LIMIT = 18
@@ -30,7 +30,7 @@ PAPER = {"Z1": ("2a", 0.0), "Z2": ("2b", 0.0), "Z3": ("3", "some"), "Z4": ("1a",
 
 def rows_of() -> list[dict[str, Any]]:
     """After every choice, its case and overhead, and when what runs."""
-    policy, rows = Policy(Schedule(figure_six(), CORRECTED), LIMIT), []
+    policy, rows = SwapPolicy(PairSchedule(figure_six(), CORRECTED), LIMIT), []
     while not policy.fits:
         choice = policy.decide()
         run = Engine(CORRECTED).run(policy.schedule.graph, policy.schedule.merged())

@@ -41,7 +41,7 @@ from capture.measured.store import Store
 from capture.papers.mutwo.baselines import all_baselines
 from recommender.mutwo.descent import descend
 from recommender.mutwo.problem import ArrayProblem
-from recommender.mutwo.search import Baseline, search
+from recommender.mutwo.search import ArrayBaseline, search
 from recommender.mutwo.ways import ways
 
 #: Name -> the case, numbers of models, and least seconds of kernels beside the target's.
@@ -115,7 +115,7 @@ def row_of(problem: ArrayProblem) -> dict[str, Any]:
     }
 
 
-def _result(one: Baseline, limit: int) -> dict[str, Any]:
+def _result(one: ArrayBaseline, limit: int) -> dict[str, Any]:
     """Rounds have no step of all models; what is too large has no seconds."""
     if not one.in_rounds and one.fits:
         return result_of(one.space, one.chosen, limit) | {"sizes": list(one.sizes)}

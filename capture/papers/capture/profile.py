@@ -107,7 +107,7 @@ class PaperStatistics:
         Raises:
             FieldError: naming the field that is missing or wrong.
         """
-        document = read(data, _Document)
+        document = read(data, _PaperFile)
         statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
         for row in document.statistics:
             layer = LayerStatistics(_to_array(row.isolated_bytes), _to_array(row.added_bytes))
@@ -123,19 +123,19 @@ class PaperStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row(ChoiceRow):
+class _StatisticsRow(ChoiceRow):
     num_microbatches: int
     isolated_bytes: tuple[int | None, ...]
     added_bytes: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class _Document:
+class _PaperFile:
     num_runs: int
     schedule: str
     microbatch_size: int
     failed: tuple[str, ...]
-    statistics: tuple[_Row, ...]
+    statistics: tuple[_StatisticsRow, ...]
     num_failed_runs: int | None = None
 
 

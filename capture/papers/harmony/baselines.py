@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from capture.papers.harmony.estimate import update_bytes
-from capture.papers.harmony.swapping import Memory, Swapped, run
-from capture.papers.harmony.virtual_memory import LayerTensors, Operation
+from capture.papers.harmony.swapping import GpuMemory, Swapped, run
+from capture.papers.harmony.virtual_memory import GpuOperation, LayerTensors
 from capture.plan.schedule import make_schedule
 from capture.plan.task_graph import Configuration, Span, microbatches
 from capture.quantities import format_bytes
@@ -234,9 +234,9 @@ def _best(name: str, problem: PacksProblem, run_at: Callable[[int], Swapped]) ->
     return Baseline(name, best.seconds, size, volumes, max(best.peak_bytes), best.host_bytes)
 
 
-def _memory(problem: PacksProblem, *, always: bool) -> Memory:
+def _memory(problem: PacksProblem, *, always: bool) -> GpuMemory:
     server = problem.server
-    return Memory(
+    return GpuMemory(
         problem.limit_bytes,
         server.swap_bytes_per_second.value / server.devices,
         server.p2p_bytes_per_second.value,
@@ -269,7 +269,7 @@ def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped
     count = -(-problem.minibatch_size // size)
     stages = _stages(problem, size, min(devices, layers.count))
     schedule = make_schedule(options.schedule, len(stages), count)
-    operations: list[Operation] = []
+    operations: list[GpuOperation] = []
     last: dict[tuple[str, int, int], int] = {}
     x = [*layers.inputs, 0]
     for clock in schedule.clocks:

@@ -41,7 +41,7 @@ _NOTHING_SECONDS = 1e-10
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamItem:
     """An item on one of its streams, as the released scheduler lists it."""
 
     rank: int
@@ -140,7 +140,7 @@ class Estimate:
         return dict(found)
 
     @cached_property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[StreamItem, ...]:
         """Per item and stream."""
         found = []
         rows = zip(self.items.whats, self.items.streams, self.items.seconds, strict=True)
@@ -151,7 +151,7 @@ class Estimate:
                 if what.sender is not None and kind == P2P_OUT:
                     task, name, layer = what.sender
                     shown = What(task, name, what.microbatch, what.size, layer, layer + 1)
-                found.append(Event(rank, STREAMS[kind], shown, self.starts[i], seconds))
+                found.append(StreamItem(rank, STREAMS[kind], shown, self.starts[i], seconds))
         return tuple(found)
 
     def simulation(self) -> Simulation:

@@ -19,7 +19,7 @@ from typing import Any
 
 from capture.errors import PlanError
 from capture.machine.server import Server
-from capture.papers.harmony.virtual_memory import LayerTensors, Manager, Operation, Tensor
+from capture.papers.harmony.virtual_memory import GpuOperation, LayerTensors, Manager, Tensor
 from capture.plan.task_graph import Span, TaskGraph, microbatches, shares
 from capture.step.holds import Leaves, Loss, Params, State, Values
 from capture.step.pack_order import Begins
@@ -168,7 +168,7 @@ class SwappedBuilder:
             remat=True,
         )
 
-    def _operations(self, layers: LayerTensors) -> list[Operation]:
+    def _operations(self, layers: LayerTensors) -> list[GpuOperation]:
         passes = layers.data_parallel(self._count, [])
         updates = [
             replace(layers.update(0, i, 0.0, 1), workspace_bytes=self._updating_bytes((i, i + 1)))
@@ -184,13 +184,15 @@ class SwappedBuilder:
     def _weights(self, span: Span) -> int:
         return self._nbytes(Params(self._sizes.layers.owned(span)))
 
-    def _need(self, operation: Operation) -> int:
+    def _need(self, operation: GpuOperation) -> int:
         tensors = {*operation.reads, *operation.writes}
         return sum(self.nbytes[tensor] for tensor in tensors) + operation.workspace_bytes
 
     # ---- swaps -----------------------------------------------------------------------------------
 
-    def _make_room_for(self, at: int, operation: Operation, number: int) -> Iterator[Instruction]:
+    def _make_room_for(
+        self, at: int, operation: GpuOperation, number: int
+    ) -> Iterator[Instruction]:
         moved = self._managers[number].step(at, operation)
         assert moved is not None, "the limit is no less than any operation needs"
         ins, outs = moved
@@ -235,7 +237,7 @@ class SwappedBuilder:
 
     # ---- operations ------------------------------------------------------------------------------
 
-    def _operation(self, at: int, operation: Operation) -> Iterator[Instruction]:
+    def _operation(self, at: int, operation: GpuOperation) -> Iterator[Instruction]:
         """On all devices."""
         i = operation.reads[0][1]
         if ("K", i, 0) in operation.writes:
@@ -253,7 +255,7 @@ class SwappedBuilder:
         for number in self._numbers:
             yield from self._freed(number, operation)
 
-    def _freed(self, number: int, operation: Operation) -> Iterator[Instruction]:
+    def _freed(self, number: int, operation: GpuOperation) -> Iterator[Instruction]:
         for tensor in operation.frees:
             for slots in (self._there, self._on_host):
                 if (slot := slots.pop((number, tensor), None)) is not None:

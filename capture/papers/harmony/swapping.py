@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from capture.papers.harmony.virtual_memory import Manager, Operation, Tensor
+from capture.papers.harmony.virtual_memory import GpuOperation, Manager, Tensor
 from capture.step.simulator import times
 
 
@@ -38,7 +38,7 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Of every GPU, and its links.
 
     Attributes:
@@ -55,10 +55,10 @@ class Memory:
 
 
 def run(
-    operations: Sequence[Operation],
+    operations: Sequence[GpuOperation],
     nbytes: dict[Tensor, int],
     initial: Iterable[tuple[int, Tensor]],
-    memory: Memory,
+    memory: GpuMemory,
     *,
     alone: bool = False,
 ) -> Swapped:
@@ -75,7 +75,7 @@ def run(
     managers = _managers(operations, nbytes, initial, memory)
     num_gpus = len(managers)
     batch = [(gpu, tensor) for gpu, tensor in initial if tensor[0] == "X"]
-    found, items = Swapped(), _Items(num_gpus, memory)
+    found, items = Swapped(), _SwapItems(num_gpus, memory)
     on_host = found.host_bytes = sum(nbytes[tensor] for _, tensor in initial)
     for step in range(1 if alone else 2):
         for gpu, tensor in batch:
@@ -113,10 +113,10 @@ def run(
 
 
 def _managers(
-    operations: Sequence[Operation],
+    operations: Sequence[GpuOperation],
     nbytes: dict[Tensor, int],
     initial: Iterable[tuple[int, Tensor]],
-    memory: Memory,
+    memory: GpuMemory,
 ) -> list[Manager]:
     """Return one per GPU, told of what is on the host and of every use in two steps."""
     managers = [
@@ -131,10 +131,10 @@ def _managers(
     return managers
 
 
-class _Items:
+class _SwapItems:
     """Operations as items on the streams of their GPUs."""
 
-    def __init__(self, num_gpus: int, memory: Memory):
+    def __init__(self, num_gpus: int, memory: GpuMemory):
         self._memory = memory
         self._computed: list[int] = []
         self._last = [-1] * num_gpus
@@ -151,7 +151,7 @@ class _Items:
             self._computed.clear()
             self._begun = tuple(at for at in self._last if at >= 0)
 
-    def add(self, operation: Operation, bytes_in: int, bytes_out: int) -> float:
+    def add(self, operation: GpuOperation, bytes_in: int, bytes_out: int) -> float:
         """Enter an operation; seconds that it takes with its swaps."""
         gpu, rate = operation.gpu, self._memory.swap_bytes_per_second
         waits = self._begun if self._last[gpu] < 0 else (self._last[gpu], *self._begun)

@@ -19,7 +19,7 @@ Tensor = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Operation:
+class GpuOperation:
     """One layer on one micro-batch, or an update.
 
     Attributes:
@@ -81,15 +81,15 @@ class LayerTensors:
             found[("X", self.count, m)] = 0
         return found
 
-    def ahead(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> Operation:
+    def ahead(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> GpuOperation:
         """The forward pass of a layer."""
         kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
         writes: tuple[Tensor, ...] = (*kept, ("X", i + 1, m))
         reads: tuple[Tensor, ...] = (("W", i, 0), ("X", i, m))
         seconds, work = self.forward_seconds[i], self.forward_work[i]
-        return Operation(gpu, seconds, reads, writes, (), work, after)
+        return GpuOperation(gpu, seconds, reads, writes, (), work, after)
 
-    def back(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> Operation:
+    def back(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> GpuOperation:
         """The backward pass of a layer."""
         kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
         above: tuple[Tensor, ...] = (("dX", i + 1, m),) if i + 1 < self.count else ()
@@ -98,17 +98,17 @@ class LayerTensors:
         frees = (("X", i, m), ("X", i + 1, m), *kept, *above)
         writes = (("dW", i, 0), *dx)
         seconds, work = self.backward_seconds[i], self.backward_work[i]
-        return Operation(gpu, seconds, reads, writes, frees, work, after)
+        return GpuOperation(gpu, seconds, reads, writes, frees, work, after)
 
-    def update(self, gpu: int, i: int, seconds: float, versions: int) -> Operation:
+    def update(self, gpu: int, i: int, seconds: float, versions: int) -> GpuOperation:
         """On the GPU, which adds gradients of all first; with two versions into the other one."""
         changed: tuple[Tensor, ...] = (("K", i, 0), ("W2" if versions > 1 else "W", i, 0))
         reads = (("W", i, 0), ("dW", i, 0), *changed)
-        return Operation(gpu, seconds, reads, changed, (("dW", i, 0),))
+        return GpuOperation(gpu, seconds, reads, changed, (("dW", i, 0),))
 
     def data_parallel(
         self, num_microbatches: int, update_seconds: Sequence[float]
-    ) -> list[Operation]:
+    ) -> list[GpuOperation]:
         """A step of one of the GPUs, which all do the same: passes with accumulated gradients, and
         updates."""
         operations = []
@@ -152,12 +152,12 @@ class Manager:
         self.on_host: set[Tensor] = set()
         self._live = self.peak = 0
 
-    def need(self, operation: Operation) -> int:
+    def need(self, operation: GpuOperation) -> int:
         """Bytes of an operation by itself."""
         tensors = {*operation.reads, *operation.writes}
         return sum(self._nbytes[tensor] for tensor in tensors) + operation.workspace_bytes
 
-    def step(self, at: int, operation: Operation) -> tuple[list[Tensor], list[Tensor]] | None:
+    def step(self, at: int, operation: GpuOperation) -> tuple[list[Tensor], list[Tensor]] | None:
         """What comes in and goes out for an operation; None if it does not fit."""
         if self.need(operation) > self._limit_bytes:
             return None

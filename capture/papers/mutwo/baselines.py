@@ -24,14 +24,14 @@ from recommender.mutwo.problem import (
     Space,
     Weighed,
 )
-from recommender.mutwo.search import Baseline
+from recommender.mutwo.search import ArrayBaseline
 from recommender.mutwo.ways import Way
 
 #: Models of each sub-array.
 Partition = tuple[tuple[int, ...], ...]
 
 
-def all_baselines(problem: ArrayProblem) -> list[Baseline]:
+def all_baselines(problem: ArrayProblem) -> list[ArrayBaseline]:
     """Each with the best that it can do within the limits; where models are several programs, what
     fuses all fuses those of each, in turn."""
     fused = tuple(map(tuple, problem.models))
@@ -53,10 +53,10 @@ def _step(
     name: str,
     partition: Partition,
     family: Callable[[Space], Iterator[Chosen]],
-) -> Baseline:
+) -> ArrayBaseline:
     space = problem.space(Way(partition, "in turn"))
     found, chosen = min((space.weigh(chosen), chosen) for chosen in family(space))
-    return Baseline(
+    return ArrayBaseline(
         name, space.way.sizes, False, found.seconds, found.peak_bytes, found.fits, _why(found),
         space, chosen,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def _why(found: Weighed) -> str:
     return "" if found.fits else "it needs more than the limit"
 
 
-def _rounds(problem: ArrayProblem, name: str, partition: Partition) -> Baseline:
+def _rounds(problem: ArrayProblem, name: str, partition: Partition) -> ArrayBaseline:
     """Sub-arrays that train one after the other, everything retained."""
     alone = replace(problem)  # what is weighed for it is not of the search
     spaces = {problem.kind(group): alone.space(Way((group,), "in turn")) for group in partition}
@@ -74,13 +74,13 @@ def _rounds(problem: ArrayProblem, name: str, partition: Partition) -> Baseline:
     fullest = max(found.values(), key=lambda one: one.peak_bytes)
     seconds = sum(found[problem.kind(group)].seconds for group in partition)
     largest = spaces[problem.kind(max(partition, key=len))]
-    return Baseline(
+    return ArrayBaseline(
         name, tuple(map(len, partition)), True, seconds, fullest.peak_bytes, fullest.fits,
         _why(fullest), largest, largest.retained,
     )  # fmt: skip
 
 
-def _largest_subsets(problem: ArrayProblem) -> Baseline:
+def _largest_subsets(problem: ArrayProblem) -> ArrayBaseline:
     """HFTA-NoMemOpt: of each program, the largest subsets that fit, and the rest."""
     found = tuple(group for own in problem.models for group in _largest(problem, own))
     return _rounds(problem, "HFTA-NoMemOpt", found)

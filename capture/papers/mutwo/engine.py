@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from capture.papers.mutwo.graph import TrainingGraph
-from capture.papers.mutwo.lineage import Cost
+from capture.papers.mutwo.lineage import RecomputeCost
 from capture.papers.mutwo.readings import Readings
 from capture.papers.mutwo.schedule import Node
 
@@ -110,7 +110,7 @@ class Engine:
         label = f"{graph.name} in {value.name}"
         self._arrived[graph, v] = self._enqueue("in", label, value.swap_in_seconds, ready)
 
-    def _recompute(self, graph: TrainingGraph, v: int, cost: Cost) -> None:
+    def _recompute(self, graph: TrainingGraph, v: int, cost: RecomputeCost) -> None:
         sources = cost.sources if self._readings.copies_awaited else ()
         arrivals = [self._arrived.get((graph, source), 0.0) for source in sources]
         label = f"{graph.name} again {graph.values[v].name}"

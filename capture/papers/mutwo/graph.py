@@ -10,7 +10,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True)
-class Value:
+class GraphValue:
     """What operations pass on.
 
     Attributes:
@@ -78,7 +78,7 @@ class TrainingGraph:
     """
 
     name: str
-    values: tuple[Value, ...]
+    values: tuple[GraphValue, ...]
     operations: tuple[Operation, ...]
     num_forward: int
     given_slices: Mapping[int, Slice] | None = None

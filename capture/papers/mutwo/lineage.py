@@ -14,7 +14,7 @@ from capture.papers.mutwo.readings import Readings
 
 
 @dataclass
-class Cost:
+class RecomputeCost:
     """Of recomputing one tensor, as things are.
 
     Attributes:
@@ -41,12 +41,12 @@ class Lineage:
     def __init__(self, graph: TrainingGraph, readings: Readings):
         self._graph, self._readings = graph, readings
         self.costs = {
-            v: Cost(slice_.sources, slice_.seconds, slice_.nbytes, slice_.seconds)
+            v: RecomputeCost(slice_.sources, slice_.seconds, slice_.nbytes, slice_.seconds)
             for v, slice_ in graph.slices.items()
         }
 
-    def copy(self) -> dict[int, Cost]:
-        return {v: Cost(**vars(cost)) for v, cost in self.costs.items()}
+    def copy(self) -> dict[int, RecomputeCost]:
+        return {v: RecomputeCost(**vars(cost)) for v, cost in self.costs.items()}
 
     def overhead(self, v: int) -> float:
         """Algorithm D: seconds that recomputing a tensor takes in all."""

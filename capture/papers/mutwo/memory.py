@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from capture.papers.mutwo.schedule import Node, Schedule
+from capture.papers.mutwo.schedule import Node, PairSchedule
 
 #: What happens: "backward 3", "forward 0", "fetch 7", "recompute 2", "before".
 Instant = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class MemoryUse:
+class GraphMemory:
     """Of one merged graph.
 
     Attributes:
@@ -30,7 +30,7 @@ class MemoryUse:
         return {instant for instant, nbytes in self.held if nbytes > limit_bytes}
 
 
-def memory_of(schedule: Schedule) -> MemoryUse:
+def memory_of(schedule: PairSchedule) -> GraphMemory:
     """Algorithm G.
 
     Weights are in the active memory of both graphs, so they are subtracted once (M-t). Of the
@@ -41,7 +41,7 @@ def memory_of(schedule: Schedule) -> MemoryUse:
 
 
 class _Simulator:
-    def __init__(self, schedule: Schedule):
+    def __init__(self, schedule: PairSchedule):
         self._schedule, self._readings = schedule, schedule.readings
         graph, now = schedule.graph, schedule.now
         self._bw_inter = sum(
@@ -57,12 +57,12 @@ class _Simulator:
             self._bw_active += graph.rest_bytes[graph.num_forward - 1] if graph.num_forward else 0
         self._held: list[tuple[Instant, int]] = []
 
-    def run(self, nodes: Sequence[Node]) -> MemoryUse:
+    def run(self, nodes: Sequence[Node]) -> GraphMemory:
         if self._readings.weights_once:
             self._mark(("before", 0))
         for node in nodes:
             self._step(node)
-        return MemoryUse(tuple(self._held))
+        return GraphMemory(tuple(self._held))
 
     def _mark(self, instant: Instant, more: int = 0) -> None:
         current = self._fw_active + self._bw_active + self._bw_inter + self._fw_inter - self._static

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from capture.papers.mutwo.engine import Engine
-from capture.papers.mutwo.memory import Instant, MemoryUse, memory_of
-from capture.papers.mutwo.schedule import Prompt, Schedule
+from capture.papers.mutwo.memory import GraphMemory, Instant, memory_of
+from capture.papers.mutwo.schedule import PairSchedule, Prompt
 
 Case = Literal["1a", "1b", "2a", "2b", "3"]
 #: Seconds below which nothing is left of a copy.
@@ -32,7 +32,7 @@ class Quote:
     case: Case
 
 
-def swap_overhead(schedule: Schedule, v: int, limit_bytes: int) -> Quote:
+def swap_overhead(schedule: PairSchedule, v: int, limit_bytes: int) -> Quote:
     """Algorithm C. Forward operations that hide the copy stand before its access from then on:
     whoever decides otherwise restores the schedule (M-i).
 
@@ -45,7 +45,7 @@ def swap_overhead(schedule: Schedule, v: int, limit_bytes: int) -> Quote:
 
 
 class _Overhead:
-    def __init__(self, schedule: Schedule, v: int, limit_bytes: int):
+    def __init__(self, schedule: PairSchedule, v: int, limit_bytes: int):
         self._schedule, self._v, self._limit = schedule, v, limit_bytes
         self._readings, self._graph = schedule.readings, schedule.graph
         self._before = memory_of(schedule)
@@ -204,12 +204,12 @@ class _Overhead:
         return found
 
 
-def _most(use: MemoryUse) -> dict[Instant, int]:
+def _most(use: GraphMemory) -> dict[Instant, int]:
     """Per operation, by which two orders can be compared; copies by what runs beside them."""
     return {instant: held for instant, held in use.held if instant[0] in ("backward", "forward")}
 
 
-def update_swap_prompts(schedule: Schedule, recomputed: int | None, limit_bytes: int) -> None:
+def update_swap_prompts(schedule: PairSchedule, recomputed: int | None, limit_bytes: int) -> None:
     """What a decision changes for earlier swaps (Algorithm B, line 22; A.5): a tensor that a
     recomputation reads arrives before it, and a new recomputation hides what was left of a copy
     beside which it runs.

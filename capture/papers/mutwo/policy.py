@@ -9,14 +9,14 @@ from typing import Literal
 
 from capture.papers.mutwo.engine import Engine, Execution
 from capture.papers.mutwo.graph import Pair, TrainingGraph
-from capture.papers.mutwo.memory import Instant, MemoryUse, memory_of
+from capture.papers.mutwo.memory import GraphMemory, Instant, memory_of
 from capture.papers.mutwo.overhead import Case, swap_overhead, update_swap_prompts
 from capture.papers.mutwo.readings import Readings
-from capture.papers.mutwo.schedule import Schedule
+from capture.papers.mutwo.schedule import PairSchedule
 
 
 @dataclass(frozen=True)
-class Choice:
+class LoopPass:
     """One pass through the loop of Algorithm B.
 
     Attributes:
@@ -33,7 +33,7 @@ class Choice:
 
 
 @dataclass
-class Policy:
+class SwapPolicy:
     """Algorithm B on one merged graph.
 
     Attributes:
@@ -43,10 +43,10 @@ class Policy:
         choices: In order.
     """
 
-    schedule: Schedule
+    schedule: PairSchedule
     limit_bytes: int
     candidates: list[int] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[LoopPass] = field(default_factory=list)
 
     def __post_init__(self):
         self.candidates = list(self.schedule.graph.intermediates)
@@ -65,7 +65,7 @@ class Policy:
                 return True
         return False
 
-    def decide(self) -> Choice:
+    def decide(self) -> LoopPass:
         """One pass: the better candidate of both is swapped or recomputed."""
         schedule, readings = self.schedule, self.schedule.readings
         graph, lineage = schedule.graph, schedule.lineage
@@ -79,13 +79,13 @@ class Policy:
         if again is None or quote.seconds < lineage.overhead(again):
             self.candidates.remove(swapped)
             schedule.swap(swapped, quote.prompt, quote.seconds, self.candidates)
-            choice = Choice(swapped, "swap", quote.seconds, quote.case)
+            choice = LoopPass(swapped, "swap", quote.seconds, quote.case)
         else:
             if readings.rollback:
                 schedule.restore(saved)
             # Printed, the candidate for swapping goes (M-a), and this one comes again.
             self.candidates.remove(again)
-            choice = Choice(again, "recompute", lineage.overhead(again), quote.case)
+            choice = LoopPass(again, "recompute", lineage.overhead(again), quote.case)
             schedule.recompute(again, self.candidates)
         update_swap_prompts(
             schedule, again if choice.what == "recompute" else None, self.limit_bytes
@@ -104,11 +104,11 @@ class CycleSchedule:
         fits: Whether all keep the limit, as Algorithm G counts.
     """
 
-    policies: tuple[Policy, ...]
+    policies: tuple[SwapPolicy, ...]
     fits: bool
 
     @property
-    def uses(self) -> tuple[MemoryUse, ...]:
+    def uses(self) -> tuple[GraphMemory, ...]:
         return tuple(memory_of(policy.schedule) for policy in self.policies)
 
     @property
@@ -141,7 +141,7 @@ def schedule_cycle(
     """
     nexts = [*graphs[1:], graphs[0]]
     policies = tuple(
-        Policy(Schedule(Pair(graph, following, static_bytes), readings), limit_bytes)
+        SwapPolicy(PairSchedule(Pair(graph, following, static_bytes), readings), limit_bytes)
         for graph, following in zip(graphs, nexts, strict=True)
     )
     if not readings.both_graphs:
@@ -158,13 +158,13 @@ def schedule_cycle(
     return CycleSchedule(policies, True)
 
 
-def _tell(decided: Policy, other: Policy) -> None:
+def _tell(decided: SwapPolicy, other: SwapPolicy) -> None:
     """The forward pass in the other graph is that of the sub-array whose tensors are decided."""
     now = decided.schedule.now
     other.schedule.hints = frozenset(now.swaps), frozenset(now.recomputed) - frozenset(now.swaps)
 
 
-def _next(policies: Sequence[Policy]) -> int | None:
+def _next(policies: Sequence[SwapPolicy]) -> int | None:
     """Of which sub-array to decide next: its tensors are held before its backward pass in one
     graph, and behind its forward pass in the one before."""
     uses = [memory_of(policy.schedule) for policy in policies]
@@ -178,7 +178,7 @@ def _next(policies: Sequence[Policy]) -> int | None:
     return next((n for n in [*order, *range(len(policies))] if policies[n].candidates), None)
 
 
-def _resident(schedule: Schedule, done: set[Instant]) -> tuple[int, int]:
+def _resident(schedule: PairSchedule, done: set[Instant]) -> tuple[int, int]:
     """Bytes of undecided tensors at an instant: of the backward pass, and of the forward pass."""
     graph, forward, now = schedule.graph, schedule.pair.forward_of, schedule.now
     backward_bytes = sum(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from capture.papers.mutwo.graph import Operation, Pair, TrainingGraph
-from capture.papers.mutwo.lineage import Cost, Lineage
+from capture.papers.mutwo.lineage import Lineage, RecomputeCost
 from capture.papers.mutwo.readings import Readings
 
 
@@ -64,7 +64,7 @@ class Node:
     side: Literal["forward", "backward"]
     rank: int
     to_prefetch: tuple[int, ...] = ()
-    to_recompute: tuple[tuple[int, Cost], ...] = ()
+    to_recompute: tuple[tuple[int, RecomputeCost], ...] = ()
     to_delete: tuple[int, ...] = ()
     to_offload: tuple[int, ...] = ()
 
@@ -90,13 +90,13 @@ class Decided:
     swaps: dict[int, Prompt] = field(default_factory=dict)
     recomputed: list[int] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
-    costs: dict[int, Cost] = field(default_factory=dict)
+    costs: dict[int, RecomputeCost] = field(default_factory=dict)
     last_prompt: Prompt = _FIRST
     reached_peak: bool = False
     stalls: dict[int, float] = field(default_factory=dict)
 
 
-class Schedule:
+class PairSchedule:
     """Of one pair.
 
     Args:

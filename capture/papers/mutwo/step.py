@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture.papers.mutwo.graph import Operation, TrainingGraph
-from capture.papers.mutwo.schedule import Node, Schedule
+from capture.papers.mutwo.schedule import Node, PairSchedule
 from capture.step.program import Copy, Free, Host, Instruction, Place, Program, Run, Step, Wait
 
 Key = tuple[TrainingGraph, int]
 
 
-def step_of(schedule: Schedule, *, instant_copies: bool) -> tuple[Step, dict[str, float]]:
+def step_of(schedule: PairSchedule, *, instant_copies: bool) -> tuple[Step, dict[str, float]]:
     """The instructions of a merged graph, and the seconds of its programs and copies. What the host
     holds stays there, which is nobody's question here.
 
@@ -28,7 +28,7 @@ def step_of(schedule: Schedule, *, instant_copies: bool) -> tuple[Step, dict[str
 
 
 class _Writer:
-    def __init__(self, schedule: Schedule, instant_copies: bool):
+    def __init__(self, schedule: PairSchedule, instant_copies: bool):
         self._graph, self._now = schedule.graph, schedule.now
         self._instant = instant_copies
         self._device = Place("device", (0,))

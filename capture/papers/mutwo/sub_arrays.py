@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from capture.machine.rates import HostLink
-from capture.papers.mutwo.graph import Operation, Slice, TrainingGraph, Value
-from capture.papers.mutwo.schedule import Schedule
+from capture.papers.mutwo.graph import GraphValue, Operation, Slice, TrainingGraph
+from capture.papers.mutwo.schedule import PairSchedule
 from capture.plan.array import Decision
 from capture.step.sub_array import Call, Programs, SubArray, Uses, movable, recomputable
 
@@ -32,7 +32,7 @@ class Posed:
     static_bytes: int
     shared_bytes: int = 0
 
-    def decisions(self, schedule: Schedule) -> Iterator[Decision]:
+    def decisions(self, schedule: PairSchedule) -> Iterator[Decision]:
         """What a schedule of this backward pass decides of bundles; a copy in may begin as many
         backward segments early as its prompt is before its access."""
         now = schedule.now
@@ -75,9 +75,9 @@ def pose(
             groups[-1, n, 0] = [n]
     value_of = {n: v for v, numbers in enumerate(groups.values()) for n in numbers}
 
-    def value(numbers: list[int]) -> Value:
+    def value(numbers: list[int]) -> GraphValue:
         sizes = [bundles[n].nbytes for n in numbers]
-        return Value(
+        return GraphValue(
             bundles[numbers[0]].name,
             sum(sizes),
             sum(map(host.to_device.seconds, sizes)),

@@ -40,7 +40,7 @@ def depth_first(
     nodes, complete = 0, True
     for batch_size in range(1, problem.num_batch_sizes + 1):
         options = problem.options(batch_size)
-        walk = _Walk(
+        walk = _DepthFirst(
             options,
             problem.memory_limit_bytes,
             prune_memory,
@@ -67,7 +67,7 @@ def depth_first(
 
 
 @dataclass
-class _Walk:
+class _DepthFirst:
     """One walk at one batch size."""
 
     options: Options

@@ -21,9 +21,9 @@ from capture.machine.demand import Demand
 from capture.machine.ray_cluster import (
     Actor,
     CallError,
+    ClusterRoom,
     ProcessLostError,
     RayCluster,
-    Room,
     address_of_this_process,
     check_travels,
     kill_process,
@@ -233,7 +233,7 @@ class RayProcesses:
         room: For them; given back at their end.
     """
 
-    def __init__(self, cluster: RayCluster, room: Room):
+    def __init__(self, cluster: RayCluster, room: ClusterRoom):
         self._cluster, self._room = cluster, room
         self._greetings: list[Greeting] = []
         self._heard: dict[int, float] = {}

@@ -13,7 +13,7 @@ from jax import lax
 
 from capture.runtime.sharded.all_gather import ParamArray, Piece
 from capture.runtime.sharded.placement import LeafPlacement, SplitLeaf
-from capture.runtime.sharded.slices import Part, Rows, Taken
+from capture.runtime.sharded.slices import BlockRows, Part, Taken
 from capture.tracing.leaf_uses import ORDERED, Slicing, slicing_of
 from capture.tracing.program import Op
 from capture.tracing.slices import run_op
@@ -153,7 +153,7 @@ def _slice(
     param: StoredParam,
     slicing: Slicing,
     taken: Taken,
-    rows: Rows,
+    rows: BlockRows,
 ) -> Piece:
     """The piece of a split operation that reads what is taken from one of its parameter's arrays,
     these rows of the whole parameter."""

@@ -38,16 +38,18 @@ class Part:
     def is_sharded(self) -> bool:
         return not self.stored.is_fully_replicated
 
-    def slices(self, offset: int = 0) -> list[Rows]:
+    def slices(self, offset: int = 0) -> list[BlockRows]:
         """Rows of each slice, of an array in which the part begins at ``offset``; sizes differ by
         one per block at most."""
         size = (self.stop - self.first) // self.num_blocks
         bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
-        return [Rows(offset, self.num_blocks, size, a, b) for a, b in pairwise(bounds) if b > a]
+        return [
+            BlockRows(offset, self.num_blocks, size, a, b) for a, b in pairwise(bounds) if b > a
+        ]
 
 
 @dataclass(frozen=True)
-class Rows:
+class BlockRows:
     """Some rows of every one of equal blocks that follow each other: a slice of a sharded dimension
     is that slice of every shard.
 
@@ -122,7 +124,7 @@ class Taken:
 
     array: int
     dim: int = 0
-    rows: Rows | None = None
+    rows: BlockRows | None = None
     is_activation: bool = False
 
     def of(self, array: Any) -> Any:
