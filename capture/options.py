@@ -139,14 +139,15 @@ class Option:
         Raises:
             ValueError, argparse.ArgumentTypeError: if the option does not take it.
         """
-        if self.is_switch:
-            if not isinstance(given, bool):
+        match given:
+            case bool() if self.is_switch:
+                return given
+            case _ if self.is_switch:
                 raise ValueError("write true or false.")
-            return given
-        if isinstance(given, list):
-            if self.again:
+            case list() if self.again:
                 return [self._read(one) for one in given]
-            given = ",".join(map(str, given))
+            case list():
+                return self._read(",".join(map(str, given)))
         return [self._read(given)] if self.again else self._read(given)
 
     def _read(self, given: Any) -> Any:
@@ -162,9 +163,12 @@ class Option:
         """The inverse of ``value``, for a file of JSON."""
         if self.read is percent:
             return f"{value * 100:.12g}%"
-        if isinstance(value, list | tuple):
-            return [self.written(one) for one in value]
-        return value if isinstance(value, bool | int | float) else str(value)
+        match value:
+            case list() | tuple():
+                return [self.written(one) for one in value]
+            case bool() | int() | float():
+                return value
+        return str(value)
 
 
 def add(parser: Arguments, *options: Option) -> None:
@@ -327,9 +331,12 @@ def _option(name: str, field: str, asked: Asked, hint: Any, said: tuple[Any, str
 
 
 def _shown(default: Any) -> str:
-    if isinstance(default, tuple):
-        return ",".join(map(str, default))
-    return f"{default:g}" if isinstance(default, float) else str(default)
+    match default:
+        case tuple():
+            return ",".join(map(str, default))
+        case float():
+            return f"{default:g}"
+    return str(default)
 
 
 #: What each system reads.

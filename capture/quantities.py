@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from decimal import Decimal
+from typing import TypeVar
 
 from capture.errors import PlanError
 
@@ -20,6 +21,8 @@ _UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
+
+Number = TypeVar("Number")
 
 
 def parse_bytes(text: str) -> int:
@@ -50,6 +53,11 @@ def parse_bytes(text: str) -> int:
             "memory-syntax",
         )
     return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def bytes_of(size: str | Number) -> int | Number:
+    """Return a number of bytes that may be written as a text; None for none."""
+    return parse_bytes(size) if isinstance(size, str) else size
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

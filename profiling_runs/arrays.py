@@ -18,7 +18,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayTask
-from capture.profiler.array_pass import ArrayNeeds, ArrayShape, HostCopy
+from capture.profiler.array_pass import ArrayNeeds, ArrayShape
 from profiling_runs.batch import Batch, Progress
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.machine import machine_of_workers
@@ -123,10 +123,7 @@ class _Jobs:
         kept = self._kept = self._kept or Kept(
             lambda: self.where.open(self.setting, backend, count)
         )
-        jobs = [
-            Job(key, what, "copy" if isinstance(what, HostCopy) else "segment", "segments")
-            for key, what in wanted.items()
-        ]
+        jobs = [Job(key, what, what.part, "segments") for key, what in wanted.items()]
         batch = Batch(
             jobs,
             backend.store,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated
 
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
+from capture.model.workload import OfWorkload, WorkloadProtocol, WorkloadSpec
 from capture.options import Asked
 
 #: Sizes that are profiled up to the largest of interest, where no stride is asked for.
@@ -17,7 +16,7 @@ DEFAULT_SIZES = 16
 
 
 @dataclass(frozen=True)
-class LayersQuestion:
+class LayersQuestion(OfWorkload):
     """What a layer profile is asked for.
 
     Attributes:
@@ -115,11 +114,11 @@ class LayersQuestion:
         return self.stride or max(1, (self.most or 1) // DEFAULT_SIZES)
 
     @property
-    def spec(self) -> WorkloadSpec | None:
-        """The workload by name; None for one made from Python objects."""
-        return spec_of(self.workload)
+    def target_name(self) -> str:
+        """What it is profiled for."""
+        return self.target
 
-    @cached_property
-    def task(self) -> WorkloadProtocol:
-        """The workload, loaded."""
-        return loaded(self.workload)
+    @property
+    def process_needs(self) -> tuple[int, str]:
+        """The devices of a process that measures, and their platform."""
+        return 1, "cpu" if self.executes else Target.load(self.target).platform

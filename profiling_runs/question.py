@@ -9,8 +9,9 @@ from typing import Annotated
 
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.measured.profile import Profile
-from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
+from capture.model.workload import OfWorkload, WorkloadProtocol, WorkloadSpec
 from capture.options import Asked
 from capture.plan.choices import (
     REMAT_TEXT,
@@ -24,6 +25,7 @@ from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, TensorParallelRule
 from capture.profiler.windows import DEFAULT_NEIGHBOURS, profiled_microbatch_sizes
+from capture.registered import REGISTERED
 
 DEFAULT_CALIBRATION_PLANS = 12
 BACKENDS = ("compile", "run", "alpa")
@@ -34,7 +36,7 @@ EXECUTING = ("run", "alpa")
 
 
 @dataclass(frozen=True)
-class ProfileQuestion:
+class ProfileQuestion(OfWorkload):
     """What a profile is asked for: a model's layers, for every stage that a plan on the cluster may
     have.
 
@@ -245,14 +247,17 @@ class ProfileQuestion:
         return self.backend in EXECUTING
 
     @property
-    def spec(self) -> WorkloadSpec | None:
-        """The workload by name; None for one made from Python objects."""
-        return spec_of(self.workload)
+    def target_name(self) -> str:
+        """What it is profiled for."""
+        return self.cluster.target
 
-    @cached_property
-    def task(self) -> WorkloadProtocol:
-        """The workload, loaded."""
-        return loaded(self.workload)
+    @property
+    def process_needs(self) -> tuple[int, str]:
+        """The devices of a process that measures, and their platform."""
+        if self.executes:
+            most: int = REGISTERED["profile of the paper"]["most devices"](self.cluster.num_devices)
+            return most, "cpu"
+        return self.cluster.num_devices, Target.load(self.cluster.target).platform
 
     @cached_property
     def stage_choices(self) -> tuple[StageChoice, ...]:

@@ -176,9 +176,12 @@ def _degrees(
 
 
 def _loaded(source: Any) -> Any:
-    if isinstance(source, (str, Path)):
-        source = Path(source).read_bytes()
-    return _ShellUnpickler(io.BytesIO(source)).load() if isinstance(source, bytes) else source
+    match source:
+        case str() | Path():
+            return _loaded(Path(source).read_bytes())
+        case bytes():
+            return _ShellUnpickler(io.BytesIO(source)).load()
+    return source
 
 
 def _name(source: Any) -> str:

@@ -28,7 +28,6 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
 from capture.quantities import counted, format_bytes
-from capture.registered import REGISTERED
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
@@ -134,16 +133,8 @@ def prepare_for(
 ) -> None:
     """Make this process one that can answer all these, and compile for a cluster: they decide its
     devices, once, before JAX is loaded."""
-    _prepare([*map(_need, questions), *([_of(compiles_for)] if compiles_for else [])])
-
-
-def _need(asked: ProfileQuestion | LayersQuestion) -> tuple[int, str]:
-    if isinstance(asked, LayersQuestion):
-        return 1, "cpu" if asked.executes else Target.load(asked.target).platform
-    if asked.executes:
-        most = REGISTERED["profile of the paper"]["most devices"]
-        return most(asked.cluster.num_devices), "cpu"
-    return asked.cluster.num_devices, Target.load(asked.cluster.target).platform
+    needs = [question.process_needs for question in questions]
+    _prepare(needs + ([_of(compiles_for)] if compiles_for else []))
 
 
 def _prepare(needs: Iterable[tuple[int, str]]) -> None:

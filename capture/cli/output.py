@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from capture.documents import mapped, write
-from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
 from capture.plan.strategy import strategy
@@ -66,10 +65,11 @@ def say(options: argparse.Namespace, text: str) -> None:
 
 
 class Beyond(NamedTuple):
-    """What an answer says beside the plan; a profile has the same."""
+    """What an answer says beside the plan, and whether it is from a profile."""
 
     warnings: Sequence[str]
     failures: Sequence[str]
+    of_profile: bool = False
 
 
 def beyond_lines(report: Any) -> list[str]:
@@ -84,7 +84,7 @@ def told(
     time: StepTime | None,
     attempts: Sequence[Any],
     notes: Sequence[str],
-    beyond: Beyond | Profile,
+    beyond: Beyond,
 ) -> tuple[PlanReport, list[str]]:
     """Return an answer as a report and in lines; its plan is saved with its simulated step.
 
@@ -94,9 +94,8 @@ def told(
         time: The step of the plan; None where nobody knows rates.
         attempts: What was tried for it.
         notes: Lines before the answer.
-        beyond: Warnings and failures; a profile, if the answer is from one.
+        beyond: Warnings and failures.
     """
-    of_profile = not isinstance(beyond, Beyond)
     if result.plan is not None and time is not None:
         result = replace(result, plan=result.plan.with_(time=time))
     report = PlanReport.of(
@@ -117,9 +116,11 @@ def told(
         ]
         if time is not None:
             lines.append(describe_time(time))
-            if of_profile or options.objective is not None:  # else what is faster was searched
+            if (
+                beyond.of_profile or options.objective is not None
+            ):  # else what is faster was searched
                 lines += unused_note(options, result.headroom, time)
-        if of_profile or result.compiled:
+        if beyond.of_profile or result.compiled:
             lines += front_table(result.why.front)
         if result.status == "ok":
             result.plan.save(options.output)

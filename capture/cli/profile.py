@@ -162,9 +162,7 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
         "output": str(job.output),
         "workload": job.values["workload"],
         "cluster": job.values["cluster"] or shared.ONE_DEVICE,
-        "target": question.target
-        if isinstance(question, LayersQuestion)
-        else question.cluster.target,
+        "target": question.target_name,
     }
     events.say("profile", state="started", **named)
     shown, set_aside = progress(options), set[str]()

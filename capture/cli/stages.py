@@ -14,7 +14,7 @@ from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.fixed import FIXED, take_plan
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, told
+from capture.cli.output import Beyond, emit, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
@@ -206,7 +206,8 @@ def _from_profile(
         graph = profile.graph_at(result.plan.microbatch_size)
         time = time_summary(timeline, result.plan, graph)
     notes = asked.layers_note(of_profile, profile.cut_into)
-    report, lines = told(options, result, time, attempts, notes, profile)
+    beyond = Beyond(profile.warnings, profile.failures, of_profile=True)
+    report, lines = told(options, result, time, attempts, notes, beyond)
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
         tell(options, lines)  # what follows may measure, for as long as the answer took

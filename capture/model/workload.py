@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -348,6 +348,26 @@ def _is_own(value: Any, module: ModuleType) -> bool:
 def spec_of(workload: WorkloadProtocol | WorkloadSpec) -> WorkloadSpec | None:
     """Return the name of a workload; None for one made from Python objects."""
     return workload if isinstance(workload, WorkloadSpec) else None
+
+
+class OfWorkload:
+    """A question about a workload, which may be named.
+
+    Attributes:
+        workload: The task, or its name.
+    """
+
+    workload: WorkloadProtocol | WorkloadSpec
+
+    @property
+    def spec(self) -> WorkloadSpec | None:
+        """The workload by name; None for one made from Python objects."""
+        return spec_of(self.workload)
+
+    @cached_property
+    def task(self) -> WorkloadProtocol:
+        """The workload, loaded."""
+        return loaded(self.workload)
 
 
 def loaded(workload: WorkloadProtocol | WorkloadSpec) -> WorkloadProtocol:

@@ -10,6 +10,7 @@ from typing import Any
 
 from capture.errors import CaptureError, PlanError
 from capture.plan.array import ArrayPlan
+from capture.plan.files import PlanFile
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import PLAN, Plan
@@ -156,7 +157,7 @@ def _read(data: Any) -> AnyPlan:
 
 def kind_of(plan: AnyPlan) -> Kind:
     """The kind of a plan."""
-    return next(kind for kind in KINDS.values() if isinstance(plan, kind.plan))
+    return KINDS[plan.FORMAT.kind]
 
 
 def of_stages(plan: Any) -> Plan:
@@ -165,9 +166,8 @@ def of_stages(plan: Any) -> Plan:
     Raises:
         PlanError: ``plan-kind``.
     """
-    for kind in KINDS.values():
-        if kind.plan is not Plan and isinstance(plan, kind.plan):
-            raise kind.refused()
+    if isinstance(plan, PlanFile) and not isinstance(plan, Plan):
+        raise KINDS[plan.FORMAT.kind].refused()
     return plan  # type: ignore[no-any-return]
 
 

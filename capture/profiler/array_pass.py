@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from capture.measured.work import ProgramWork
 from capture.plan.array import BUNDLE_BYTES, Shared
@@ -40,6 +40,7 @@ class ArrayCall:
 
     num_models: int
     call: Call
+    part: ClassVar[Literal["segment"]] = "segment"
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -62,6 +63,7 @@ class HostCopy:
 
     direction: Direction
     nbytes: int
+    part: ClassVar[Literal["copy"]] = "copy"
 
     @property
     def group(self) -> tuple[Any, ...]:

@@ -204,8 +204,7 @@ def _is_zero(program: DataFlow, atom: Any) -> bool:
 def _injected_name(path: Sequence[Any]) -> str:
     """Of the hyperparameter that a leaf of an optimizer's state is; empty if it is none."""
     injected = len(path) > 1 and getattr(path[-2], "name", None) == _INJECTED
-    key = path[-1]
-    return key.key if injected and isinstance(key, jax.tree_util.DictKey) else ""
+    return _key_of(path[-1]) if injected else ""
 
 
 def _scheduled_name(path: Sequence[Any]) -> str:
@@ -213,7 +212,11 @@ def _scheduled_name(path: Sequence[Any]) -> str:
     does."""
     names = [getattr(key, "name", None) for key in path]
     at = names.index(_SCHEDULED) + 1 if _SCHEDULED in names else len(path)
-    key = path[at] if at < len(path) else None
+    return _key_of(path[at]) if at < len(path) else ""
+
+
+def _key_of(key: Any) -> str:
+    """Return the key of a dictionary in a path; empty for other steps."""
     return key.key if isinstance(key, jax.tree_util.DictKey) else ""
 
 

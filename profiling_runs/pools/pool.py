@@ -138,16 +138,16 @@ class Pool(ABC):
     def finished(self, timeout_seconds: float) -> list[Outcome]:
         outcomes = []
         for worker in self.news(self._workers, timeout_seconds):
-            message = worker.receive()
-            if isinstance(message, Ready):
-                worker.ready, worker.name, self._failed_starts = True, message.name, 0
-            elif isinstance(message, Outcome):
-                worker.job, worker.deadline = None, float("inf")
-                outcomes.append(message)
-                if self.fresh_process:
-                    self._drop(worker)
-            else:
-                outcomes += self._gone(worker, message)
+            match worker.receive():
+                case Ready(name):
+                    worker.ready, worker.name, self._failed_starts = True, name, 0
+                case Outcome() as outcome:
+                    worker.job, worker.deadline = None, float("inf")
+                    outcomes.append(outcome)
+                    if self.fresh_process:
+                        self._drop(worker)
+                case Ended() as ended:
+                    outcomes += self._gone(worker, ended)
         allowed = environment.patience(self.timeout_seconds)
         for worker in self._workers:
             # What a busy time has allowed, an idle one does not take away.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, named_workload, spec_of
+from capture.model.workload import OfWorkload, WorkloadProtocol, WorkloadSpec, named_workload
 from capture.options import Asked
 from capture.plan.array import (
     BUNDLE_BYTES,
@@ -24,7 +24,7 @@ from capture.plan.array import (
 )
 from capture.plan.why import Why
 from capture.profiler.array_pass import ArrayShape
-from capture.quantities import format_bytes, format_seconds, parse_bytes
+from capture.quantities import bytes_of, format_bytes, format_seconds
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named
 from recommender.answer import Answer
@@ -45,7 +45,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class ArrayQuestion:
+class ArrayQuestion(OfWorkload):
     """Models to be trained together.
 
     Attributes:
@@ -123,12 +123,7 @@ class ArrayQuestion:
     @property
     def trained(self) -> tuple[ArrayTask, ...]:
         """What each model trains."""
-        return tasks_of(self.models, self.batch_size, spec_of(self.workload), self.num_layers)
-
-    @property
-    def loaded(self) -> WorkloadProtocol:
-        """The workload itself."""
-        return loaded(self.workload)
+        return tasks_of(self.models, self.batch_size, self.spec, self.num_layers)
 
     @property
     def shape(self) -> ArrayShape:
@@ -187,7 +182,7 @@ def mutwo(
             pattern of paths such as ``"base/*"``, several, or a predicate on paths.
         **options: What else ``ArrayQuestion`` has, such as ``workloads={name: workload}``.
     """
-    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    limit = bytes_of(memory_limit)
     options["shared"] = (shared,) if isinstance(shared, str) else shared
     members = tuple(map(Member.of, models))
     cluster = Cluster((1,), target)
@@ -241,7 +236,7 @@ def plan_array(
         memory_limit_bytes=limit,
         num_layers=of_plan.num_layers,
         model_hash=of_plan.model_hash,
-        workload=spec_of(question.workload),
+        workload=question.spec,
         tasks=tuple(traced.values()),
         prediction=best.evaluation.prediction(),
         seconds_from=first.source,
@@ -251,7 +246,7 @@ def plan_array(
     )
     status = "ok" if best.fits else "infeasible"
     loaded = {task.workload: profile.workload for task, profile in profiles.items()}
-    own = loaded.get("") or question.loaded
+    own = loaded.get("") or question.task
     return ArrayAnswer(status, plan, result, why, plan.headroom(limit), own, loaded)
 
 
@@ -300,7 +295,7 @@ def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[ArrayTas
     """Measured in this process."""
     from capture.profiler.array import ArrayProfile
 
-    given = {**question.workloads, "": question.loaded}
+    given = {**question.workloads, "": question.task}
     return {
         task: ArrayProfile(
             named_workload(task.workload, given),

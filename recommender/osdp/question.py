@@ -12,7 +12,7 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
 from capture.options import Asked, several, size
-from capture.quantities import parse_bytes
+from capture.quantities import bytes_of
 from capture.step.operator_cost import PAPER_GRANULARITY
 
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand
@@ -77,13 +77,14 @@ class ShardingQuestion:
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
-        if not isinstance(self.where, Cluster) and not hasattr(self.where, "devices"):
+        mesh = self._mesh
+        if mesh is not None and not hasattr(mesh, "devices"):
             raise ClusterError.of(
                 f"{self.where!r} is neither a cluster nor a mesh; give Cluster.parse('1x8', "
                 "'h100') or a mesh.",
                 "osdp-where",
             )
-        if not isinstance(self.where, Cluster) and self.target is None:
+        if mesh is not None and self.target is None:
             raise TargetError.of(
                 'a mesh does not say how fast its devices are; give target=, such as "h100".',
                 "osdp-target",
@@ -92,8 +93,12 @@ class ShardingQuestion:
     @property
     def limit_bytes(self) -> float | None:
         """The memory limit that is given."""
-        limit = self.memory_limit
-        return parse_bytes(limit) if isinstance(limit, str) else limit
+        return bytes_of(self.memory_limit)
+
+    @property
+    def _mesh(self) -> Any:
+        """The mesh that is given; None where a cluster is."""
+        return None if isinstance(self.where, Cluster) else self.where
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -102,21 +107,22 @@ class ShardingQuestion:
         Raises:
             ClusterError: ``osdp-nodes``.
         """
-        if isinstance(self.where, Cluster):
-            return self.where
+        if self._mesh is None:
+            given: Cluster = self.where
+            return given
         from capture.runtime.sharded.mesh import cluster_of
 
         assert self.target is not None, "checked"
-        return cluster_of(self.where, self.target, self.devices_per_node)
+        return cluster_of(self._mesh, self.target, self.devices_per_node)
 
     @cached_property
     def node_groups(self) -> bool:
         """Whether operators may be sharded over the devices of a node alone."""
-        if isinstance(self.where, Cluster):
+        if self._mesh is None:
             return True
         from capture.runtime.sharded.mesh import has_groups
 
-        return has_groups(self.where, self.cluster.nodes[0])
+        return has_groups(self._mesh, self.cluster.nodes[0])
 
     def check_dtype(self) -> None:
         """Refuse one that the target has no rate of.
