@@ -90,6 +90,16 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def signed_bytes(nbytes: int) -> str:
+    """Bytes that may be missing.
+
+    Example:
+        >>> signed_bytes(-1500)
+        '-1.5 kB'
+    """
+    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"
+
+
 def format_flops(flops: float) -> str:
     """Write a number of floating-point operations with three significant digits.
 

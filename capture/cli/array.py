@@ -17,7 +17,7 @@ from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table
+from capture.cli.output import emit, say, table, write_files
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
@@ -267,7 +267,7 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
     return finish(options, document, [_set(plan, m) for m in range(plan.num_models)])
 
 
-def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
+def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport, list[str]]:
     """What is fused, what is moved, and who needs the memory; a page or a trace of the step, whose
     programs are in the store or measured again."""
     writes = options.output is not None or options.trace is not None
@@ -285,35 +285,22 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
     )
     report = ExplainReport(kind="array", needs=PlanNeeds.of(plan))
     lines = [*plan_lines(plan), moved]
-    if writes:
-        report = _written(options, plan, report, lines)
-    emit(options, report, *lines)
-    return 0
-
-
-def _written(
-    options: argparse.Namespace, plan: ArrayPlan, report: ExplainReport, lines: list[str]
-) -> ExplainReport:
-    """Write the page and the trace; return the report with what is in them, and add that to the
-    lines."""
+    if not writes:
+        return report, lines
     from capture.report.array import HEADER, page
     from capture.report.array import rows as rows_of
-    from capture.step.trace_events import save_trace
 
-    facts, written = _facts(options, plan), dict[str, str]()
+    facts, room = _facts(options, plan), plan.headroom()
+    written = write_files(
+        options,
+        lambda: page(facts, plan_lines(plan), room, interactive=options.interactive),
+        lambda: facts.timeline,
+    )
     bundles = rows_of(facts)
-    lines.append(table(HEADER, bundles))
-    if options.output is not None:
-        text = page(facts, plan_lines(plan), plan.headroom(), interactive=options.interactive)
-        options.output.write_text(text, encoding="utf-8")
-        written["page"] = str(options.output)
-    if options.trace is not None:
-        save_trace(facts.timeline.simulation, options.trace, facts.timeline.processes)
-        written["trace"] = str(options.trace)
-    return replace(report, bundles=bundles, written=written)
+    return replace(report, bundles=bundles, written=written), [*lines, table(HEADER, bundles)]
 
 
-def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
+def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, list[str]]:
     """What is predicted, and what it leaves.
 
     Raises:
@@ -329,8 +316,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
     needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
     lines += [str(needs.headroom)] if needs.headroom else []
     report = PageReport(kind="array", title=heading, summary="\n".join(lines), needs=needs)
-    emit(options, report, heading, *lines)
-    return 0
+    return report, [heading, *lines]
 
 
 def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:

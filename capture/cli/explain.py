@@ -49,11 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    code: int = kind_of(plan).verb("explain")(options, plan)
-    return code
+    report, lines = kind_of(plan).verb("explain")(options, plan)
+    emit(options, report, *lines)
+    return 0
 
 
-def stages(options: argparse.Namespace, plan: Plan) -> int:
+def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iterator[str]]:
     """Whose memory the stages need, and what single changes save."""
     asked.refuse_unread(
         options, "stages", "workload", "seconds", *(option.name for option in shared.STORE)
@@ -76,8 +77,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> int:
     found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
     warnings = split_warnings(measurements.backend.workload, plan.microbatch_size)
     report = replace(found.report, warnings=warnings)
-    emit(options, report, *changes_lines(report))
-    return 0
+    return report, changes_lines(report)
 
 
 def stages_text(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,31 @@ def emit(options: argparse.Namespace, report: Any, *lines: str) -> None:
         return
     written = [f"{what} -> {path}" for what, path in (getattr(report, "written", {}) or {}).items()]
     print("\n".join([*lines, *written, *beyond_lines(report)]))
+
+
+def write_files(
+    options: argparse.Namespace,
+    page: Callable[[], str] | None = None,
+    drawn: Callable[[], Any] | None = None,
+) -> dict[str, str]:
+    """Write what was asked for, and return the files by what they are.
+
+    Args:
+        options: Where they go: ``output`` and ``trace``.
+        page: Makes the page; None where there is none.
+        drawn: Makes a step with its ``simulation`` and ``processes``, for the trace.
+    """
+    written = {}
+    if page is not None and options.output is not None:
+        options.output.write_text(page(), encoding="utf-8")
+        written["page"] = str(options.output)
+    if drawn is not None and options.trace is not None:
+        from capture.step.trace_events import save_trace
+
+        step = drawn()
+        save_trace(step.simulation, options.trace, step.processes)
+        written["trace"] = str(options.trace)
+    return written
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.options import Asks
-from capture.cli.output import emit, table
+from capture.cli.output import emit, table, write_files
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
 from capture.cli.progress import progress
 from capture.cli.question_file import noted
@@ -155,7 +155,7 @@ def _compiler(
     )
 
 
-def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
+def explain(options: argparse.Namespace, plan: PacksPlan) -> tuple[ExplainReport, list[str]]:
     """The tasks of a plan, in the order of issue, and what is predicted."""
     asked.refuse_unread(options, "packs")
     graph = plan.tasks()
@@ -193,8 +193,7 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
             for task in graph.tasks
         ],
     )
-    emit(options, report, table(header, rows), *prediction_lines(plan))
-    return 0
+    return report, [table(header, rows), *prediction_lines(plan)]
 
 
 def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, PacksPlan]:
@@ -229,7 +228,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     return report, plan
 
 
-def report(options: argparse.Namespace, plan: PacksPlan) -> int:
+def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, list[str]]:
     """What is predicted; with the layer profile also the step's trace.
 
     Raises:
@@ -242,21 +241,18 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
         )
     read = ("memory", "trace", *(["profile"] if options.trace else []))
     asked.refuse_unread(options, "packs", *read)
-    needs, written = PlanNeeds.of(plan, options.memory), {}
-    if options.trace is not None:
-        profile = _profile_of(options, plan)
-        from capture.predictor.pack_step import packs_timeline
-        from capture.step.trace_events import save_trace
+    from capture.predictor.pack_step import packs_timeline
 
-        timeline = packs_timeline(plan.tasks(), profile, plan.machine)
-        save_trace(timeline.simulation, options.trace, timeline.processes)
-        written["trace"] = str(options.trace)
+    needs = PlanNeeds.of(plan, options.memory)
+    written = write_files(
+        options,
+        drawn=lambda: packs_timeline(plan.tasks(), _profile_of(options, plan), plan.machine),
+    )
     said = [*prediction_lines(plan), *([str(needs.headroom)] if needs.headroom else [])]
     report = PageReport(
         kind="packs", title=title(plan), summary="\n".join(said), needs=needs, written=written
     )
-    emit(options, report, pack_table(plan), *said)
-    return 0
+    return report, [pack_table(plan), *said]
 
 
 def _check_source(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.output import emit, table
+from capture.cli.output import emit, table, write_files
 from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
@@ -47,42 +47,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    code: int = kind_of(plan).verb("report")(options, plan)
-    return code
+    report, lines = kind_of(plan).verb("report")(options, plan)
+    emit(options, report, *lines)
+    return 0
 
 
-def stages(options: argparse.Namespace, plan: Plan) -> int:
+def stages(options: argparse.Namespace, plan: Plan) -> tuple[PageReport, list[str]]:
     """A table of the stages, or the page."""
     from capture.report.data import report_facts
     from capture.report.difference import needs_of
+    from capture.report.page import page
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
     limit = options.memory
     profile = None if options.profile is None else Profile.load(options.profile)
     facts = report_facts(*asked.with_prediction(plan, profile), limit)
-    written = {}
-    if options.output is not None:
-        from capture.report.page import page
-
-        options.output.write_text(page(facts, interactive=options.interactive), encoding="utf-8")
-        written["page"] = str(options.output)
-    if options.trace is not None:
-        from capture.step.trace_events import save_trace
-
-        save_trace(facts.schedule.simulation, options.trace, facts.schedule.processes)
-        written["trace"] = str(options.trace)
     report = PageReport(
         kind="stages",
         title=title(facts),
         summary=paragraph(facts),
         needs=needs_of(facts),
-        written=written,
+        written=write_files(
+            options, lambda: page(facts, interactive=options.interactive), lambda: facts.schedule
+        ),
         **facts.rows(),
     )
-    said = (
-        [paragraph(facts)]
-        if options.output
-        else [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]
-    )
-    emit(options, report, *said)
-    return 0
+    if options.output:
+        return report, [paragraph(facts)]
+    return report, [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from capture.cli import asked
-from capture.cli.output import emit, say, table
+from capture.cli.output import say, table, write_files
 from capture.plan.sharding import ShardingPlan
 from capture.report.difference import DiffReport, unequal
 from capture.report.explanation import ExplainReport, PageReport
@@ -59,31 +59,25 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
     return finish(options, document)
 
 
-def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
+def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainReport, list[str]]:
     """Operators, those that hold most first."""
     from capture.report.sharding import HEADER, operator_rows, paragraph, rows
 
     asked.refuse_unread(options, "sharding")
     needs = PlanNeeds.of(plan)
     found = ExplainReport(kind="sharding", needs=needs, operators=operator_rows(plan))
-    lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, needs.headroom)]
-    emit(options, found, *lines)
-    return 0
+    return found, [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, needs.headroom)]
 
 
-def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
+def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport, list[str]]:
     """A table, or the page."""
     from capture.report.sharding import HEADER, operator_rows, page, paragraph, rows, title
 
     asked.refuse_unread(options, "sharding", "memory", "output")
-    needs, written = PlanNeeds.of(plan, options.memory), {}
+    needs = PlanNeeds.of(plan, options.memory)
     room = needs.headroom
-    if options.output is not None:
-        text = page(plan, room, interactive=options.interactive)
-        options.output.write_text(text, encoding="utf-8")
-        written["page"] = str(options.output)
+    written = write_files(options, lambda: page(plan, room, interactive=options.interactive))
     lines = [title(plan), table(HEADER, rows(plan))] if not written else []
-    lines.append(paragraph(plan, room))
     found = PageReport(
         kind="sharding",
         title=title(plan),
@@ -92,8 +86,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
         operators=operator_rows(plan),
         written=written,
     )
-    emit(options, found, *lines)
-    return 0
+    return found, [*lines, found.summary]
 
 
 def diff(options: argparse.Namespace, *plans: ShardingPlan) -> DiffReport:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from capture.machine.rates import DeviceMemory
-from capture.quantities import format_bytes
+from capture.quantities import format_bytes, signed_bytes
 
 Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"]
 
@@ -108,10 +108,6 @@ class Headroom:
         )
         sure = f"extrapolated, {sure}" if self.extrapolated else sure
         return (
-            f"{self.verdict}: {_signed(spare)} of {format_bytes(self.limit_bytes)} left, "
-            f"{_signed(worst)} at worst ({sure})"
+            f"{self.verdict}: {signed_bytes(spare)} of {format_bytes(self.limit_bytes)} left, "
+            f"{signed_bytes(worst)} at worst ({sure})"
         )
-
-
-def _signed(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

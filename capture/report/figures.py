@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from capture.plan.strategy import of_devices
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import counted, format_bytes, format_seconds, signed_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import FAR_LIMIT, Figure, limit_line
 from capture.report.front_figure import front
 from capture.report.palette import INK, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
 from capture.report.units import Unit, bytes_unit, seconds_unit
-from capture.report.words import CLOCKS, signed_bytes
+from capture.report.words import CLOCKS
 
 #: Points per stage of the memory over time: three per bucket at most.
 MEMORY_BUCKETS = 400

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Headroom
-from capture.quantities import format_bytes, format_rate, format_seconds
-from capture.report.words import signed_bytes
+from capture.quantities import format_bytes, format_rate, format_seconds, signed_bytes
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from typing import Any
 from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
-from capture.quantities import counted, format_bytes, format_rate, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
 from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import category_color, in_order
 from capture.report.units import bytes_unit, seconds_unit
-from capture.report.words import signed_bytes
 
 HEADER = ["operator", "mode", "parameters", "resident", "transient", "at the peak", "time"]
 #: Of an operator, what is drawn, and what its axis is called.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capture.plan.strategy import strategy
-from capture.quantities import counted, format_bytes, format_rate, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
 from capture.report.data import Clock, ReportFacts, is_extrapolated
 
 #: What every simulated thing says of its times.
@@ -193,13 +193,3 @@ def last_lines(facts: ReportFacts) -> list[str]:
         time,
         *_found(facts),
     ]
-
-
-def signed_bytes(nbytes: int) -> str:
-    """Bytes that may be missing.
-
-    Example:
-        >>> signed_bytes(-1500)
-        '-1.5 kB'
-    """
-    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

@@ -21,7 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from capture.tracing.dataflow import DataFlow, bind
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import is_variable, value_of
 from capture.tracing.source import goes_backwards, layer_of_scope
 
 
@@ -86,8 +86,8 @@ def parameters_in_turn(
             after = jax.lax.optimization_barrier([values[v] for v in tied])
             values |= zip(tied, after, strict=True)
         for equation in together:
-            bind(equation, [_read(v, values) for v in equation.invars], values)
-    results = [_read(v, values) for v in flow.outputs]
+            bind(equation, [value_of(v, values) for v in equation.invars], values)
+    results = [value_of(v, values) for v in flow.outputs]
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -153,8 +153,8 @@ def _evaluate(
             if lying:
                 values |= zip(done, waited, strict=True)
         for equation in together:
-            bind(equation, [_read(v, values) for v in equation.invars], values)
-    return [_read(v, values) for v in flow.outputs]
+            bind(equation, [value_of(v, values) for v in equation.invars], values)
+    return [value_of(v, values) for v in flow.outputs]
 
 
 def _by_rows(array: Any, sharding: NamedSharding) -> Any:
@@ -206,7 +206,3 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
 def _may_wait(array: Any) -> bool:
     """Random keys and gradients of integers cannot."""
     return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_
-
-
-def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
-    return values[atom] if is_variable(atom) else atom.val
