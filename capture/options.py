@@ -269,6 +269,11 @@ def taken(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def listed(value: Any) -> list[Any]:
+    """Return the values of an option that may be given again, or the only one of another."""
+    return value if isinstance(value, list) else [value]
+
+
 def described(kind: type) -> dict[str, str]:
     """Return what the docstring of a class says of each attribute."""
     section = re.search(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capture.options import listed
 from capture.runtime.hosts.saved import complete_steps, latest
 
 
@@ -65,7 +66,7 @@ def command(options: argparse.Namespace, **changes: Any) -> str:
         value = changes.get(action.dest, getattr(options, action.dest, None))
         if value in (None, False) or (value == action.default and action.dest not in changes):
             continue
-        for each in value if isinstance(value, list) else [value]:
+        for each in listed(value):
             words += action.option_strings[-1:]
             words += [] if action.nargs == 0 else [str(each)]
     return shlex.join(words)

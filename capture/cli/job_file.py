@@ -28,7 +28,7 @@ from capture.cli import layers
 from capture.cli import options as shared
 from capture.cli.asked import Values, profile_question
 from capture.errors import CaptureError, ProfileError, Violation
-from capture.options import Option, merged, read_keys, read_toml, refused, size
+from capture.options import Option, listed, merged, read_keys, read_toml, refused, size
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.question import ProfileQuestion
 
@@ -183,7 +183,7 @@ def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
         >>> _combinations({"cluster": ["1x2", "1x4"], "mode": "paper"})
         [{'cluster': '1x2', 'mode': 'paper'}, {'cluster': '1x4', 'mode': 'paper'}]
     """
-    choices = [value if isinstance(value, list) else [value] for value in table.values()]
+    choices = map(listed, table.values())
     return [dict(zip(table, values, strict=True)) for values in product(*choices)]
 
 

@@ -176,7 +176,6 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
         if event["state"] == "set aside":
             set_aside.add(event["key"])
 
-    job.output.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(question, LayersQuestion):
         found, lines = _of_layers(options, question, job.output, both, watch)
     else:
@@ -200,6 +199,7 @@ def _of_layers(
     watch: Watch,
 ) -> tuple[dict[str, Any], list[str]]:
     made = layers.make_layers(options, question, progress, watch)
+    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = LayersReport.of(made)
     found = {
@@ -224,6 +224,7 @@ def _of_windows(
         measurements = open_measurements(question, **told)
         asked.say_layers(options, question, measurements)
     made = profile(question, measurements=measurements, **told)
+    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = WindowsReport.of(made, asked.layers_note(question, made.cut_into))
     sizes = ", ".join(map(str, report.microbatch_sizes))

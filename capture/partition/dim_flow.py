@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from capture.tracing.jaxprs import several
+
 #: For each dimension of an operand, the dimension of the result that holds it, or None.
 DimFlow = tuple[int | None, ...]
 
@@ -161,7 +163,7 @@ def reshape_groups(
 
 def _mixed_dims(params: dict[str, Any], ndim: int) -> set[int]:
     dims = next((params[key] for key in _MIXED_DIMS if key in params), ndim - 1)
-    return {dim % ndim for dim in (dims if isinstance(dims, Sequence) else (dims,))}
+    return {dim % ndim for dim in several(dims)}
 
 
 def _gathered(eqn: Any, operand: int) -> DimFlow:

@@ -30,7 +30,7 @@ from jax.extend.core import Jaxpr
 
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
-from capture.tracing.jaxprs import BODIES, is_variable, opened, scan_arity
+from capture.tracing.jaxprs import BODIES, is_variable, opened, scan_arity, several
 
 #: Elements below which a parameter is not worth a collective of its own; it may still follow
 #: another.
@@ -437,7 +437,7 @@ def _by_rule(rule: split_rule.SplitRule, inputs: Sequence[_Value]) -> list[_Valu
 
 
 def _names(entry: Any, axis: str | None) -> bool:
-    return axis in (entry if isinstance(entry, tuple) else (entry,))
+    return axis in several(entry)
 
 
 def _ndim(atom: Any) -> int:

@@ -20,7 +20,7 @@ from capture.partition.spread import Spread
 from capture.partition.walk import product_dim
 from capture.plan.choices import Remat, is_cut, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import is_variable, several
 from capture.tracing.mincut import least_kept, least_kept_within
 from capture.tracing.recompute import product_bytes, recompute_bytes
 
@@ -278,11 +278,7 @@ class ValueSplit:
 
 def _dims_of(spec: PartitionSpec, axis: str) -> list[int]:
     """Dimensions that a mesh axis is asked to split, beside others or alone."""
-    return [
-        dim
-        for dim, names in enumerate(spec)
-        if names == axis or (isinstance(names, tuple) and axis in names)
-    ]
+    return [dim for dim, names in enumerate(spec) if axis in several(names)]
 
 
 def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:

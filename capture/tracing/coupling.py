@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from capture.model.graph import Tensor
-from capture.tracing.jaxprs import opened, sub_jaxprs
+from capture.tracing.jaxprs import opened, several, sub_jaxprs
 from capture.tracing.model import TracedModel
 from capture.tracing.slices import struct_of
 
@@ -82,7 +82,7 @@ def _meetings(one: Any, other: Any) -> Iterator[str]:
             continue
         made = [_grown(x, y) for x, y in zip(a.outvars, b.outvars, strict=True)]
         along = a.params.get(_ALONG.get(name, ""), ())
-        mixed = set(along if isinstance(along, tuple) else (along,))
+        mixed = set(several(along))
         if any(len(dims) != 1 for dims in made) or any(mixed & set(dims) for dims in grown):
             yield f"the operation {name} joins examples"
 

@@ -50,10 +50,15 @@ def consts_of(body: Any) -> Sequence[Any]:
     return getattr(body, "consts", ())
 
 
+def several(value: Any) -> Sequence[Any]:
+    """Return a parameter that is one or several as several."""
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
 def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
     """The open jaxprs among an equation's parameters (bodies, branches, conditions)."""
     for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
+        for item in several(value):
             if is_body(item):
                 yield opened(item)
 

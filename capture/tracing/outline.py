@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from capture.tracing.hashing import ProgramHasher
-from capture.tracing.jaxprs import is_variable
 from capture.tracing.program import Mark, Op, Program, RematRegion
 
 #: The one dtype of keys that programs of arrays draw with; JAX has no name for it that makes it.
@@ -60,7 +59,7 @@ def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
             texts.number(op.primitive.name),
             texts.number(hasher.operation(op)),
             # A literal is a list with the number of its text.
-            [v if is_variable(v) else [texts.number(hasher.literal(v))] for v in op.inputs],
+            [v if isinstance(v, int) else [texts.number(hasher.literal(v))] for v in op.inputs],
             list(op.outputs),
             op.has_effects,
             [regions.setdefault(region, len(regions)) for region in op.regions],
