@@ -176,7 +176,7 @@ def answer_of(arguments: Sequence[str]) -> dict[str, Any]:
 def as_text(document: dict[str, Any]) -> str:
     rows = []
     for row in document["rows"]:
-        for mode in [mode for mode in ("default", "paper") if mode in row]:
+        for mode in [mode for mode in ("default", "paper") if row.get(mode)]:
             s = row[mode]
             shares = [f"{s[f'within_{p}pct']:.1%}" for p in (2, 5, 11)]
             coverage = s["interval_coverage_fraction"]

@@ -99,6 +99,33 @@ class DeviceMemory:
         )
 
 
+#: How the source of a number begins that is a guess.
+ASSUMED = "assumed: "
+
+
+@dataclass(frozen=True)
+class HostMachine:
+    """What the machine has that devices are in.
+
+    Attributes:
+        memory_bytes: For each of its devices: for weights, optimizer state and what is kept for the
+            backward pass.
+        message_bytes_per_second: From one process to another; all that work share it, and every
+            byte is written and read.
+        delete_seconds: To give the memory of a task back.
+    """
+
+    memory_bytes: Sourced = Sourced(
+        64 * 2**30, f"{ASSUMED}64 GiB per device, for the target does not say; give --host-memory"
+    )
+    message_bytes_per_second: Sourced = Sourced(
+        16 * 2**30, f"{ASSUMED}the released scheduler's, for any host"
+    )
+    delete_seconds: Sourced = Sourced(
+        0.0, f"{ASSUMED}an array is given back without waiting for the device"
+    )
+
+
 @dataclass(frozen=True)
 class Rates:
     """How fast a device computes and reads its memory.

@@ -17,7 +17,7 @@ from typing import Any
 from capture import documents
 from capture.errors import ClusterError, Violation
 from capture.machine.cluster import Cluster, Machine
-from capture.machine.rates import Sourced
+from capture.machine.rates import ASSUMED, Sourced
 from capture.quantities import format_quantity, nearest
 
 SERVER = documents.Format(
@@ -28,8 +28,6 @@ SERVER = documents.Format(
     not_json="file",
     strict=True,
 )
-#: How the source of a number begins that is a guess.
-ASSUMED = "assumed: "
 SERVERS_FOLDER = Path(__file__).parent / "servers"
 
 
@@ -83,7 +81,7 @@ class Server:
 
         Args:
             cluster: One node.
-            host_memory_bytes: Which no target says; None for 64 GiB per device.
+            host_memory_bytes: None for what the target says.
 
         Raises:
             ClusterError: ``server-nodes`` for more than one node; TargetError: those of
@@ -98,24 +96,20 @@ class Server:
         machine = Machine.of(cluster)
         rates, memory, count = machine.rates, machine.target.memory, cluster.num_devices
         assert memory is not None, "a machine has memory"
-        host = (
-            Sourced(
-                64 * 2**30 * count,
-                ASSUMED + "64 GiB per device, for no target says; give --host-memory",
-            )
-            if host_memory_bytes is None
-            else Sourced(host_memory_bytes, "given")
-        )
+        host = machine.target.host
+        of_host = replace(host.memory_bytes, value=host.memory_bytes.value * count)
+        if host_memory_bytes is not None:
+            of_host = Sourced(host_memory_bytes, "given")
         return cls(
             f"{cluster.target}-x{count}",
             Sourced(count, "the cluster"),
             memory.capacity_bytes,
             Sourced(memory.usable_bytes, str(memory)),
-            host,
+            of_host,
             rates.host.to_device.bytes_per_second,
             rates.intra_node.bytes_per_second,
-            Sourced(16 * 2**30, ASSUMED + "the released scheduler's, for any host"),
-            Sourced(0.0, ASSUMED + "an array is given back without waiting for the device"),
+            host.message_bytes_per_second,
+            host.delete_seconds,
             machine.target.description,
         )
 

@@ -16,6 +16,9 @@ as it is:
                      ``capture.machine.tiles``; without them every product fills the device)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
+    host             optional: memory_bytes for each device of the machine, and of its processes
+                     message_bytes_per_second and delete_seconds, see
+                     ``HostMachine``
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
                      device; host: the same as to_device and to_host, and duplex (true or false)
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
@@ -39,7 +42,15 @@ from typing import Any, Literal
 from capture import documents
 from capture.errors import TargetError
 from capture.extras import EXTRA_OF, compilers_of, install_command
-from capture.machine.rates import DeviceMemory, HostLink, Link, Products, Rates, Sourced
+from capture.machine.rates import (
+    DeviceMemory,
+    HostLink,
+    HostMachine,
+    Link,
+    Products,
+    Rates,
+    Sourced,
+)
 
 TARGET = documents.Format(
     "target file",
@@ -52,7 +63,7 @@ TARGETS_FOLDER = Path(__file__).parent / "targets"
 
 Platform = Literal["cpu", "cuda", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
-_NOTHING, _AS_THEY_ARE = Sourced(0, "none"), Products()
+_NOTHING, _AS_THEY_ARE, _ANY_HOST = Sourced(0, "none"), Products(), HostMachine()
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Target:
         on_chip_bytes: Size of a memory beside the main one, in which the compiler holds what is in
             use.
         products: What the compiler makes of products.
+        host: What the machine has that devices are in.
 
     Example:
         >>> target = Target.load("a100-40g")
@@ -84,6 +96,7 @@ class Target:
     compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
     on_chip_bytes: Sourced = _NOTHING
     products: Products = _AS_THEY_ARE
+    host: HostMachine = _ANY_HOST
 
     @classmethod
     def load(cls, name: str) -> Target:
@@ -273,6 +286,7 @@ class _TargetFile:
     links: _Links | None = None
     on_chip_bytes: Sourced | None = None
     products: Products | None = None
+    host: HostMachine = _ANY_HOST
 
     def target(self, name: str) -> Target:
         options = self.compiler.get("options", {})
@@ -292,6 +306,7 @@ class _TargetFile:
             self.compiler,
             self.on_chip_bytes or Target.on_chip_bytes,
             products,
+            self.host,
         )
 
     def _rates(self, compute: _Compute, products: Products) -> Rates:

@@ -8,7 +8,9 @@ import pytest
 
 from capture.errors import ClusterError
 from capture.machine.cluster import Cluster
+from capture.machine.rates import Sourced
 from capture.machine.server import SERVERS_FOLDER, Server, server_names
+from capture.machine.target import TARGETS_FOLDER
 
 
 def a_file(tmp_path, leave_out=(), **changes) -> str:
@@ -41,9 +43,21 @@ def test_a_target_makes_one():
     server = Server.of(Cluster.parse("1x2", "h100"), 10**12)
     assert (server.name, server.devices, server.host_memory_bytes.value) == ("h100-x2", 2, 10**12)
     assert server.usable_bytes.value < server.memory_bytes.value
+    assert set(server.assumed) == {"message_bytes_per_second", "delete_seconds"}
+    assert "host_memory_bytes" in Server.of(Cluster.parse("1x2", "h100")).assumed
     with pytest.raises(ClusterError) as error:
         Server.of(Cluster.parse("2x2", "h100"))
     assert error.value.codes == ("server-nodes",)
+
+
+def test_a_target_says_what_its_host_has(tmp_path):
+    document = json.loads((TARGETS_FOLDER / "h100.json").read_text())
+    document["host"] = {"memory_bytes": {"value": 10**11, "source": "its data sheet"}}
+    (path := tmp_path / "mine.json").write_text(json.dumps(document))
+    server = Server.of(Cluster.parse("1x4", str(path)))
+    assert server.host_memory_bytes == Sourced(4 * 10**11, "its data sheet")
+    assert set(server.assumed) == {"message_bytes_per_second", "delete_seconds"}
+    assert Server.of(Cluster.parse("1x4", str(path)), 7).host_memory_bytes.value == 7
 
 
 def test_a_file_goes_in_and_out(tmp_path):
