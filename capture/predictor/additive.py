@@ -36,6 +36,7 @@ from capture.predictor.formula import (
 )
 from capture.predictor.mixture import Mixed
 from capture.predictor.same_stages import stage_signature
+from capture.predictor.stage_sums import largest_sum, once_per_stage
 from capture.predictor.tables import ComponentTables
 from capture.step.interface import StageInterface, plan_interfaces
 
@@ -279,7 +280,7 @@ class AdditivePredictor(ComponentTables):
         arriving = {most: self._arriving(choice.param_split, most) for most in set(ends)}
         memory = self.memory(choice.measured[-1] if mixed else choice, microbatch_size)
         if not least:
-            memory = replace(memory, summaries=_largest_sum(memory.summaries))
+            memory = replace(memory, summaries=largest_sum(memory.summaries))
         if kinds is not None:
             parts = {name: part for name, part in vars(memory).items() if np.ndim(part)}
             kinds.look(*parts.values(), *arriving.values(), kept=True)
@@ -489,28 +490,3 @@ def _shared_out(total: int, weights: Sequence[int] | np.ndarray) -> list[int]:
         return [total, *[0] * (len(weights) - 1)]
     ends = np.round(total * bounds / bounds[-1]).astype(np.int64)
     return np.diff(ends).tolist()
-
-
-def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
-    """Per stage [first, stop), the total size of the items that its layers read, each counted once.
-
-    An item counts in stages that begin after its previous reader and reach its next one.
-    """
-    num_layers = len(items_of_layer)
-    # [first, layer]: items of the layer that no layer since first has read.
-    new = np.zeros((num_layers, num_layers), np.int64)
-    last_reader: dict[int, int] = {}
-    for layer, items in enumerate(items_of_layer):
-        for item in dict.fromkeys(items):
-            new[last_reader.get(item, -1) + 1 : layer + 1, layer] += sizes[item]
-            last_reader[item] = layer
-    return np.concatenate([np.zeros((num_layers, 1), np.int64), np.cumsum(new, axis=1)], axis=1)
-
-
-def _largest_sum(of_stage: np.ndarray) -> int:
-    """Over all ways to cut the layers, the largest sum over the stages; ``of_stage`` is indexed
-    [first, stop)."""
-    best = np.zeros(of_stage.shape[1], np.int64)
-    for stop in range(1, len(best)):
-        best[stop] = (best[:stop] + of_stage[:stop, stop]).max()
-    return int(best[-1])

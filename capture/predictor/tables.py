@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.held_gradients import Windows, added_bytes, held_beyond, held_gradients
 from capture.predictor.mixture import Mixed
+from capture.predictor.stage_sums import kept_twice, largest_part, passed
 from capture.predictor.statistics import extend_split, extend_windows
 
 #: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
@@ -241,17 +241,17 @@ class ComponentTables:
                 begins = known - crossing * (component == "forward")
                 ends = known - crossing[:-1, None]
                 inner = begins - crossing[:-1, None]
-                least = np.fmax(np.fmax.accumulate(begins, axis=1), _largest_part(inner))
+                least = np.fmax(np.fmax.accumulate(begins, axis=1), largest_part(inner))
                 if component == "forward":
                     least = np.fmax(least, np.fmax.accumulate(ends[::-1])[::-1])
             elif component in ("update", "summarize"):
-                least = _largest_part(known)
+                least = largest_part(known)
             else:
                 continue
             table[row], drift[row] = np.where(np.isnan(known), least, known), 0
         longest = max(stop - first for first, stop in windows)
         row = self.components.index("kept")
-        table[row] -= _kept_twice(graph, longest, choice)
+        table[row] -= kept_twice(graph, longest, choice)
         if choice.tensor_parallel > 1:
             least = self._kept_of_parts(choice, microbatch_size, measured[row])
             table[row] = np.where(np.isnan(measured[row]), np.fmin(table[row], least), table[row])
@@ -266,7 +266,7 @@ class ComponentTables:
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
         key = (whole, microbatch_size)
         if key not in self.profile.windows:
-            return _largest_part(known) / choice.tensor_parallel
+            return largest_part(known) / choice.tensor_parallel
         if key not in self._kept_whole:
             table, _ = self._measured_table(*key)
             self._kept_whole[key] = table[self.components.index("kept")]
@@ -327,7 +327,7 @@ class ComponentTables:
         """Per cut, bytes of what layers on both sides of it have to do with, (L + 1,)."""
         of = choice.value_split, microbatch_size
         if of not in self._between:
-            self._between[of] = _passed(self.graph(microbatch_size), choice)
+            self._between[of] = passed(self.graph(microbatch_size), choice)
         return self._between[of]
 
     def look_at_parts(self, choice: StageChoice, microbatch_size: int, kinds: Kinds) -> None:
@@ -352,7 +352,7 @@ class ComponentTables:
         for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
                 known = measured[row]
-                least = _largest_part(known)
+                least = largest_part(known)
                 if not may_be_low:
                     least = np.fmin(total[row], least)
                 table[row] = np.where(np.isnan(known), np.fmax(table[row], least), known)
@@ -389,7 +389,7 @@ class ComponentTables:
         table[: self.num_passes] *= growth[: self.num_passes]
         for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
-                table[row] = _largest_part(table[row])
+                table[row] = largest_part(table[row])
         return table
 
     def can_predict(self, choice: StageChoice, microbatch_size: int) -> bool:
@@ -447,43 +447,6 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
     for (first, stop), parts in windows.items():
         measured[:, first, stop] = parts
     return measured
-
-
-def _largest_part(of_stage: np.ndarray) -> np.ndarray:
-    """Per stage [first, stop), the most of any stage within it that is known; NaN of no stage."""
-    return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
-
-
-def _kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
-    """Most bytes that the sum over windows counts again of stages [first, stop), (L, L + 1): of a
-    value or batch leaf that two layers have to do with, too far apart for a window, and none
-    between."""
-    found = np.zeros((graph.num_layers, graph.num_layers + 1))
-    for nbytes, layers in _touched(graph, choice):
-        for layer, later in pairwise(layers):
-            if later - layer >= longest:
-                found[: layer + 1, later + 1 :] += nbytes
-    return found
-
-
-def _passed(graph: LayerGraph, choice: StageChoice) -> np.ndarray:
-    """Bytes of the values and batch leaves that layers on both sides of a cut have to do with,
-    (L + 1,)."""
-    found = np.zeros(graph.num_layers + 1)
-    for nbytes, layers in _touched(graph, choice):
-        if layers:
-            found[layers[0] + 1 : layers[-1] + 1] += nbytes
-    return found
-
-
-def _touched(graph: LayerGraph, choice: StageChoice) -> Iterator[tuple[int, list[int]]]:
-    """Bytes of every value and batch leaf, and the layers that have to do with it, in order."""
-    for v in range(len(graph.values)):
-        layers = [layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs]
-        yield graph.value_bytes(v, choice.value_split), layers
-    for b, leaf in enumerate(graph.batch):
-        layers = [layer.layer_id for layer in graph.layers if b in layer.batch]
-        yield leaf.shard_bytes(choice.data_parallel), layers
 
 
 def _kind(choice: StageChoice) -> StageChoice:

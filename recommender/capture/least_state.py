@@ -18,7 +18,7 @@ from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.space import StageSpace
 from capture.plan.why import Why
-from capture.predictor.additive import once_per_stage
+from capture.predictor.stage_sums import once_per_stage
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem

@@ -22,7 +22,7 @@ from recommender.answer import StageAnswer
 from recommender.capture import grouped
 from recommender.capture.lowest_peak import between, expected, open_others
 from recommender.capture.minmax import least_peak
-from recommender.capture.parts import Found, OpenPart, Part
+from recommender.capture.parts import Found, OpenPart, Part, posed, posed_at_most
 from recommender.capture.problem import SearchProblem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
@@ -30,8 +30,6 @@ from recommender.capture.speed import (
     Ratios,
     Timed,
     estimates,
-    posed,
-    posed_at_most,
     proposed,
     ratios,
     seconds_of,

@@ -16,6 +16,7 @@ from capture.plan.schedule import SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from recommender.answer import StageAnswer
+from recommender.capture.posed import search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.refuted import without_bounds
 from recommender.question import PlanQuestion
@@ -167,3 +168,32 @@ def compiled_in(problem: SearchProblem, part: OpenPart) -> Iterator[tuple[int, i
         if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):
             number = problem.kinds[config.first, config.stop]
             yield d, problem.choices[d].index(choice), int(number)
+
+
+def posed(part: OpenPart) -> SearchProblem:
+    """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
+    return _posed(part, part.known, part.basis(_bounds))
+
+
+def posed_at_most(part: OpenPart) -> SearchProblem:
+    """The same with what the others are expected to need and take at most."""
+    return _posed(part, part.most, part.basis(_expectations))
+
+
+def posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
+    """Both problems."""
+    return part.once(posed), part.once(posed_at_most)
+
+
+def _bounds(part: OpenPart) -> SearchProblem:
+    return _posed(part, replace(part.known, verified={}))
+
+
+def _expectations(part: OpenPart) -> SearchProblem:
+    return _posed(part, replace(part.most, verified={}))
+
+
+def _posed(part: OpenPart, known: Profile, like: SearchProblem | None = None) -> SearchProblem:
+    if like is not None and not any(each.microbatch_size == part.size for each in known.verified):
+        return like
+    return search_problem(known, part.question, with_times=True, least=True, like=like)

@@ -22,7 +22,7 @@ from math import inf
 
 import numpy as np
 
-from capture.measured.profile import Profile, StageConfig
+from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, PlanNotes, Why
@@ -42,8 +42,15 @@ from recommender.capture.lowest_peak import (
     peak_of,
 )
 from recommender.capture.pareto import pareto
-from recommender.capture.parts import Found, OpenPart, Part, compiled_in
-from recommender.capture.posed import search_problem
+from recommender.capture.parts import (
+    Found,
+    OpenPart,
+    Part,
+    compiled_in,
+    posed,
+    posed_at_most,
+    posed_both,
+)
 from recommender.capture.problem import NEVER, SearchProblem, together
 from recommender.capture.recommendation import plan_of, predict_plan
 from recommender.capture.refine import ROUNDING, Corner, Look, Policy, Search, above, far
@@ -205,7 +212,7 @@ class Timed(Policy):
         """Return what compiled layers say once a plan that fits is compiled."""
         fastest = min(map(seconds_of, search.fitting))
         enough = fastest / (1 + search.effort.within_fraction)
-        return LayerProof(search, _posed_both, enough)
+        return LayerProof(search, posed_both, enough)
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
@@ -296,34 +303,6 @@ def _undominated(plans: Iterable[Found]) -> list[Found]:
         if not left or seconds_of(found) < seconds_of(left[-1]):
             left.append(found)
     return left
-
-
-def posed(part: OpenPart) -> SearchProblem:
-    """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
-    return _posed(part, part.known, part.basis(_bounds))
-
-
-def posed_at_most(part: OpenPart) -> SearchProblem:
-    """The same with what the others are expected to need and take at most."""
-    return _posed(part, part.most, part.basis(_expectations))
-
-
-def _posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
-    return part.once(posed), part.once(posed_at_most)
-
-
-def _bounds(part: OpenPart) -> SearchProblem:
-    return _posed(part, replace(part.known, verified={}))
-
-
-def _expectations(part: OpenPart) -> SearchProblem:
-    return _posed(part, replace(part.most, verified={}))
-
-
-def _posed(part: OpenPart, known: Profile, like: SearchProblem | None = None) -> SearchProblem:
-    if like is not None and not any(each.microbatch_size == part.size for each in known.verified):
-        return like
-    return search_problem(known, part.question, with_times=True, least=True, like=like)
 
 
 def _corners(part: OpenPart) -> Sequence[Corner]:
@@ -491,10 +470,11 @@ def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
     if not part.is_plain:
         return grouped.fastest(part, ratios[0], part.question.limit_bytes)
     problem = part.once(estimates, ratios)
-    others = [problem.cost, part.once(posed).cost]
-    found = throughput(part.once(estimates, ratios, True) if is_last else problem)
-    while found.status != "ok" and others:
-        found = throughput(replace(problem, cost=others.pop(0)))
+    tried = [part.once(estimates, ratios, True)] * is_last + [problem]
+    found = next((found for each in tried if (found := throughput(each)).status == "ok"), None)
+    if found is None:
+        least, problem = together(part.once(posed), problem)
+        found = throughput(replace(problem, cost=least.cost))
     return [Found(part, expected(part, found))]
 
 

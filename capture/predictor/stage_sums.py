@@ -1,0 +1,74 @@
+"""Sums and largest parts over the layers of every stage [first, stop), from what the layer graph
+knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from capture.model.graph import LayerGraph
+from capture.plan.choices import StageChoice
+
+
+def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
+    """Per stage [first, stop), the total size of the items that its layers read, each counted once.
+
+    An item counts in stages that begin after its previous reader and reach its next one.
+    """
+    num_layers = len(items_of_layer)
+    # [first, layer]: items of the layer that no layer since first has read.
+    new = np.zeros((num_layers, num_layers), np.int64)
+    last_reader: dict[int, int] = {}
+    for layer, items in enumerate(items_of_layer):
+        for item in dict.fromkeys(items):
+            new[last_reader.get(item, -1) + 1 : layer + 1, layer] += sizes[item]
+            last_reader[item] = layer
+    return np.concatenate([np.zeros((num_layers, 1), np.int64), np.cumsum(new, axis=1)], axis=1)
+
+
+def largest_sum(of_stage: np.ndarray) -> int:
+    """Over all ways to cut the layers, the largest sum over the stages; ``of_stage`` is indexed
+    [first, stop)."""
+    best = np.zeros(of_stage.shape[1], np.int64)
+    for stop in range(1, len(best)):
+        best[stop] = (best[:stop] + of_stage[:stop, stop]).max()
+    return int(best[-1])
+
+
+def largest_part(of_stage: np.ndarray) -> np.ndarray:
+    """Per stage [first, stop), the most of any stage within it that is known; NaN of no stage."""
+    return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
+
+
+def kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
+    """Most bytes that the sum over windows counts again of stages [first, stop), (L, L + 1): of a
+    value or batch leaf that two layers have to do with, too far apart for a window, and none
+    between."""
+    found = np.zeros((graph.num_layers, graph.num_layers + 1))
+    for nbytes, layers in _touched(graph, choice):
+        for layer, later in pairwise(layers):
+            if later - layer >= longest:
+                found[: layer + 1, later + 1 :] += nbytes
+    return found
+
+
+def passed(graph: LayerGraph, choice: StageChoice) -> np.ndarray:
+    """Bytes of the values and batch leaves that layers on both sides of a cut have to do with,
+    (L + 1,)."""
+    found = np.zeros(graph.num_layers + 1)
+    for nbytes, layers in _touched(graph, choice):
+        if layers:
+            found[layers[0] + 1 : layers[-1] + 1] += nbytes
+    return found
+
+
+def _touched(graph: LayerGraph, choice: StageChoice) -> Iterator[tuple[int, list[int]]]:
+    """Bytes of every value and batch leaf, and the layers that have to do with it, in order."""
+    for v in range(len(graph.values)):
+        layers = [layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs]
+        yield graph.value_bytes(v, choice.value_split), layers
+    for b, leaf in enumerate(graph.batch):
+        layers = [layer.layer_id for layer in graph.layers if b in layer.batch]
+        yield leaf.shard_bytes(choice.data_parallel), layers
