@@ -105,7 +105,7 @@ class Timed:
 
     def every(self, asked: PlanQuestion = QUESTION) -> list[tuple[int, float]]:
         """Bytes and simulated seconds of all plans, with all stages compiled."""
-        key = self.seed, self.spread, self.sizes, asked
+        key = type(self), self.seed, self.spread, self.sizes, asked
         if key not in EVERY:
             problem = search_problem(self.all, asked, with_times=True)
             EVERY[key] = [
