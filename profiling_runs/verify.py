@@ -69,6 +69,12 @@ class Verification:
         return tuple(self.ledger.peak_bytes_per_device)
 
     @property
+    def host_peak_bytes(self) -> int | None:
+        """Of the host that the step uses most; None where it uses none."""
+        names = {place.host.name for place in self.program.places if place.host}
+        return max((self.ledger.peak_of(name).peak_bytes for name in names), default=None)
+
+    @property
     def verified(self) -> Verified:
         """As plans remember it."""
         peaks, guesses, errors = self.peak_bytes_per_device, None, None

@@ -41,6 +41,13 @@ def _spoilt() -> Workload:
     return replace(whole, init=init)
 
 
+def _offloading() -> Plan:
+    """All that can rests on both hosts."""
+    plan = _plan((1, 1, 1, 1), ((1, 1),) * 4, schedule="gpipe", num_microbatches=8)
+    both = ("activations", "optimizer")
+    return plan.with_(stages=[replace(stage, offload=both) for stage in plan.stages])
+
+
 #: Workload, plan, window.
 CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # Tied parameters, dropout, a value that skips a stage, clipping, and layouts that are not alike.
@@ -75,6 +82,7 @@ SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # A stage on all devices of both hosts.
     "span": lambda: (tied(CLIPPED), _plan((4,), ((2, 2),), shard_optimizer=True), 1),
     "split": lambda: (mlp(), _plan((2, 2), ((2, 1), (1, 2)), schedule="zb-h1"), 2),
+    "offload": lambda: (mlp(optax.adam(1e-2)), _offloading(), 2),
     "nan": lambda: (_spoilt(), _plan((2, 2), ((2, 1), (2, 1))), 1),
 }
 

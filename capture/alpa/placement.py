@@ -87,7 +87,10 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
 
 
 def foreign_schedule(plan: Plan) -> list[Violation]:
-    """That Alpa has no such schedule: ``alpa-schedule``."""
+    """That Alpa has no such schedule, or nothing that rests on hosts: ``alpa-schedule``."""
+    if any(stage.offload for stage in plan.stages):
+        said = "Alpa keeps all on devices, and stages of the plan have offload; leave it out."
+        return [Violation(said, "alpa-schedule")]
     if plan.schedule in PLAIN_SCHEDULES:
         return []
     return [

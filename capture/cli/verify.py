@@ -62,6 +62,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
         time=None if timeline is None else time_summary(timeline, plan, found.graph),
         source=found.provenance,
         num_compiled=found.num_compiled,
+        host_peak_bytes=found.host_peak_bytes,
         warnings=split_warnings(measurements.backend.workload, plan.microbatch_size),
     )
     return report, verified.with_(time=report.time)

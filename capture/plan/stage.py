@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, cast, get_args
 
 from capture import documents
 from capture.errors import PlanError
 from capture.plan.choices import ChoiceRow, StageChoice
+
+#: Activations that a micro-batch keeps for its backward pass, or the state of the optimizer.
+Offload = Literal["activations", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,11 @@ class Stage:
         devices: Ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]``
             is replica r, shard c.
         choice: How the devices share the work.
+        offload: What rests in the memory of the host between its uses.
 
     Raises:
-        PlanError: ``plan-layers`` or ``plan-devices`` if those are no whole numbers.
+        PlanError: ``plan-layers`` or ``plan-devices`` if those are no whole numbers,
+            ``plan-offload`` if what rests is nothing that can.
 
     Example:
         >>> Stage(0, 2, [0, 1], StageChoice(data_parallel=2)).to_json()["layers"]
@@ -34,8 +39,16 @@ class Stage:
     stop: int
     devices: tuple[int, ...]
     choice: StageChoice = StageChoice()
+    offload: tuple[Offload, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self):
+        object.__setattr__(self, "offload", tuple(dict.fromkeys(self.offload)))
+        if unknown := {*self.offload}.difference(get_args(Offload)):
+            raise PlanError.of(
+                f"a stage has offload={list(self.offload)}, of which {', '.join(sorted(unknown))} "
+                f"cannot rest on a host; give some of {', '.join(get_args(Offload))}.",
+                "plan-offload",
+            )
         # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
         _whole_numbers((self.first, self.stop), "(first, stop)", "plan-layers")
         object.__setattr__(self, "devices", _whole_numbers(self.devices, "devices", "plan-devices"))
@@ -59,6 +72,7 @@ class Stage:
             "num_devices": self.num_devices,
             "devices": list(self.devices),
             **self.choice.to_json(),
+            **({"offload": list(self.offload)} if self.offload else {}),
         }
 
     @classmethod
@@ -78,11 +92,13 @@ class StageRow(ChoiceRow):
     layers: tuple[int, int]
     devices: tuple[int, ...]
     num_devices: int = 0
+    offload: tuple[str, ...] = ()
 
     @property
     def stage(self) -> Stage:
         first, last = self.layers
-        return Stage(first, last + 1, self.devices, self.choice)
+        offload = cast(tuple[Offload, ...], self.offload)  # a stage looks at it
+        return Stage(first, last + 1, self.devices, self.choice, offload=offload)
 
 
 def _whole_numbers(given: Any, name: str, code: str) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ class Plan(PlanFile):
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
             ``plan-devices``, ``plan-degrees``, ``plan-batch``, ``plan-schedule``,
             ``plan-schedule-stages``, ``plan-schedule-microbatches``, ``plan-remat``,
-            ``plan-shard-params``, ``plan-rule``.
+            ``plan-offload``, ``plan-shard-params``, ``plan-rule``.
     """
 
     FORMAT = PLAN
@@ -138,6 +138,11 @@ class Plan(PlanFile):
     def step_estimate(self) -> tuple[float, str] | None:
         """As it was simulated when the plan was made."""
         return None if self.time is None else (self.time.step_seconds, "simulated")
+
+    def host_of(self, stage: Stage) -> str:
+        """The memory of the host that a stage uses, by its name."""
+        node = self.cluster.node_of_device[stage.devices[0]]
+        return "host" if len(self.cluster.nodes) == 1 else f"host of node {node}"
 
     def with_(self, **changes: Any) -> Plan:
         """A copy with other fields, validated again."""
@@ -265,6 +270,15 @@ def _violations(plan: Plan) -> list[Violation]:
                     f"stage {s}; lower the degree or the "
                     "number of micro-batches.",
                     "plan-batch",
+                )
+            )
+        nodes = plan.cluster.node_of_device
+        if stage.offload and len({nodes[d] for d in stage.devices if d < len(nodes)}) > 1:
+            found.append(
+                Violation(
+                    f"stage {s} has offload={list(stage.offload)} on devices of several nodes, and "
+                    "what rests is in the memory of one host; give it devices of one node.",
+                    "plan-offload",
                 )
             )
         if not is_remat(choice.remat):

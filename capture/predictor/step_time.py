@@ -135,9 +135,8 @@ def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepT
     seconds, rates = float(timeline.step_seconds), Target.load(plan.cluster.target).rates
     assert rates is not None, "its step was simulated with them"
     passes: list[dict[str, float]] = [{} for _ in plan.stages]
-    places = {place: s for s, place in enumerate(timeline.step.places)}
     for name, program in timeline.step.programs.items():
-        passes[places[program.place]][program.kind] = float(timeline.program_seconds[name])
+        passes[program.call.stage][program.kind] = float(timeline.program_seconds[name])
     return StepTime(
         seconds,
         plan.global_batch_size / seconds,

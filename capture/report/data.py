@@ -265,7 +265,8 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
 
 
 def _of_timeline(clock: Clock, timeline: StepTimeline, plan: Plan) -> ScheduleFacts:
-    memory = tuple(timeline.memory_of(place.devices[0]) for place in timeline.step.places)
+    devices = [place.devices[0] for place in timeline.step.places if not place.host]
+    memory = tuple(map(timeline.memory_of, devices))
     waits = tuple(map(float, timeline.bubble_fraction))
     lanes = {
         timeline.processes[plan.stages[stages[0]].devices[0]]: _named(stages)

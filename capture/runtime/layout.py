@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
-from capture.compiler.executable import Executable
+from capture.compiler.executable import HOST_MEMORY, Executable
 from capture.errors import ExecutionError
 from capture.model.graph import LayerGraph, Tensor
 from capture.partition.sharding import over_replicas
@@ -50,6 +50,21 @@ def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]
             "run-devices",
         )
     return list(devices[:count])
+
+
+def check_hosts(devices: Sequence[Any]) -> None:
+    """Refuse devices that cannot use the memory of their host.
+
+    Raises:
+        ExecutionError: ``run-host-memory``.
+    """
+    kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]
+    if any(HOST_MEMORY not in found for found in kinds):
+        raise ExecutionError.of(
+            f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
+            "where the plan keeps something; run it on GPUs, TPUs or CPU devices.",
+            "run-host-memory",
+        )
 
 
 def check_host_memory(device: Any, held_bytes: int) -> None:

@@ -113,7 +113,7 @@ def measure_step(
         live.num_checks,
         loss,
         state,
-        live.peak_bytes_of("host"),
+        max(map(live.peak_bytes_of, live.hosts), default=0),
         live.waiting_peak_bytes,
     )
 
@@ -154,6 +154,7 @@ class LiveArrayMeter:
             for place in step.places
             if place.host is not None
             for device in place.devices
+            if _is_here(devices[device])
         }
         self._id = {device: number for number, device in enumerate(devices)}
         #: Those of this process.
@@ -201,6 +202,11 @@ class LiveArrayMeter:
             for number, device in enumerate(self._devices)
             if _is_here(device)
         )
+
+    @property
+    def hosts(self) -> set[str]:
+        """The memories of this process's hosts that the step uses."""
+        return {*self._host.values()}
 
     def peak_bytes_of(self, memory: Memory) -> int:
         """Peak of a device's memory or of a host's."""

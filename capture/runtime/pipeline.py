@@ -22,13 +22,18 @@ from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.batch_parts import Need, needs_of
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
-from capture.runtime.layout import check_device_memory, first_devices
+from capture.runtime.layout import (
+    check_device_memory,
+    check_host_memory,
+    check_hosts,
+    first_devices,
+)
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.runtime.stage_slots import layout_of
+from capture.runtime.stage_slots import layout_of, on_host
 from capture.runtime.state import (
     PipelineState,
     joined_params,
@@ -74,13 +79,16 @@ def pipeshard(
     Raises:
         PlanError: ``plan-other-model`` if the plan was made for another model.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses; ``run-hosts``
-            and ``run-hosts-differ`` of processes that cannot share it.
+            and ``run-hosts-differ`` of processes that cannot share it; ``run-host-memory`` where a
+            stage keeps something on a host and its devices cannot use that.
     """
     environment.warn()
     of_stages(plan)
     found = (
         first_devices(devices, plan.cluster.num_devices) if hosts is None else hosts.devices(plan)
     )
+    if any(stage.offload for stage in plan.stages):
+        check_hosts([device for device in found if device.process_index == jax.process_index()])
     traced = trace_for_plan(workload, plan)
     if hosts is not None:
         hosts.compare({"model_hash": traced.graph.model_hash})
@@ -191,13 +199,17 @@ class PipelinedStep(TrainStep):
 
         Raises:
             ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
-                needs.
+                needs, ``run-host-memory`` of what rests on the host.
         """
         if self.devices[0].platform != "cpu":
             check_device_memory(self.devices, self.replay().peak_bytes_per_device)
+        for host in {place.host.name for place in self.program.places if place.host}:
+            check_host_memory(self.devices[0], self.replay().peak_of(host).peak_bytes)
         slots: dict[str, list[jax.Array]] = {}
         for s, stage in self.own_stages:
             params, optimizer = _initial(stage, leaves, state_leaves)
+            if "optimizer" in self.plan.stages[s].offload:
+                optimizer = jax.device_put(optimizer, [on_host(one).sharding for one in optimizer])
             count = len(stage.owned)
             slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer}
             for p, param in zip(stage.borrowed, params[count:], strict=True):
@@ -325,8 +337,8 @@ class PipelinedStep(TrainStep):
         return BoundStep(step, self.executable, layout, self.parts.get(id(step)))
 
     def executable(self, run: Run) -> Executable:
-        program = self.program.programs[run.program]
-        return getattr(self.stages[self.program.places.index(program.place)], program.kind)
+        call = self.program.programs[run.program].call
+        return getattr(self.stages[call.stage], call.kind)
 
 
 def _initial(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from capture.compiler.executable import HOST_MEMORY
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
@@ -12,8 +15,20 @@ from capture.step.program import Slot, Step
 
 
 def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> Sequence[Any]:
-    """The structures of the arrays of a slot; compiles what makes it, if that is not known else."""
-    stage = stages[step.places.index(slot.place)]
+    """The structures of the arrays of a slot; compiles what makes it, if that is not known else. In
+    the memory of a host they lie as on the devices."""
+    found = _structs(stages, step.places.index(slot.place) % len(stages), slot)
+    return found if slot.place.host is None else [on_host(struct) for struct in found]
+
+
+def on_host(struct: Any) -> jax.ShapeDtypeStruct:
+    """An array in the memory of the host of its devices."""
+    sharding = struct.sharding.with_memory_kind(HOST_MEMORY)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def _structs(stages: Sequence[StagePrograms], s: int, slot: Slot) -> Sequence[Any]:
+    stage = stages[s]
     match slot.holds:
         case Params(ids):
             return stage.param_structs(ids)

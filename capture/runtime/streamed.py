@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
-from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
+from capture.compiler.executable import AnyCompiler, Compiler, Executable
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
@@ -26,7 +26,12 @@ from capture.plan.task_graph import Span, Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, to_device, to_host
 from capture.runtime.exchange import joined, share_of
-from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
+from capture.runtime.layout import (
+    check_device_memory,
+    check_host_memory,
+    check_hosts,
+    first_devices,
+)
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
@@ -79,15 +84,7 @@ def streamed(
     environment.warn()
     count = plan.machine.devices
     devices = first_devices(devices, count)
-    if any(
-        HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}
-        for device in devices
-    ):
-        raise ExecutionError.of(
-            f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
-            "where weights are kept; run the plan on GPUs, TPUs or CPU devices.",
-            "run-host-memory",
-        )
+    check_hosts(devices)
     return StreamedStep(workload, plan, devices, Compiler(fast_compile=fast_compile), begins)
 
 

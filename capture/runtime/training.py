@@ -179,10 +179,10 @@ def train(
         # What the check saw of it; 0 without --check.
         waiting = () if measured is None else measured.waiting_peak_bytes
         document["waiting_peak_bytes_per_device"] = list(waiting)
-    if plan.host_memory_bytes:
+    if names := {place.host.name for place in step.program.places if place.host}:
         document["host"] = {
             "predicted_peak_bytes": plan.host_peak_bytes,
-            "replayed_peak_bytes": replayed.peak_of("host").peak_bytes,
+            "replayed_peak_bytes": max(replayed.peak_of(name).peak_bytes for name in names),
             "measured_peak_bytes": None if measured is None else measured.host_peak_bytes,
         }
     if "reference_losses" in document:

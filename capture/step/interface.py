@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.stage import Offload
 from capture.plan.stages import Plan
 
 
@@ -64,6 +65,8 @@ class StageInterface:
         summary_bytes: Small values that the update of other stages needs (a global norm); 0 if
             updates are independent.
         split: Where the backward pass is split.
+        offload: What rests in the memory of its host between its uses.
+        host: The name of that memory.
     """
 
     devices: tuple[int, ...]
@@ -86,6 +89,8 @@ class StageInterface:
     transient_bytes: Mapping[str, int]
     summary_bytes: int
     split: SplitBackward | None = None
+    offload: tuple[Offload, ...] = ()
+    host: str = "host"
 
     @property
     def params_bytes(self) -> int:
@@ -221,7 +226,7 @@ def plan_interfaces(
         param_bytes: Per way to split parameters, per parameter.
         costs: One per stage.
     """
-    return [
+    found = [
         stage_interface(
             graph,
             stage.first,
@@ -232,4 +237,8 @@ def plan_interfaces(
             cost,
         )
         for stage, cost in zip(plan.stages, costs, strict=True)
+    ]
+    return [
+        replace(one, offload=stage.offload, host=plan.host_of(stage))
+        for one, stage in zip(found, plan.stages, strict=True)
     ]

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
 from capture.errors import ExecutionError
@@ -31,8 +32,10 @@ from capture.step.holds import KeptPart, Leaves, Params, State, Summary
 from capture.step.holds import Values as Between
 from capture.step.interface import SplitBackward, StageInterface
 from capture.step.passes.frees import free
+from capture.step.passes.residency import reside
 from capture.step.passes.transfers import transfer
-from capture.step.program import Place, Program, Step
+from capture.step.passes.waits import wait
+from capture.step.program import Host, Place, Program, Step
 from capture.step.tasks import Round, Send, Task, Value
 from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
 from capture.step.times import StageTimes
@@ -55,12 +58,18 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
 
 def built(pipeline: Pipeline) -> Step:
     """The step of a pipeline, whose tasks nobody has listed before."""
-    step = Step(pipeline.places, pipeline.programs)
-    rounds = [*pipeline.passes(), Round([*pipeline.updates()])]
-    for turn in transfer(step, rounds, pipeline.kept):
-        step.num_passes = len(step.instructions)  # those before the last round
+    step = Step((*pipeline.places, *pipeline.hosts), pipeline.programs)
+    turns = transfer(step, [*pipeline.passes(), Round([*pipeline.updates()])], pipeline.kept)
+    if pipeline.hosts:
+        reside(step, turns, inf, ahead=True, behind=True)
+    for turn in turns if not pipeline.hosts else ():
         step.instructions += chain.from_iterable(turn.body)
+    first = next((id(block[0]) for block in turns[-1].body), None)
+    numbered = (n for n, each in enumerate(step.instructions) if id(each) == first)
+    step.num_passes = next(numbered, len(step.instructions))
     free(step)
+    if pipeline.hosts:
+        wait(step)
     return step
 
 
@@ -86,13 +95,14 @@ def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
     Raises:
         ExecutionError: ``timeline-stages`` if there is not one ``StageTimes`` per stage.
     """
-    if len(times) != len(step.places):
+    calls = {name: program.call for name, program in step.programs.items()}
+    num_stages = len({call.stage for call in calls.values()})
+    if len(times) != num_stages:
         raise ExecutionError.of(
-            f"times has {len(times)} entries for a program of {len(step.places)} stages; give "
+            f"times has {len(times)} entries for a program of {num_stages} stages; give "
             "one per stage.",
             "timeline-stages",
         )
-    calls = {name: program.call for name, program in step.programs.items()}
     return {name: times[call.stage].of(call.kind) for name, call in calls.items()}
 
 
@@ -132,6 +142,14 @@ class Pipeline:
     def __init__(self, stages: Sequence[StageInterface], schedule: Schedule):
         self.stages, self.schedule = stages, schedule
         self.places = tuple(Place(f"stage {s}", stage.devices) for s, stage in enumerate(stages))
+        #: In the memory of hosts, if something of a stage rests there.
+        self.hosts = tuple(
+            Place(f"host of stage {s}", stage.devices, Host(stage.host))
+            for s, stage in enumerate(stages)
+            if any(each.offload for each in stages)
+        )
+        self._resting = self._rests()
+        self._away = set[Value]()  # what is on a host by now
         self.kept: list[Value] = []
         self.programs: dict[str, Program] = {}
         self._values: dict[Key, Value] = {}
@@ -149,7 +167,11 @@ class Pipeline:
             owned, of = Params(tuple(stage.owned)), ("params", "parameters")
             params = [self._keep(s, *of, stage.params_bytes, owned)]
             state = "optimizer", "optimizer", stage.optimizer_bytes, State(owned.ids)
-            self._optimizer.append(self._keep(s, *state))
+            optimizer = self._keep(s, *state)
+            if "optimizer" in stage.offload:
+                optimizer.home = self.hosts[s]
+                optimizer = replace(optimizer, home=None, name="", source=optimizer)
+            self._optimizer.append(optimizer)
             for p in stage.borrowed:
                 owner, of = self._owner[p], ("param", "parameters")
                 borrowed = self._keep(s, *of, stage.param_bytes[p], Params((p,)), p)
@@ -163,9 +185,53 @@ class Pipeline:
     def passes(self) -> Iterator[Round]:
         """The forward and backward passes, and when what they make is sent; once."""
         for passes in self.schedule.rounds:
-            tasks = [task for one in passes for task in self.run(one)]
             ordered = sorted(passes, key=_order_of_sends)
-            yield Round([*tasks, *(send for one in ordered for send in self.sends(one))])
+            tasks = [task for one in passes for task in self.run(one)]
+            sends = [send for one in ordered for send in self.sends(one)]
+            if not self.hosts:
+                yield Round([*tasks, *sends])
+                continue
+            for task in tasks:
+                yield self._turn(task)
+            yield Round([*sends, *(rest for one in passes for rest in self._offloaded(one))])
+
+    def _turn(self, task: Task) -> Round:
+        """A task, and what comes back for it."""
+        if task.program.kind == "zero_gradients":
+            return Round([task])
+        back = tuple(v for group in task.reads for v in group if v in self._away)
+        self._away.difference_update(back)
+        return Round([task], min(task.program.place.devices), [back])
+
+    def _offloaded(self, one: Pass) -> Iterator[Send]:
+        """What a pass keeps goes to rest, when all has been sent."""
+        s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
+        if one.kind != "forward" or (s, m) not in self._resting:
+            return
+        kept = (
+            *self._read("input", s, m, stage.kept_inputs),
+            *self._read("output", s, m, stage.kept_outputs),
+            *self._read("residuals", s, m, [0]),
+            *self._read("held residuals", s, m, [0] * self.schedule.splits_backward),
+        )
+        for value in kept:
+            self._away.add(value)
+            label = f"offload {value.what} {m} of stage {s}"
+            yield Send(value, self.hosts[s], label, rests=True)
+
+    def _rests(self) -> set[tuple[int, int]]:
+        """Stages and micro-batches whose activations rest: where they are away for a pass, after
+        one during which they go and before one during which they come."""
+        found = set[tuple[int, int]]()
+        for order in self.schedule.orders:
+            made = dict[tuple[int, int], int]()
+            for number, one in enumerate(order):
+                key = one.stage_id, one.microbatch
+                if one.kind == "forward" and "activations" in self.stages[one.stage_id].offload:
+                    made[key] = number
+                elif number - made.pop(key, number) > 3:
+                    found.add(key)
+        return found
 
     def received(self, s: int) -> tuple[int, ...]:
         """Values that a stage gets from others."""
@@ -278,10 +344,11 @@ class Pipeline:
         takes: Values,
         label: str,
         ends: Values = (),
+        rests: Sequence[tuple[Value, Place]] = (),
     ) -> Task:
         name, at = StageCall(kind, s).name, self._handed
         program = self.programs[name]
-        return Task(name, program, reads, makes, takes, ends=ends, at=at, label=label)
+        return Task(name, program, reads, makes, takes, rests, ends, at, label)
 
     def _forward(self, s: int, m: int) -> Task:
         stage, last = self.stages[s], s == len(self.stages) - 1
@@ -387,7 +454,8 @@ class Pipeline:
         for s in arrived:
             ends = (*self._gradients[s][1:], *arrived[s], *summaries[s])
             groups, label = (*reads[s], summaries[s][1:]), f"update on stage {s}"
-            yield self._task("update", s, groups, own[s][:2], own[s], label, ends)
+            rests = [(own[s][1], self.hosts[s])] if "optimizer" in stages[s].offload else []
+            yield self._task("update", s, groups, own[s][:2], own[s], label, ends, rests)
         for s, stage in enumerate(stages):
             for p, value in zip(stage.borrowed, self._params[s][1:], strict=True):
                 owner = self._owner[p]

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from capture.step.passes.frees import used_by
-from capture.step.program import Copy, Feed, Instruction, Run, Step
+from capture.step.program import Copy, Feed, Instruction, Place, Run, Step
 from capture.step.tasks import Block, Turn
 
 
@@ -61,8 +61,11 @@ class Room:
                 self._ends[id(turns[last[slot]])][device] += step.slots[slot].nbytes
 
     def _on(self, slot: int) -> tuple[int, ...]:
-        place = self._step.slots[slot].place
-        return () if place.host else place.devices
+        return self._memories(self._step.slots[slot].place)
+
+    def _memories(self, place: Place) -> tuple[int, ...]:
+        """The devices of a place, of which one may stand for others; none of a host."""
+        return tuple(m for m in self._step.memories[place.name] if isinstance(m, int))
 
     def _out(self, each: Instruction) -> tuple[int, ...]:
         """What a copy to a host reads."""
@@ -76,7 +79,7 @@ class Room:
         for each in block:
             if isinstance(each, Run):
                 program = self._step.programs[each.program]
-                for device in () if program.place.host else program.place.devices:
+                for device in self._memories(program.place):
                     most[device] = max(most.get(device, 0), held[device] + program.transient_bytes)
             for some, sign in zip(_changed(each), (1, -1), strict=True):
                 for slot in some:
@@ -90,7 +93,7 @@ class Room:
         places = [self._step.slots[slot].place for slot in _changed(each)[0]]
         if isinstance(each, Run):
             places.append(self._step.programs[each.program].place)
-        return {device for place in places if not place.host for device in place.devices}
+        return {device for place in places for device in self._memories(place)}
 
     def devices(self, *blocks: Block) -> list[int]:
         """Return the devices where blocks take room."""

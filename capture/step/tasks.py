@@ -78,12 +78,14 @@ class Send:
         value, place: What, and where to.
         label: For people.
         nbytes: Of the value at its source, if that has other arrays, too.
+        rests: Whether it leaves where it was.
     """
 
     value: Value
     place: Place
     label: str
     nbytes: int = 0
+    rests: bool = False
 
 
 Arrival = Task | tuple[Value, ...]

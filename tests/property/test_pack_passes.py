@@ -123,6 +123,8 @@ def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) 
         if sent is not None:
             resting |= check_sent(step, sent, block)
             known |= {sent.value: copy_of(sent.value)} if sent.value.home else {}
+            for key in [key for key in at if sent.rests and key[0] is sent.value]:
+                gone.add(at.pop(key))
             task = None
         for each in block:
             if isinstance(each, Feed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -125,6 +126,23 @@ def test_json_round_trip(plan):
         "these do not count in the comparison"
     )
     assert again.to_json() == document
+
+
+def test_what_a_stage_keeps_on_its_host_is_in_files():
+    first, second = two_stages().stages
+    plan = two_stages(stages=(replace(first, offload=["optimizer", "optimizer"]), second))
+    rows = plan.to_json()["stages"]
+    assert rows[0]["offload"] == ["optimizer"] and "offload" not in rows[1]
+    assert Plan.from_json(plan.to_json()) == plan != two_stages()
+    assert messages(lambda: replace(first, offload=("activations", "weights"))) == [
+        "a stage has offload=['activations', 'weights'], of which weights cannot rest on a host; "
+        "give some of activations, optimizer. [plan-offload]"
+    ]
+    assert messages(lambda: plan.with_(cluster=Cluster((1, 3)))) == [
+        "stage 0 has offload=['optimizer'] on devices of several nodes, and what rests is in the "
+        "memory of one host; give it devices of one node. [plan-offload]"
+    ]
+    assert plan.with_(cluster=Cluster((2, 2))).host_of(second) == "host of node 1"
 
 
 @given(plans())

@@ -132,11 +132,16 @@ class Part:
         ]
         instructions: list[Instruction] = [
             Free(())
-            if isinstance(instruction, Wait) and not self._copies[self._copy_of[number]].sends
+            if isinstance(instruction, Wait) and not self._waits(number, instruction)
             else instruction
             for number, instruction in enumerate(self.step.instructions)
         ]
         return replace(self.step, slots=slots, instructions=instructions)
+
+    def _waits(self, number: int, wait: Wait) -> bool:
+        """Whether this process waits: for what it sends, and for copies of its own."""
+        copy = self._copies.get(self._copy_of[number])
+        return self.has(self.step.slots[wait.slot].place) if copy is None else copy.sends
 
     @cached_property
     def _copy_of(self) -> dict[int, int]:
@@ -144,8 +149,8 @@ class Part:
         found, last = {}, {}
         for number, instruction in enumerate(self.step.instructions):
             match instruction:
-                case Copy(target=target) if number in self._copies:
-                    last[target] = number
+                case Copy(target=slot) | Feed(slot=slot):
+                    last[slot] = number
                 case Wait(slot=slot):
                     found[number] = last[slot]
                 case _:
@@ -158,8 +163,10 @@ class Part:
         match instruction:
             case Run(program=program):
                 here = self.has(self.step.programs[program].place)
-            case Wait():
+            case Wait() if self._copy_of[number] in self._copies:
                 return self._bind_wait(self._copy_of[number])
+            case Wait(slot=slot):
+                here = self.has(slots[slot].place)
             case Copy() if number in self._copies:
                 return self._bind_copy(number, instruction)
             case Copy(target=slot) | Feed(slot=slot):

@@ -78,7 +78,9 @@ class _Transfers:
     def _send(self, send: Send) -> Block:
         value, block = send.value, list[Instruction]()
         if value.home is None or value.source is None:
-            self._bring(value, send.place, send.label, block)
+            slot = self._bring(value, send.place, send.label, block)
+            if send.rests:
+                self._slots[value] = {send.place.name: slot}
             return block
         (over,), (source,) = self._slots[value].values(), self._slots[value.source].values()
         nbytes = max(value.nbytes, send.nbytes)
@@ -109,5 +111,6 @@ class _Transfers:
 
     def _slot(self, value: Value, place: Place) -> int:
         category = value.resting if place.host and value.resting else value.category
-        name = value.name or f"{value.what} {len(self._step.slots)}"
+        name = f"{value.name or value.what} {len(self._step.slots)}"
+        name = name if self._slots[value] else value.name or name
         return self._step.slot(name, place, category, value.nbytes, value.what, value.holds)

@@ -1,0 +1,123 @@
+"""What stages keep on their hosts between its uses: the passes that bring it there and back, on steps
+of pipelines of every schedule, and what that leaves on devices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capture.errors import ExecutionError
+from capture.plan.schedule import Schedule, make_schedule
+from capture.step.interface import StageInterface
+from capture.step.passes.residency import reside
+from capture.step.passes.transfers import transfer
+from capture.step.pipeline import Pipeline, build_step
+from capture.step.program import Copy, Free, Run, Step, Wait, replay
+from capture.step.tasks import Round
+from capture.step.timeline import Seconds, simulate_step
+from tests.property import test_step, test_step_tables
+from tests.property.test_pack_passes import check_residency, check_transfers, check_waits
+from tests.step_judge import judge
+from tests.synthetic_graphs import chain
+
+WAYS = [(), ("activations",), ("optimizer",), ("activations", "optimizer")]
+
+
+@st.composite
+def steps(draw) -> tuple[list[StageInterface], Schedule]:
+    """Some of whose stages keep something on the host."""
+    stages, schedule = draw(st.one_of(test_step.steps(), test_step_tables.steps()))
+    offloads = [draw(st.sampled_from(WAYS)) for _ in stages]
+    return [
+        replace(stage, offload=offload) for stage, offload in zip(stages, offloads, strict=True)
+    ], schedule
+
+
+def resident(stages: list[StageInterface]) -> list[StageInterface]:
+    return [replace(stage, offload=()) for stage in stages]
+
+
+def runs_of(step: Step) -> dict[int, list[str]]:
+    """By device, the programs in their order."""
+    found = defaultdict[int, list[str]](list)
+    for each in step.instructions:
+        if isinstance(each, Run):
+            for device in step.programs[each.program].place.devices:
+                found[device].append(each.label)
+    return found
+
+
+@settings(max_examples=60)
+@given(steps())
+def test_devices_do_the_same_and_hold_no_more(made):
+    stages, schedule = made
+    step, alone = build_step(stages, schedule), build_step(resident(stages), schedule)
+    judge(step)
+    check_waits(step)
+    assert runs_of(step) == runs_of(alone)
+    ledger, before = replay(step), replay(alone).peak_bytes_per_device
+    assert all(now <= then for now, then in zip(ledger.peak_bytes_per_device, before, strict=True))
+    state = sum(s.optimizer_bytes * len(s.devices) for s in stages if "optimizer" in s.offload)
+    assert ledger.live_bytes["host"] == state
+
+
+@settings(max_examples=40)
+@given(steps(), st.sampled_from([1, 10, 1000]))
+def test_a_host_holds_no_more_over_time_than_is_booked(made, rate):
+    step = build_step(*made)
+    seconds = Seconds(dict.fromkeys(step.programs, 10), lambda of, nbytes, *_: nbytes / rate, True)
+    timeline = simulate_step(step, seconds)
+    assert timeline.memory_of("host").peak.peak_bytes <= replay(step).peak_of("host").peak_bytes
+
+
+@settings(max_examples=60)
+@given(steps())
+def test_what_rests_goes_with_the_pass_behind_and_comes_with_the_one_before(made):
+    pipeline = Pipeline(*made)
+    rounds = [*pipeline.passes(), Round([*pipeline.updates()])]
+    step = Step((*pipeline.places, *pipeline.hosts), pipeline.programs)
+    turns = transfer(step, rounds, pipeline.kept)
+    check_transfers(step, rounds, turns)
+    reside(step, turns, inf, ahead=True, behind=True)
+    check_residency(step, turns)
+
+
+def held(offload: tuple[str, ...], schedule: str = "gpipe", count: int = 8) -> Step:
+    """Two stages that keep a residual of 100 of every micro-batch, and have 60 of state."""
+    stages = test_step.interfaces(chain(2), [1])
+    sizes = {"residual_bytes": 100, "optimizer_bytes": 60, "offload": offload}
+    return build_step([replace(s, **sizes) for s in stages], make_schedule(schedule, 2, count))
+
+
+def test_by_hand():
+    """Of eight micro-batches of GPipe a device keeps three: that of the last forward pass, the one
+    that goes meanwhile, and the one that comes for the first backward pass."""
+    alone, step = replay(held(())), replay(held(("activations",)))
+    assert alone.peaks[0].parts["activations"] == 8 * 100
+    assert step.peaks[0].parts["activations"] == 3 * 100
+    assert step.peak_of("host").parts == {"activations": 2 * 8 * 100}
+    state = replay(held(("optimizer",)))
+    assert state.peak_of("host").parts == {"optimizer": 2 * 60}
+    assert state.live_bytes["host"] == 2 * 60
+    assert all("optimizer" not in peak.parts for peak in state.peaks)
+
+
+@pytest.mark.parametrize("kind", [Wait, Copy, Free])
+def test_what_is_forgotten_is_seen(kind):
+    step = held(("activations", "optimizer"))
+    seen = 0
+    for number, each in enumerate(step.instructions):
+        at_host = not isinstance(each, Copy) or any(
+            step.slots[slot].place.host for slot in (each.source, each.target)
+        )
+        if isinstance(each, kind) and at_host:
+            rest = [*step.instructions[:number], *step.instructions[number + 1 :]]
+            with pytest.raises((AssertionError, ExecutionError, KeyError)):
+                judge(replace(step, instructions=rest))
+            seen += 1
+    assert seen > 10
