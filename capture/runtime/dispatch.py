@@ -23,6 +23,7 @@ import numpy as np
 from capture.compiler.executable import Executable
 from capture.runtime.fast_paths import Put, flat_call, to_devices
 from capture.runtime.reshard import plan_moves, reshard
+from capture.step.passes.frees import used_by
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits, with_scratch
 
@@ -39,6 +40,9 @@ Layout = Callable[[Slot], Sequence[jax.ShapeDtypeStruct]]
 Observer = Callable[[Instruction, list[Any]], None]
 
 Action = Callable[["Frame"], None]
+
+#: Instructions that may wait for copies while the host goes on with those of other devices.
+_MOST_BEHIND = 64
 
 #: POSIX; elsewhere the host just goes on.
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
@@ -153,7 +157,9 @@ class BoundStep:
         if self._part is not None:
             self._part.begin()
         actions = (self._waiting_actions if bound_run_ahead else self._actions)[:stop]
-        if observer is None:
+        if observer is None and self._held and self._part is None and not bound_run_ahead:
+            self._issue_by_place(frame, actions)
+        elif observer is None:
             for action in actions:
                 action(frame)
         else:
@@ -167,6 +173,64 @@ class BoundStep:
         return {
             name: arrays for name, arrays in found.items() if arrays is not None
         }, frame.reported
+
+    @cached_property
+    def _held(self) -> dict[int, int]:
+        """By number of a wait that only some devices wait for, its slot."""
+        waits = ((n, each) for n, each in enumerate(self.step.instructions) if type(each) is Wait)
+        return {n: each.slot for n, each in waits if each.place is not None}
+
+    @cached_property
+    def _devices(self) -> list[set[int]]:
+        """By instruction, the devices that it has to do with."""
+        slots, places = self.step.slots, self.step.programs
+        used = [used_by(each) for each in self.step.instructions]
+        found = [{d for slot in of for d in slots[slot].place.devices} for of in used]
+        for each, devices in zip(self.step.instructions, found, strict=True):
+            if isinstance(each, Run):
+                devices.update(places[each.program].place.devices)
+            elif isinstance(each, Free):
+                devices.update(d for slot in each.slots for d in slots[slot].place.devices)
+        return found
+
+    def _issue_by_place(self, frame: Frame, actions: Sequence[Action]) -> None:
+        """In order, but for waits of some devices, and for what comes behind these for them: it is
+        issued when the copies have ended, or when so much waits that the host does, too."""
+        behind, busy = list[int](), set[int]()
+        for number, action in enumerate(actions):
+            full = len(behind) > _MOST_BEHIND
+            if full or any(self._over(frame, n) for n in behind):
+                behind, busy = self._issue_behind(frame, actions, behind, full)
+            if busy.isdisjoint(self._devices[number]) and self._over(frame, number) is not False:
+                action(frame)
+            else:
+                behind.append(number)
+                busy |= self._devices[number]
+        while behind:
+            behind, busy = self._issue_behind(frame, actions, behind, True)
+
+    def _issue_behind(
+        self, frame: Frame, actions: Sequence[Action], behind: Sequence[int], first: bool
+    ) -> tuple[list[int], set[int]]:
+        """What of it can be, the ``first`` in any case: that is a wait. Return the rest, and whose
+        devices that holds up."""
+        rest, busy = list[int](), set[int]()
+        for number in behind:
+            free = busy.isdisjoint(self._devices[number])
+            if first or (free and self._over(frame, number) is not False):
+                actions[number](frame)
+            else:
+                rest.append(number)
+                busy |= self._devices[number]
+            first = False
+        return rest, busy
+
+    def _over(self, frame: Frame, number: int) -> bool | None:
+        """Of a wait of some devices, whether its copy has ended; None of other instructions."""
+        if number not in self._held:
+            return None
+        arrays: Any = frame.slots[self._held[number]]  # JAX's stubs leave a method out
+        return arrays is not None and all(array.is_ready() for array in arrays)
 
     def _scratch_bytes(self, name: str) -> int:
         """What kernels of a program allocate per device beside its temporaries."""

@@ -69,7 +69,7 @@ def built(pipeline: Pipeline) -> Step:
     step.num_passes = next(numbered, len(step.instructions))
     free(step)
     if pipeline.hosts:
-        wait(step)
+        wait(step, by_place=True)
     return step
 
 

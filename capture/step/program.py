@@ -9,7 +9,7 @@ arrays that live and die together, so the list stays short.
     Feed   rows of the batch from the host into a slot
     Run    a program on slots; donated slots die, output slots come to life
     Copy   a slot, or some arrays of it, into a slot of another place
-    Wait   the host goes on when the copy into a slot has ended
+    Wait   the host goes on, or some devices do, when the copy into a slot has ended
     Free   slots that nothing reads any more
 
 **Program order is memory order.** A GPU's client takes memory when a program or a copy from the
@@ -159,9 +159,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Wait:
-    """For the copy that makes a slot."""
+    """For the copy that makes a slot. With a place, it is the devices of that place that wait: what
+    comes behind it for others, and for nothing that waits for these, may be issued before."""
 
     slot: int
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

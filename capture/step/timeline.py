@@ -206,7 +206,9 @@ class _Items:
         self._readers: dict[int, list[int]] = {}
         self._runs: dict[str, list[int]] = {name: [] for name in self.processes.values()}
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._waited: tuple[int, ...] = ()
+        #: What the host has waited for: for everything, and by device, if that waits for more.
+        self._waited: set[int] = set()
+        self._waited_at: dict[int, set[int]] = {}
         self.work: list[Work] = []
         persistent = tuple(step.persistent.values())
         self._add(
@@ -224,9 +226,14 @@ class _Items:
                 self._run(instruction)
             case Copy():
                 self._copy(instruction)
-            case Wait(slot=slot):
-                self._add(Work("wait", after=self._after({self._writer[slot]}), kind="wait"))
-                self._waited = (len(self.work) - 1,)
+            case Wait(slot=slot, place=place):
+                places = self._step.places if place is None else (place,)
+                after = self._after({self._writer[slot]}, *places)
+                self._add(Work("wait", after=after, kind="wait"))
+                if place is None:
+                    self._waited, self._waited_at = {len(self.work) - 1}, {}
+                else:
+                    self._waited_at |= {d: {len(self.work) - 1} for d in self._devices(place)}
             case Free(slots=slots):
                 self._free(slots)
 
@@ -238,9 +245,19 @@ class _Items:
         for slot in writes:
             self._writer[slot], self._readers[slot] = i, []
 
-    def _after(self, items: Iterable[int]) -> tuple[int, ...]:
-        """And what the host has waited for."""
-        return tuple(sorted({*items, *self._waited}))
+    def _after(self, items: Iterable[int], *places: Place) -> tuple[int, ...]:
+        """And what the host has waited for, at these places; what comes behind for one of them goes
+        behind this."""
+        if not self._waited_at:
+            return tuple(sorted({*items, *self._waited}))
+        devices = self._devices(*places)
+        waited = {n for device in devices for n in self._waited_at.get(device, self._waited)}
+        self._waited_at |= dict.fromkeys(devices, waited)
+        return tuple(sorted({*items, *waited}))
+
+    def _devices(self, *places: Place) -> set[int]:
+        """Those of places."""
+        return {device for place in places for device in place.devices}
 
     def _streams(self, pattern: str, *places: Place) -> tuple[str, ...]:
         """The pattern with the lanes of every place; shown where the first of them is."""
@@ -272,7 +289,7 @@ class _Items:
             f"feed micro-batch {feed.microbatch} to {slot.place.name}",
             self._streams("{} host", slot.place),
             self._seconds.transfer(feed, slot.nbytes, None, slot.place),
-            self._after(self._last_runs(slot.place, self._feeds_ahead)),
+            self._after(self._last_runs(slot.place, self._feeds_ahead), slot.place),
             allocates=self._buffers([feed.slot]),
             kind="feed",
         )
@@ -291,7 +308,7 @@ class _Items:
             run.label,
             self._streams(compute_stream("{}"), program.place),
             self._seconds.programs[run.program],
-            self._after(after),
+            self._after(after, program.place),
             temporaries=(Buffer("", memories, program.transient_bytes, "temporaries"),),
             produces=self._buffers(run.outputs),
             frees=self._names(run.donated),
@@ -309,7 +326,8 @@ class _Items:
                 *(self._readers[slot] for slot in here)
             )
             names = self._names(here)
-            self._add(Work("free", after=self._after(after), frees=names, kind="free"))
+            place = self._step.slots[here[0]].place
+            self._add(Work("free", after=self._after(after, place), frees=names, kind="free"))
 
     def _copy(self, copy: Copy) -> None:
         source, target = (self._step.slots[slot].place for slot in (copy.source, copy.target))
@@ -326,7 +344,7 @@ class _Items:
             copy.label,
             streams,
             self._seconds.transfer(copy, copy.nbytes, source, target),
-            self._after(after),
+            self._after(after, source, target),
             allocates=self._buffers([copy.target]),
             kind="transfer",
         )

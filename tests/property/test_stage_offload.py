@@ -107,6 +107,12 @@ def test_by_hand():
     assert all("optimizer" not in peak.parts for peak in state.peaks)
 
 
+def test_what_would_be_away_for_no_pass_stays():
+    """Of two stages of 1F1B, the first has two passes between its own two of a micro-batch."""
+    step = replay(held(("activations",), "1f1b"))
+    assert step.peak_of("host").peak_bytes == 0 and step.peaks[0].parts["activations"] == 200
+
+
 @pytest.mark.parametrize("kind", [Wait, Copy, Free])
 def test_what_is_forgotten_is_seen(kind):
     step = held(("activations", "optimizer"))

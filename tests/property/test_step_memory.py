@@ -38,8 +38,8 @@ speeds = st.fractions(Fraction(1, 10), 10)
 class Writer:
     """Writes a step of random instructions that obeys the rules of the language."""
 
-    def __init__(self, draw):
-        self.draw = draw
+    def __init__(self, draw, by_place: bool = False):
+        self.draw, self.by_place = draw, by_place
         self.step = Step((*DEVICES, *HOSTS))
         self.alive: list[int] = []
         self.copies: list[Copy] = []  # not waited for
@@ -55,7 +55,8 @@ class Writer:
     def end(self, slots) -> None:
         for copy in [c for c in self.copies if {c.source, c.target} & set(slots)]:
             self.copies.remove(copy)
-            self.step.instructions.append(Wait(copy.target))
+            place = self.step.slots[copy.target].place if self.by_place else None
+            self.step.instructions.append(Wait(copy.target, place))
         for slot in slots:
             self.alive.remove(slot)
 
@@ -101,8 +102,8 @@ class Writer:
 
 
 @st.composite
-def streamed_steps(draw) -> Step:
-    writer = Writer(draw)
+def streamed_steps(draw, by_place: bool = False) -> Step:
+    writer = Writer(draw, by_place)
     for place in writer.step.places:
         slot = writer.step.keep(f"state of {place.name}", place, "any", draw(st.integers(1, 30)))
         writer.alive.append(slot)
@@ -135,6 +136,46 @@ def test_over_time_no_memory_holds_more_than_the_ledger_books(step, speed, secon
         assert timeline.memory_of(memory).final_bytes == held
 
 
+@given(streamed_steps(by_place=True), speeds, st.lists(st.integers(0, 99), min_size=6, max_size=6))
+def test_over_time_no_device_holds_more_where_it_alone_waits(step, speed, seconds):
+    """Others go on meanwhile."""
+    timeline = simulated(step, speed, dict(zip(step.programs, seconds, strict=True)))
+    for device, booked in enumerate(timeline.program_order.peak_bytes_per_device):
+        assert timeline.memory_of(device).peak.peak_bytes <= booked
+    everyone = [Wait(i.slot) if isinstance(i, Wait) else i for i in step.instructions]
+    waiting = simulated(replace(step, instructions=everyone), speed, dict(timeline.program_seconds))
+    assert timeline.step_seconds <= waiting.step_seconds
+
+
+def test_devices_that_wait_for_nothing_go_on():
+    """The first device sends what it made to its host, which takes 40, and works again, 10; the
+    second works at once, and what came to it over the first, in its turn, behind that."""
+    places = Place("a", (0,)), Place("b", (1,)), Place("host of a", (0,), HOST)
+    a, b, host = places
+    ends = {}
+    for who in (None, a):
+        step = Step(places, {place.name: Program("work", place, 1) for place in (a, b)})
+        made, other, own = (step.slot(name, a, "any", 10) for name in ("made", "other", "own"))
+        kept, sent = step.slot("kept", host, "any", 10), step.slot("sent", b, "any", 10)
+        step.instructions = [
+            Run("a", (), (made, other), (), "first"),
+            Copy(made, kept, 10, "out"),
+            Wait(kept, who),
+            Free((made, kept)),
+            Run("b", (), (), (), "free to go"),
+            Run("a", (), (own,), (), "behind"),
+            Copy(other, sent, 10, "send"),
+            Run("b", (), (), (), "behind what was sent"),
+            Free((other, own, sent)),
+        ]
+        seconds = Seconds({"a": 10, "b": 10}, lambda of, *_: 40 if of.label == "out" else 1)
+        timeline = simulate_step(step, seconds)
+        labels = [item.label for item in timeline.simulation.work]
+        of = dict(zip(labels, timeline.simulation.ends, strict=True))
+        ends[who] = [of[label] for label in ("free to go", "behind", "behind what was sent")]
+    assert ends == {None: [60, 60, 70], a: [10, 60, 60]}
+
+
 def test_a_program_on_the_host_runs_for_each_device_of_its_place():
     """The host, which is the memory of both devices, has room for what runs on each; and whoever
     runs ahead of it knows."""
@@ -150,9 +191,12 @@ def test_a_program_on_the_host_runs_for_each_device_of_its_place():
     assert waits(step, {"host": 200}) == [(), ()]
 
 
-def swapping(num_layers: int = 6, capacity_bytes: int | None = None) -> Step:
+def swapping(
+    num_layers: int = 6, capacity_bytes: int | None = None, *, by_place: bool = False
+) -> Step:
     """Every layer makes 10 bytes, which go to the host and come back for its backward pass."""
     device, host = Place("device", (0,)), Place("host", (0,), Host("host", capacity_bytes))
+    who = device if by_place else None
     step = Step((device, host))
     step.programs |= {kind: Program(kind, device, 10) for kind in ("forward", "backward")}
     kept = []
@@ -162,14 +206,14 @@ def swapping(num_layers: int = 6, capacity_bytes: int | None = None) -> Step:
         step.instructions += [
             Run("forward", (), (made,), (), f"forward {layer}"),
             Copy(made, kept[-1], 10, f"out {layer}"),
-            Wait(kept[-1]),
+            Wait(kept[-1], who),
             Free((made,)),
         ]
     for layer in reversed(range(num_layers)):
         back = step.slot(f"back {layer}", device, "activations", 10)
         step.instructions += [
             Copy(kept[layer], back, 10, f"in {layer}"),
-            Wait(back),
+            Wait(back, who),
             Free((kept[layer],)),
             Run("backward", ((back,),), (), (back,), f"backward {layer}"),
         ]
@@ -181,6 +225,9 @@ def test_a_step_that_swaps_everything_is_booked_too_low_without_its_waits(monkey
     layer makes, and without them, as the copies are issued, what five do."""
     step, seconds = swapping(), {"forward": 10, "backward": 10}
     timeline = simulated(step, Fraction(1, 4), seconds)
+    alone = simulated(swapping(by_place=True), Fraction(1, 4), seconds)
+    assert alone.simulation.ends == timeline.simulation.ends
+    assert alone.peak_bytes_per_device == timeline.peak_bytes_per_device
     assert timeline.program_order.peak_bytes_per_device == timeline.peak_bytes_per_device == (20,)
     assert timeline.program_order.peak_of("host") == Peak(60, "out 5", {"activations": 60})
     never = [each for each in step.instructions if not isinstance(each, Wait)]

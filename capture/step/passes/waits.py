@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
 
 
-def wait(step: Step) -> None:
+def wait(step: Step, *, by_place: bool = False) -> None:
     """Insert the waits into a step.
 
     Args:
         step: Complete but for them, of any kind of plan.
+        by_place: Whether only the devices wait from which something goes, or to which it comes.
     """
     waits, found, passes = _Waits(step), list[Instruction](), step.num_passes
     for number, each in enumerate(step.instructions):
         before = dict.fromkeys(waits.before(number, each))
-        found += [*map(Wait, before), each]
+        found += [Wait(slot, step.slots[slot].place if by_place else None) for slot in before]
+        found.append(each)
         passes += len(before) if number < step.num_passes else 0
     step.instructions, step.num_passes = found, passes
 
