@@ -28,12 +28,8 @@ from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.schedule import SCHEDULES, occupancy_by_position
 from capture.plan.stages import Plan
 from capture.predictor.alike import Kinds
-from capture.predictor.formula import (
-    StageMemory,
-    of_interfaces,
-    peak_parts,
-    peaks_by_position,
-)
+from capture.predictor.formula import StageMemory, peaks_by_position
+from capture.predictor.group_peaks import group_peaks
 from capture.predictor.mixture import Mixed
 from capture.predictor.same_stages import stage_signature
 from capture.predictor.stage_sums import largest_sum, once_per_stage
@@ -313,14 +309,12 @@ class AdditivePredictor(ComponentTables):
         """
         of_stages(plan)
         self._check_model(plan)
-        schedule, memories = plan.schedule_table, of_interfaces(self.interfaces(plan))
-        peaks = [
-            peak_parts([memories[s] for s in group], moments)
-            for group, moments in zip(schedule.stages, schedule.moments, strict=True)
-        ]
+        schedule, interfaces = plan.schedule_table, self.interfaces(plan)
+        peaks = group_peaks(interfaces, schedule)
+        most = group_peaks(self._at_most(plan, interfaces), schedule)
         of_groups = [
-            self._of_group(plan, group, self._peak_at_most(plan, group, memories), *peak)
-            for group, peak in zip(schedule.stages, peaks, strict=True)
+            self._of_group(plan, group, sum(sum(own.values()) for own in parts), *peak)
+            for group, (_, parts), peak in zip(schedule.stages, most, peaks, strict=True)
         ]
         stages = [
             of_groups[group][schedule.stages[group].index(s)]
@@ -336,28 +330,23 @@ class AdditivePredictor(ComponentTables):
             1.0 if all(stage.verified for stage in stages) else self._coverage(),
         )
 
-    def _peak_at_most(
-        self, plan: Plan, group: Sequence[int], memories: Sequence[StageMemory]
-    ) -> int:
-        """Return the peak of the stages that share some devices, if the programs of those that were
-        not compiled need the most that they were seen to."""
-        stages = []
-        for s in group:
-            config, memory = StageConfig.of(plan.stages[s], plan.microbatch_size), memories[s]
+    def _at_most(self, plan: Plan, interfaces: Sequence[StageInterface]) -> list[StageInterface]:
+        """Return the stages of a plan as they are if the programs of those that were not compiled
+        need the most that they were seen to."""
+        found = []
+        for of_plan, stage in zip(plan.stages, interfaces, strict=True):
+            config, needs = StageConfig.of(of_plan, plan.microbatch_size), stage.transient_bytes
             if config not in self.profile.measurements and config not in self.profile.verified:
                 unsure = self.unsure_bytes(config)
-                programs = {
-                    name: ceil(getattr(memory, name) * (1 + UNSEEN_TEMPORARIES_FRACTION))
+                needs = {
+                    name: nbytes
+                    if name == "summarize" or not nbytes
+                    else ceil(nbytes * (1 + UNSEEN_TEMPORARIES_FRACTION))
                     + unsure * (name in ("backward", "backward_weights"))
-                    for name in ("forward", "backward", "backward_inputs", "backward_weights")
-                    if getattr(memory, name)
+                    for name, nbytes in needs.items()
                 }
-                update = ceil(memory.update * (1 + UNSEEN_TEMPORARIES_FRACTION))
-                memory = replace(memory, **programs, update=update)
-            stages.append(memory)
-        moments = plan.schedule_table.moments[plan.schedule_table.placement[group[0]]]
-        _, parts = peak_parts(stages, moments)
-        return sum(sum(each.values()) for each in parts)
+            found.append(replace(stage, transient_bytes=needs))
+        return found
 
     def _of_group(
         self,

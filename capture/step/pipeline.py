@@ -210,6 +210,7 @@ class Pipeline:
             return
         kept = (
             *self._read("input", s, m, stage.kept_inputs),
+            *self._read("batch", s, m, stage.kept_batch),
             *self._read("output", s, m, stage.kept_outputs),
             *self._read("residuals", s, m, [0]),
             *self._read("held residuals", s, m, [0] * self.schedule.splits_backward),

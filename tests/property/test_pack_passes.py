@@ -165,6 +165,9 @@ def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) 
 def check_sent(step: Step, send: Send, block: Block) -> set[int]:
     """What a send makes: nothing else, at its place. Returns what is state, and so of use if nobody
     reads it."""
+    if send.rests and send.value.fed is not None:  # it is fed again
+        assert not block
+        return set()
     assert block, "nothing is sent"
     *before, made = block
     slot = made.slot if isinstance(made, Feed) else made.target if isinstance(made, Copy) else -1

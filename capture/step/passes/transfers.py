@@ -32,6 +32,8 @@ class _Transfers:
         self._step = step
         #: By value, the slot at every place where it is, by its name.
         self._slots: defaultdict[Value, dict[str, int]] = defaultdict(dict)
+        #: Those of which a slot has the name, if they have one.
+        self._named = {*kept}
         for v in kept:
             assert v.home is not None
             slot = step.keep(v.name, v.home, v.category, v.nbytes, v.what, v.holds)
@@ -77,14 +79,17 @@ class _Transfers:
 
     def _send(self, send: Send) -> Block:
         value, block = send.value, list[Instruction]()
-        if value.home is None or value.source is None:
+        if send.rests and value.fed is not None:
+            self._slots[value].clear()  # it is fed again
+        elif value.home is None or value.source is None:
             slot = self._bring(value, send.place, send.label, block)
             if send.rests:
                 self._slots[value] = {send.place.name: slot}
-            return block
-        (over,), (source,) = self._slots[value].values(), self._slots[value.source].values()
-        nbytes = max(value.nbytes, send.nbytes)
-        return [Free((over,)), Copy(source, over, nbytes, send.label, value.index)]
+        else:
+            (over,), (source,) = self._slots[value].values(), self._slots[value.source].values()
+            nbytes = max(value.nbytes, send.nbytes)
+            block = [Free((over,)), Copy(source, over, nbytes, send.label, value.index)]
+        return block
 
     def _bring(self, value: Value, place: Place, label: str, block: Block) -> int:
         """Return the slot of a value at a place, with what makes it if it is not there."""
@@ -112,5 +117,6 @@ class _Transfers:
     def _slot(self, value: Value, place: Place) -> int:
         category = value.resting if place.host and value.resting else value.category
         name = f"{value.name or value.what} {len(self._step.slots)}"
-        name = name if self._slots[value] else value.name or name
+        name = name if value in self._named else value.name or name
+        self._named.add(value)
         return self._step.slot(name, place, category, value.nbytes, value.what, value.holds)
