@@ -244,6 +244,7 @@ def _violations(plan: Plan) -> list[Violation]:
         )
     found += _layer_violations(plan.stages, plan.num_layers)
     found += _device_violations(plan)
+    found += _offload_violations(plan)
     for s, stage in enumerate(plan.stages):
         choice = stage.choice
         if (
@@ -272,15 +273,6 @@ def _violations(plan: Plan) -> list[Violation]:
                     "plan-batch",
                 )
             )
-        nodes = plan.cluster.node_of_device
-        if stage.offload and len({nodes[d] for d in stage.devices if d < len(nodes)}) > 1:
-            found.append(
-                Violation(
-                    f"stage {s} has offload={list(stage.offload)} on devices of several nodes, and "
-                    "what rests is in the memory of one host; give it devices of one node.",
-                    "plan-offload",
-                )
-            )
         if not is_remat(choice.remat):
             found.append(
                 Violation(
@@ -297,6 +289,19 @@ def _violations(plan: Plan) -> list[Violation]:
                 )
             )
     return found
+
+
+def _offload_violations(plan: Plan) -> list[Violation]:
+    nodes = plan.cluster.node_of_device
+    return [
+        Violation(
+            f"stage {s} has offload={list(stage.offload)} on devices of several nodes, and what "
+            "rests is in the memory of one host; give it devices of one node.",
+            "plan-offload",
+        )
+        for s, stage in enumerate(plan.stages)
+        if stage.offload and len({nodes[d] for d in stage.devices if d < len(nodes)}) > 1
+    ]
 
 
 def _layer_violations(stages: Sequence[Stage], num_layers: int) -> list[Violation]:
