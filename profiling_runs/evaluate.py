@@ -240,10 +240,8 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
             s = group[0]
             seen = {measurements.key(configs[t]) for t in group}
             for d in plan.stages[s].devices:
-                peak, interval = (
-                    predicted.peak_bytes_per_device[d],
-                    predicted.interval_bytes_per_device[d],
-                )
+                peak = predicted.peak_bytes_per_device[d]
+                interval = predicted.interval_bytes_per_device[d]
                 default.append(JudgedPeak(key, s, peak, *interval, truth[d], seen <= known_keys))
                 by = by_paper[s]
                 paper.append(

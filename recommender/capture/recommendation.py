@@ -59,19 +59,13 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
 
     if not SCHEDULES[question.schedule].is_plain:
         return _recommend_table(profile, question, objective)
-
-    def answer(problem: SearchProblem) -> tuple[SearchResult, Plan | None]:
-        result = search(problem, algorithm)
-        if not result.stages:
-            return result, None
-        return result, plan_of(profile, question, result.stages)
-
     with_times = objective != "memory"
     problem = search_problem(profile, question, with_times=with_times)
-    result, plan = answer(problem)
+    result, plan = _searched(problem, profile, question)
     if mode == "default" and depends_on_cuts_behind(profile, problem, question.microbatch_size):
         least = search_problem(profile, question, with_times=with_times, least=True)
-        result, plan = _between((result, plan), answer(least), profile, question.limit_bytes)
+        of_least = _searched(least, profile, question)
+        result, plan = _between((result, plan), of_least, profile, question.limit_bytes)
     if plan is None:
         return Answer("infeasible", None, result, _infeasible(result))
     front = None
@@ -90,6 +84,15 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     why = replace(why, front=front)
     plan = plan.with_(prediction=prediction, why=why)
     return Answer(result.status, plan, result, why, plan.headroom(question.memory_limit_bytes))
+
+
+def _searched(
+    problem: SearchProblem, profile: Profile, question: PlanQuestion
+) -> tuple[SearchResult, Plan | None]:
+    """Return what the search finds, and its plan."""
+    *_, algorithm = question.search
+    result = search(problem, algorithm)
+    return result, plan_of(profile, question, result.stages) if result.stages else None
 
 
 def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -> StageAnswer:
