@@ -129,7 +129,7 @@ class Compiler:
             lowered = jitted.lower(*structs)
             chosen = {**(_MEASURING_OPTIONS if self.fast_compile else {}), **(self.options or {})}
             with (
-                nullcontext() if names is None and not self.options else _not_kept(),
+                nullcontext() if names is None and not self.options else not_kept(),
                 tempfile.TemporaryDirectory(prefix="capture-dump-")
                 if names
                 else nullcontext("") as folder,
@@ -159,7 +159,7 @@ class Compiler:
 
 
 @contextmanager
-def _not_kept() -> Iterator[None]:
+def not_kept() -> Iterator[None]:
     """Compile without JAX's persistent compilation cache. Its keys leave out the options of dumps:
     a program that is found there writes none. They have the temporary paths of other options,
     with which no program is found again."""

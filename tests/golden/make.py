@@ -29,6 +29,7 @@ def dump() -> dict[str, str]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from capture.compiler.executable import not_kept
     from capture.tracing.source import layer_scope
 
     mesh = Mesh(jax.devices()[:4], ("data",))
@@ -45,7 +46,7 @@ def dump() -> dict[str, str]:
 
     shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=whole)] * 2
     x = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=split)
-    with tempfile.TemporaryDirectory() as folder:
+    with not_kept(), tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         jax.jit(step, donate_argnums=0).lower(shapes, x).compile(compiler_options=options)
         return {name: _one(Path(folder), pattern) for name, pattern in FILES.items()}
