@@ -296,7 +296,7 @@ class Profile:
         return Plan(
             cluster,
             self.graph.num_layers,
-            tuple(Stage(s.first, s.stop, s.devices, s.choice) for s in stages),
+            tuple(Stage(s.first, s.stop, s.devices, s.choice, offload=s.offload) for s in stages),
             global_batch_size,
             num_microbatches,
             schedule,

@@ -22,6 +22,7 @@ _STAGE_FIELDS = {
     "shard_optimizer": "shard optimizer",
     "shard_params": "shard parameters",
     "sequence_parallel": "sequence parallel",
+    "offload": "offload",
 }
 
 
@@ -114,7 +115,8 @@ def differences(first: Plan, second: Plan) -> list[Difference]:
             found.append(Difference(f"stages[{s}]", a and a.to_json(), b and b.to_json()))
             continue
         # Files leave out what is false.
-        rows = ({"sequence_parallel": False, **stage.to_json()} for stage in (a, b))
+        left_out = {"sequence_parallel": False, "offload": []}
+        rows = (left_out | stage.to_json() for stage in (a, b))
         found += [
             replace(each, name=f"stages[{s}].{each.name}")
             for each in unequal(*({name: row[name] for name in _STAGE_FIELDS} for row in rows))
@@ -170,6 +172,8 @@ def describe_value(name: str, value: Any) -> str:
             degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
             layers = _layers((stage.first, stage.stop - 1))
             return f"layers {layers} on devices {_ids(stage.devices)}, {degrees}"
+        case list() if name.endswith(".offload"):
+            return ", ".join(value) or "nothing"
         case list():
             return _layers(value) if name.endswith(".layers") else _ids(value)
         case bool():

@@ -15,7 +15,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.report.difference import Difference, differences
+from capture.report.difference import Difference, describe_value, differences
 
 # ---- files ---------------------------------------------------------------------------------------
 
@@ -191,6 +191,15 @@ def test_only_what_is_split_along_the_sequence_says_so():
     assert "activations split along the sequence" in str(split.choice)
     [found] = differences(plan, plan.with_(stages=(split, *plan.stages[1:])))
     assert found == Difference("stages[0].sequence_parallel", False, True)
+
+
+def test_what_rests_on_a_host_is_a_difference():
+    plan = two_stages()
+    resting = replace(plan.stages[1], offload=("activations", "optimizer"))
+    [found] = differences(plan, plan.with_(stages=(plan.stages[0], resting)))
+    assert found == Difference("stages[1].offload", [], ["activations", "optimizer"])
+    said = [describe_value(found.name, value) for value in (found.first, found.second)]
+    assert said == ["nothing", "activations, optimizer"]
 
 
 def test_sequences_become_tuples_and_a_plan_has_a_hash():
