@@ -130,8 +130,9 @@ class LowestPeak(Policy):
             )
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), within)
         proof = "; not proven" if within is None else "; proven optimal"
-        of = "" if all(map(_is_plain, search.questions)) else " of the plans of 1F1B"
-        summary = compiled(search, proof + (f" within {within:.1%}" if within else "") + of)
+        of = " of the plans of 1F1B" if any(self._others) else ""
+        proof += (f" within {within:.1%}" if within else "") + of
+        summary = compiled(search, proof, list(filter(_is_plain, search.questions)))
         why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
         what = peak_of(best) if best.answer.status == "ok" else why.summary
         why = replace(why, summary=f"{what} {summary}", verified=verified, proven=proven)
@@ -148,13 +149,13 @@ def peak_of(found: Found) -> str:
     return f"{counted(plan.num_stages, 'stage')}; the peak is {found.answer.peak_bytes:,} bytes."
 
 
-def compiled(search: Search, proof: str) -> str:
-    """How an answer was found, and what is proven, as a sentence."""
+def compiled(search: Search, proof: str, questions: Sequence[PlanQuestion]) -> str:
+    """How an answer was found, and what is proven of which questions, as a sentence."""
     choices = {choice for part in search.parts.values() for choice in part.known.choices}
     return (
         f"{counted(len(search.compiled), 'plan')} with "
         f"{counted(search.num_compiled, 'new stage')} compiled{proof} "
-        f"{searched(search.questions, choices)}."
+        f"{searched(questions, choices)}."
     )
 
 

@@ -247,7 +247,7 @@ class Timed(Policy):
         nearer = search.by_layers
         if nearer is not None and nearer.least_step_seconds > fastest:
             said += f" ({_by_layers(nearer, seconds_of(best))})"
-        summary = compiled(search, f"{said},")
+        summary = compiled(search, f"{said},", search.questions)
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
         why = Why(what, front=front, verified=verified, proven=proven)
