@@ -39,7 +39,7 @@ QUESTION = PlanQuestion(
 
 
 #: Bytes and seconds of all plans of a question, by what they depend on: several tests ask them.
-EVERY: dict[tuple[int, float, tuple[int, ...], PlanQuestion], list[tuple[int, float]]] = {}
+EVERY: dict[tuple[type, int, float, tuple[int, ...], PlanQuestion], list[tuple[int, float]]] = {}
 
 
 class Timed:
