@@ -66,6 +66,17 @@ class Stage:
     def num_layers(self) -> int:
         return self.stop - self.first
 
+    @property
+    def remat_text(self) -> str:
+        """What the backward pass recomputes, and what rests on the host.
+
+        Example:
+            >>> Stage(0, 2, (0,), offload=("activations",)).remat_text
+            'none; activations on the host'
+        """
+        rests = f"; {' and '.join(self.offload)} on the host" if self.offload else ""
+        return f"{self.choice.remat}{rests}"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": [self.first, self.stop - 1],

@@ -55,7 +55,7 @@ def stage_map(facts: ReportFacts) -> Figure:
         about = f"layers {stage.layers_text}<br>{split}"
         hover = (
             f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat "
-            f"{choice.remat}<br>"
+            f"{stage.stage.remat_text}<br>"
             f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
         )
         traces.append(

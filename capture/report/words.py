@@ -169,7 +169,7 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
             stage.layers_text,
             stage.devices_text,
             f"{stage.stage.choice.replicas_text} x {stage.stage.choice.tensor_parallel}",
-            stage.stage.choice.remat,
+            stage.stage.remat_text,
             format_bytes(stage.predicted_bytes),
             "-" if stage.verified_bytes is None else format_bytes(stage.verified_bytes),
             "-" if limit is None else signed_bytes(limit - stage.peak_bytes),
