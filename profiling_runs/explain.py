@@ -64,6 +64,7 @@ class Explanation:
     stages: tuple[Attribution, ...]
     changes: tuple[PlanChange, ...] = ()
     untried: tuple[str, ...] = ()
+    host_peak_bytes: int | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -95,7 +96,7 @@ class Explanation:
         compiled = self.plan.with_(verification=Verified(self.peak_bytes_per_device))
         return ExplainReport(
             kind="stages",
-            needs=PlanNeeds.of(compiled),
+            needs=replace(PlanNeeds.of(compiled), host_peak_bytes=self.host_peak_bytes),
             peak_bytes_per_device=self.peak_bytes_per_device,
             stages=stages,
             source=self.source,
@@ -138,7 +139,8 @@ def explain(
     graph = measurements.backend.traced(plan.microbatch_size).graph
     ranges = [(stage.first, stage.stop) for stage in plan.stages]
     stages = attribute(verified.program, verified.stages, ranges, graph, buffers)
-    explained = Explanation(plan, peaks, measurements.backend.provenance, tuple(stages))
+    source, on_host = measurements.backend.provenance, verified.host_peak_bytes
+    explained = Explanation(plan, peaks, source, tuple(stages), host_peak_bytes=on_host)
     told(explained)
     found, untried = list[PlanChange](), list[str]()
     wanted = [

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.alpa.options import violations
-from capture.alpa.placement import alpa_placement, foreign_schedule
+from capture.alpa.placement import alpa_placement, foreign_schedule, on_hosts
 from capture.alpa.step import build_alpa_step
 from capture.errors import PlanError, ProfileError
 from capture.measured.profile import Profile
@@ -112,9 +112,9 @@ def alpa_replay(
         master_copy: As ``alpa_memory``; all parameters of the stages are of float32.
 
     Raises:
-        PlanError: as ``alpa_placement``, and ``alpa-schedule``.
+        PlanError: as ``alpa_placement``, ``alpa-schedule`` and ``alpa-offload``.
     """
-    PlanError.check(foreign_schedule(plan))
+    PlanError.check([*foreign_schedule(plan), *on_hosts(plan)])
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     placed = [
         replace(stage, devices=devices) for stage, devices in zip(stages, placement, strict=True)

@@ -40,7 +40,7 @@ def nearest(plan: Plan, profile: Profile | None = None) -> NearestPlan:
     Stages, devices, degrees and micro-batches stay. Where stages recompute in another way than all
     or nothing, all recompute everything, which keeps no more than before. Parameters that are split
     over replicas become whole, and so do activations that are split along the sequence. A schedule
-    that splits backward passes becomes 1F1B.
+    that splits backward passes becomes 1F1B, and what rests on hosts stays on devices.
 
     Args:
         plan: Of stages.
@@ -59,6 +59,7 @@ def nearest(plan: Plan, profile: Profile | None = None) -> NearestPlan:
     stages = tuple(
         replace(
             stage,
+            offload=(),
             choice=replace(
                 stage.choice,
                 remat=remat,

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any
 
 from capture import __version__
-from capture.alpa.placement import Shape, alpa_placement, foreign_schedule, physical_shape
+from capture.alpa.placement import Shape, alpa_placement, foreign_schedule, on_hosts, physical_shape
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
@@ -192,7 +192,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     Raises:
         PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``,
             ``alpa-packing``, ``alpa-remat`` (one mode for all stages, none or full),
-            ``alpa-shard-params``, ``alpa-sequence-parallel``, ``alpa-schedule``.
+            ``alpa-shard-params``, ``alpa-sequence-parallel``, ``alpa-schedule``, ``alpa-offload``.
 
     Example:
         >>> from capture.machine.cluster import Cluster
@@ -246,6 +246,7 @@ def violations(plan: Plan) -> list[Violation]:
     """Every rule of Alpa's that a plan breaks; of a schedule that Alpa has not, that alone."""
     if found := foreign_schedule(plan):
         return found
+    found = on_hosts(plan)
     try:
         alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     except PlanError as error:

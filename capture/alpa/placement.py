@@ -86,11 +86,21 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
     return tuple(placed[stage] for stage in range(len(sizes)))
 
 
+def on_hosts(plan: Plan) -> list[Violation]:
+    """That Alpa keeps nothing on hosts: ``alpa-offload``."""
+    return [
+        Violation(
+            f"stage {s} has offload={list(stage.offload)}, and Alpa keeps everything on devices; "
+            "leave it out, or add --nearest.",
+            "alpa-offload",
+        )
+        for s, stage in enumerate(plan.stages)
+        if stage.offload
+    ]
+
+
 def foreign_schedule(plan: Plan) -> list[Violation]:
-    """That Alpa has no such schedule, or nothing that rests on hosts: ``alpa-schedule``."""
-    if any(stage.offload for stage in plan.stages):
-        said = "Alpa keeps all on devices, and stages of the plan have offload; leave it out."
-        return [Violation(said, "alpa-schedule")]
+    """That Alpa has no such schedule: ``alpa-schedule``."""
     if plan.schedule in PLAIN_SCHEDULES:
         return []
     return [

@@ -106,6 +106,12 @@ def take_plan(options: argparse.Namespace) -> Fixed | None:
             )
         return None
     plan = of_stages(load_plan(options.fix))
+    if any(stage.offload for stage in plan.stages):
+        raise PlanError.of(
+            f"{options.fix}: its stages have offload, which no search keeps or finds; leave it out "
+            "of them, and add it to the plan that is found.",
+            "plan-fix",
+        )
     named = {of for name, of in _NAMED.items() if getattr(options, name) is not None}
     open_ = {*named, *(options.search or ())}
     fixed = Fixed(options.fix, plan, tuple(name for name in DECISIONS if name not in open_))

@@ -29,7 +29,7 @@ PLAN = documents.Format(
     "plan",
     PlanError,
     "plan",
-    "make the plan again with capture plan",
+    "correct it, or make the plan again with capture plan",
     versions=(1, 2),
     kind="stages",
     strict=True,

@@ -20,7 +20,8 @@ class PlanNeeds:
         step_seconds: Seconds of a step; None if nobody says.
         seconds_are: Where those are from: simulated, or estimated.
         examples_per_second: Examples of a step per second, of all models that it trains.
-        host_peak_bytes: Peak of the host's memory, where the step uses it.
+        host_peak_bytes: Peak of the host's memory; None where the step does not use it, and of
+            stages where only a prediction is known.
         paper_step_seconds: Seconds of a step by the paper's rules, where it has some.
         bubble_fraction: The part of a step in which a stage computes nothing, on average.
     """

@@ -17,6 +17,7 @@ from synthetic_profiles import Planted, make_plan
 
 from capture.alpa import alpa_placement, plan_from_alpa, to_alpa
 from capture.alpa.memory import alpa_memory, alpa_replay
+from capture.alpa.nearest import nearest
 from capture.cli.main import main
 from capture.errors import ExecutionError, PlanError
 from capture.machine.cluster import Cluster
@@ -197,6 +198,15 @@ def planted_prediction(plan: Plan, state: int) -> Prediction:
     per_device = (2 * state,) * plan.cluster.num_devices
     ends = ((2 * state, 2 * state),) * plan.cluster.num_devices
     return Prediction((stage,) * plan.num_stages, per_device, ends, {}, None)
+
+
+def test_what_rests_on_hosts_stays_on_devices_in_the_nearest_plan():
+    stages = [replace(stage, offload=("activations",)) for stage in PLAN.stages]
+    plan = PLAN.with_(stages=stages, schedule="gpipe")
+    assert codes_of(lambda: to_alpa(plan)) == ("alpa-offload",) * len(stages)
+    found = nearest(plan).plan
+    assert found.schedule == "gpipe" and not any(stage.offload for stage in found.stages)
+    assert to_alpa(found).source()
 
 
 def test_stages_that_share_devices_have_no_nearest_plan(tmp_path, capsys):

@@ -114,12 +114,15 @@ def test_what_has_to_be_searched_again_is_named(asked, saved, monkeypatch):
             "keeps none of a plan; name another: --schedule 1f1b",
         ),
         (["--fix", "cpu.json"], "plan-fix", "has no rates"),
+        (["--fix", "hosts.json"], "plan-fix", "hosts.json: its stages have offload"),
         (["--search", "cuts"], "option-search", "microbatches, schedule, stages"),
     ],
 )
 def test_contradictions_are_said_at_once(asked, saved, more, code, said):
     cluster = replace(saved.cluster, target="cpu")
     saved.with_(cluster=cluster).save("cpu.json")
+    rests = [replace(stage, offload=("optimizer",)) for stage in saved.stages]
+    saved.with_(stages=rests).save("hosts.json")
     assert not SCHEDULES["zb-h1"].is_plain
     saved.with_(schedule="zb-h1").save("interleaved.json")
     asked_for = ["--fix", "plan.json", *more, "--quick", *STORE, "-o", "other.json"]

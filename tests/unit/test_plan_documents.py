@@ -55,7 +55,7 @@ def test_files_that_are_no_plan(tmp_path):
     path.write_text('{"schema_version": 1,')
     assert messages(lambda: Plan.load(path)) == [
         f"plan {str(path)!r} is not JSON: Expecting property name enclosed in double quotes: "
-        "line 1 column 22 (char 21). Make the plan again with capture plan. [plan-corrupt]"
+        "line 1 column 22 (char 21). Correct it, or make the plan again with capture plan. [plan-corrupt]"
     ]
     path.write_bytes(b"\xff\xfe\x00")
     assert messages(lambda: Plan.load(path))[0].endswith("[plan-corrupt]")
@@ -67,8 +67,8 @@ def test_files_that_are_no_plan(tmp_path):
 )
 def test_another_schema_version(document, version):
     assert messages(lambda: Plan.from_json(document)) == [
-        f"plan has schema_version={version}; this version of capture reads 1 and 2. Make the "
-        "plan again with capture plan. [plan-schema]"
+        f"plan has schema_version={version}; this version of capture reads 1 and 2. Correct it, "
+        "or make the plan again with capture plan. [plan-schema]"
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_missing_field_is_named():
     document = two_stages().to_json()
     del document["stages"][1]["devices"]
     assert messages(lambda: Plan.from_json(document)) == [
-        "plan is not one: stages[1].devices is missing. Make the plan again with capture plan. "
+        "plan is not one: stages[1].devices is missing. Correct it, or make the plan again with capture plan. "
         "[plan-corrupt]"
     ]
 
@@ -150,7 +150,7 @@ def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
         inner = inner[key]
     inner[path[-1]] = value
     assert messages(lambda: Plan.from_json(document)) == [
-        f"plan is not one: {wrong}. Make the plan again with capture plan. [plan-corrupt]"
+        f"plan is not one: {wrong}. Correct it, or make the plan again with capture plan. [plan-corrupt]"
     ]
 
 
