@@ -164,6 +164,7 @@ class Rates:
                 ``highest``.
 
         Example:
+            >>> from capture.machine.target import Target
             >>> rates = Target.load("h100").rates
             >>> [rates.computed_in("float32", asked) for asked in ("default", "high", "highest")]
             ['tf32', 'tf32', 'float32']
