@@ -45,23 +45,7 @@ def search_problem(
             default mode if there is nothing else, ``profile-no-times`` without times of an
             accelerator.
     """
-    cluster, microbatch_size = question.cluster, question.microbatch_size
-    degrees = question.space.all_degrees(cluster)
-    usable: dict[int, list[StageChoice]] = {}
-    for choice in _choices(profile, question, degrees, like):
-        if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
-            usable.setdefault(choice.num_devices, []).append(choice)
-    if not usable and profile.failures:
-        raise ProfileError.of(
-            f"no measurement succeeded: {said_once(profile.failures)}.", "profile-failed"
-        )
-    if not usable:
-        raise ProfileError.of(
-            f"the profile has no choice for stages on {degrees} devices at "
-            f"microbatch_size={microbatch_size}; "
-            f"profile for cluster {cluster}.",
-            "profile-degrees",
-        )
+    usable, microbatch_size = _usable(profile, question, like), question.microbatch_size
     compiled = [c for c in profile.verified if c.microbatch_size == microbatch_size]
     apart = np.zeros((profile.graph.num_layers, profile.graph.num_layers + 1), np.int64)
     for number, config in enumerate(compiled):
@@ -80,7 +64,7 @@ def search_problem(
         }
 
     return SearchProblem(
-        cluster,
+        question.cluster,
         profile.graph.num_layers,
         {d: tuple(found) for d, found in usable.items()},
         put_together(0),
@@ -91,6 +75,30 @@ def search_problem(
         question.num_microbatches if with_times else 1,
         kinds.of,
     )
+
+
+def _usable(
+    profile: Profile, question: PlanQuestion, like: SearchProblem | None
+) -> dict[int, list[StageChoice]]:
+    """By number of devices, the choices that stages of the question may have."""
+    cluster, microbatch_size = question.cluster, question.microbatch_size
+    degrees = question.space.all_degrees(cluster)
+    usable: dict[int, list[StageChoice]] = {}
+    for choice in _choices(profile, question, degrees, like):
+        if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
+            usable.setdefault(choice.num_devices, []).append(choice)
+    if not usable and profile.failures:
+        raise ProfileError.of(
+            f"no measurement succeeded: {said_once(profile.failures)}.", "profile-failed"
+        )
+    if not usable:
+        raise ProfileError.of(
+            f"the profile has no choice for stages on {degrees} devices at "
+            f"microbatch_size={microbatch_size}; "
+            f"profile for cluster {cluster}.",
+            "profile-degrees",
+        )
+    return usable
 
 
 _Tables = tuple[np.ndarray, ...]
