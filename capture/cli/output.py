@@ -226,7 +226,7 @@ def unused_note(
     if options.objective in ("throughput", "pareto"):
         faster = "more micro-batches wait less (--try-microbatches M,M)"
     return [
-        f"{format_bytes(headroom.limit_bytes - headroom.peak_bytes)} of "
+        f"{format_bytes(headroom.spare_bytes)} of "
         f"{format_bytes(headroom.limit_bytes)} per device are not used, and devices wait "
         f"{bubble:.0%} of the step (bubble): {faster}"
     ]

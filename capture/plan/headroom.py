@@ -86,19 +86,28 @@ class Headroom:
             return "fits by extrapolation" if self.extrapolated else "fits"
         return "may not fit" if self.peak_bytes <= self.limit_bytes else "does not fit"
 
+    @property
+    def spare_bytes(self) -> int:
+        """The limit less the peak; negative where that is above it."""
+        return self.limit_bytes - self.peak_bytes
+
+    @property
+    def least_spare_bytes(self) -> int:
+        """The limit less the upper end of the interval."""
+        return self.limit_bytes - self.high_bytes
+
     def to_json(self) -> dict[str, Any]:
         return {
             "memory_limit_bytes": self.limit_bytes,
             "limit_source": self.source,
-            "headroom_bytes": self.limit_bytes - self.peak_bytes,
-            "headroom_at_interval_end_bytes": self.limit_bytes - self.high_bytes,
+            "headroom_bytes": self.spare_bytes,
+            "headroom_at_interval_end_bytes": self.least_spare_bytes,
             "interval_coverage_fraction": self.coverage,
             "verdict": self.verdict,
             "extrapolated": self.extrapolated,
         }
 
     def __str__(self) -> str:
-        spare, worst = self.limit_bytes - self.peak_bytes, self.limit_bytes - self.high_bytes
         sure = (
             "interval not calibrated"
             if self.coverage is None
@@ -108,6 +117,7 @@ class Headroom:
         )
         sure = f"extrapolated, {sure}" if self.extrapolated else sure
         return (
-            f"{self.verdict}: {signed_bytes(spare)} of {format_bytes(self.limit_bytes)} left, "
-            f"{signed_bytes(worst)} at worst ({sure})"
+            f"{self.verdict}: {signed_bytes(self.spare_bytes)} of "
+            f"{format_bytes(self.limit_bytes)} left, {signed_bytes(self.least_spare_bytes)} at "
+            f"worst ({sure})"
         )

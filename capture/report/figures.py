@@ -353,7 +353,7 @@ def _limit_words(facts: ReportFacts) -> str:
     far = " It lies far above and is not drawn." if room.limit_bytes > FAR_LIMIT * high else ""
     return (
         f"The limit is {format_bytes(room.limit_bytes)}{source}; "
-        f"{signed_bytes(room.limit_bytes - room.peak_bytes)} are left.{far}"
+        f"{signed_bytes(room.spare_bytes)} are left.{far}"
     )
 
 

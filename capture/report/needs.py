@@ -57,8 +57,8 @@ class PlanNeeds:
         if self.peak_bytes is not None:
             found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"
         if room is not None:
-            found["headroom"] = signed_bytes(room.limit_bytes - room.peak_bytes)
-            found["headroom at worst"] = signed_bytes(room.limit_bytes - room.high_bytes)
+            found["headroom"] = signed_bytes(room.spare_bytes)
+            found["headroom at worst"] = signed_bytes(room.least_spare_bytes)
             found["verdict"] = room.verdict
         if self.host_peak_bytes is not None:
             found["peak of the host"] = format_bytes(self.host_peak_bytes)

@@ -50,7 +50,7 @@ def _fit(facts: ReportFacts) -> list[str]:
         )
         return [need, limit, *_sure(facts)]
     verdict = f"The plan {room.verdict}."
-    spare = room.limit_bytes - room.peak_bytes
+    spare = room.spare_bytes
     left = (
         f"{format_bytes(spare)} are left" if spare >= 0 else f"{format_bytes(-spare)} are missing"
     )
