@@ -33,6 +33,8 @@ from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: How far the best compiled plan is above the lower bound where bounds say little.
 LOOSE = 1.2
+#: A plan that may be larger or slower by this part than another one is not called proven.
+PROVES_NOTHING = 1.0
 #: On what rests that no plan fits, of the stages that were not compiled.
 RESTS_ON = (
     "for all others, lower bounds from tracing, which count results and, on GPUs, what "
@@ -129,9 +131,12 @@ class LowestPeak(Policy):
                 f"{format_bytes(bracket.most_bytes)}."
             )
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), within)
-        proof = "; not proven" if within is None else "; proven optimal"
-        of = " of the plans of 1F1B" if any(self._others) else ""
-        proof += (f" within {within:.1%}" if within else "") + of
+        if within is None or within > PROVES_NOTHING:
+            least = format_bytes(bracket.least_bytes)
+            proof = f"; not proven: no plan needs less than {least}"
+        else:
+            proof = "; proven optimal" + (f" within {within:.1%}" if within else "")
+        proof += " of the plans of 1F1B" if any(self._others) else ""
         summary = compiled(search, proof, list(filter(_is_plain, search.questions)))
         why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
         what = peak_of(best) if best.answer.status == "ok" else why.summary

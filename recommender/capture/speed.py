@@ -33,6 +33,7 @@ from recommender.capture.by_layers import LayerProof
 from recommender.capture.counted import sends_seconds, with_sends
 from recommender.capture.least_step import LeastStep
 from recommender.capture.lowest_peak import (
+    PROVES_NOTHING,
     answer,
     between,
     beyond,
@@ -59,8 +60,6 @@ from recommender.capture.result import PlacedStage
 from recommender.capture.result import found as placed_plan
 from recommender.capture.throughput import throughput
 
-#: A plan that may be slower by this part than another one is not called proven.
-PROVES_NOTHING = 1.0
 #: What is expected of parts is not known better.
 NEARLY = 0.01
 #: Of every bound of seconds that is said.

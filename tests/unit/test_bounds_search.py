@@ -15,6 +15,7 @@ from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.plan.stages import Plan
 from capture.plan.why import Why
+from capture.quantities import format_bytes
 from recommender import PlanQuestion, recommend
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
@@ -92,6 +93,22 @@ def test_no_plan_needs_less_where_every_stage_is_compiled(seed):
     assert found.proof.optimal and found.why.proven.ended == "proven"
     assert len(planted.compiler.compiled) == len(set(planted.compiler.compiled))
     assert found.why.proven.trail[-1].num_compiled == num_asked(planted)
+
+
+def test_what_may_be_twice_as_large_is_not_called_proven():
+    planted = Planted4(0)
+    tiny = {
+        config: replace(
+            cost, **dict.fromkeys(("residual_bytes", "forward_bytes"), 0), backward_bytes=0
+        )
+        for config, cost in planted.least.measurements.items()
+    }
+    planted.least = replace(planted.least, measurements=tiny)
+    once = planted.search(Effort(compiles=1)).why
+    assert once.proven.within_fraction > 1
+    least = once.proven.trail[-1].least_bytes
+    assert f"not proven: no plan needs less than {format_bytes(least)} for remat" in once.summary
+    assert "proven optimal for remat" in planted.search().why.summary
 
 
 def test_stages_that_decide_are_compiled_first():
