@@ -141,9 +141,8 @@ def told(
         ]
         if time is not None:
             lines.append(describe_time(time))
-            if (
-                beyond.of_profile or options.objective is not None
-            ):  # else what is faster was searched
+            # Without an objective what is faster was searched.
+            if beyond.of_profile or options.objective is not None:
                 lines += unused_note(options, result.headroom, time)
         if beyond.of_profile or result.compiled:
             lines += front_table(result.why.front)

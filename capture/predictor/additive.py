@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from math import ceil
 
 import numpy as np
@@ -283,9 +282,10 @@ class AdditivePredictor(ComponentTables):
             memory = replace(memory, **{name: kinds.once(part) for name, part in parts.items()})
             arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
         if mixed is not None:
-            table = zip(self.components, self._mixed(choice, microbatch_size, mixed), strict=True)
-            passes = {name: _whole(of) for name, of in islice(table, self.num_passes)}
-            memory = replace(memory, **passes)
+            table = map(_whole, self._mixed(choice, microbatch_size, mixed))
+            parts = dict(zip(self.components, table, strict=True))
+            own = parts.pop("summary")
+            memory = replace(memory, **parts, summaries=own if least else memory.summaries)
         return peaks_by_position(memory, positions, [arriving[n] for n in ends])
 
     def depends_on_cuts_behind(self, choice: StageChoice, microbatch_size: int) -> bool:

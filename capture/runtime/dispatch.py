@@ -177,8 +177,11 @@ class BoundStep:
     @cached_property
     def _held(self) -> dict[int, int]:
         """By number of a wait that only some devices wait for, its slot."""
-        waits = ((n, each) for n, each in enumerate(self.step.instructions) if type(each) is Wait)
-        return {n: each.slot for n, each in waits if each.place is not None}
+        return {
+            number: each.slot
+            for number, each in enumerate(self.step.instructions)
+            if isinstance(each, Wait) and each.place is not None
+        }
 
     @cached_property
     def _devices(self) -> list[set[int]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -62,8 +61,8 @@ def built(pipeline: Pipeline) -> Step:
     turns = transfer(step, [*pipeline.passes(), Round([*pipeline.updates()])], pipeline.kept)
     if pipeline.hosts:
         reside(step, turns, inf, ahead=True, behind=True)
-    for turn in turns if not pipeline.hosts else ():
-        step.instructions += chain.from_iterable(turn.body)
+    else:
+        step.instructions += [each for turn in turns for body in turn.body for each in body]
     first = next((id(block[0]) for block in turns[-1].body), None)
     numbered = (n for n, each in enumerate(step.instructions) if id(each) == first)
     step.num_passes = next(numbered, len(step.instructions))

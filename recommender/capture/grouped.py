@@ -86,7 +86,8 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
     twice, and each reads and makes what is its own."""
     num_layers = part.known.graph.num_layers
     stage = np.full((num_layers, num_layers + 1), inf)
-    times = TimePredictor(part.bounds.profile, max(part.question.cluster.nodes))  # not kept
+    # Its tables are not kept: they are of all choices.
+    times = TimePredictor(part.bounds.profile, max(part.question.cluster.nodes))
     for choice in stage_choices(part.known, part.question.remat):
         if choice.num_devices == num_devices and part.size % choice.data_parallel == 0:
             table = times.table(choice, part.size)

@@ -196,11 +196,9 @@ class LeastStep:
 
     def _stage(self, p: int, d: int, c: int, at: tuple[int, int, int]) -> PlacedStage:
         """On d devices from p on, with a choice; at its row of positions, first and stop."""
-        peak, choice = (
-            self._problem.bytes_per_choice(d, at[0] + 1, *at[1:])[c],
-            self._problem.choices[d][c],
-        )
-        return PlacedStage(*at[1:], tuple(range(p, p + d)), choice, int(peak))
+        (row, first, stop), choice = at, self._problem.choices[d][c]
+        peak = self._problem.bytes_per_choice(d, row + 1, first, stop)[c]
+        return PlacedStage(first, stop, tuple(range(p, p + d)), choice, int(peak))
 
     def _first(self, d: int, c: int, tails: np.ndarray, limit: int) -> tuple[float, int, int, int]:
         """The least step with this first stage, its bytes, the row of what follows, and where."""

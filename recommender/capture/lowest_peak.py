@@ -53,18 +53,18 @@ class LowestPeak(Policy):
     objective = "memory"
 
     def __init__(self) -> None:
-        #: The plan of another schedule that was looked for, or None.
-        self._others: list[Found | None] = []
+        #: The plan of another schedule to compile, once one was looked for; None if nothing.
+        self._other: Found | None = None
+        self._knows_others = False
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
-        return float(nbytes), seconds if seconds == math.inf else 0.0
+        return float(nbytes), 0.0
 
     def corners(self, part: OpenPart) -> Sequence[Corner]:
         return [self.corner(part.once(_least_peak), 0.0)] if part.is_plain else []
 
-    def least_seconds(self, search: Search, part: Part) -> float:
-        """Infinite where no bytes bound a part: no floor of it is told."""
-        return 0.0 if part.is_plain else math.inf
+    def is_bounded(self, part: Part) -> bool:
+        return part.is_plain
 
     def _best(self, search: Search) -> Found | None:
         return min(search.compiled, key=lambda each: each.answer.peak_bytes, default=None)
@@ -84,16 +84,16 @@ class LowestPeak(Policy):
         effort, limit = search.effort, part.question.limit_bytes
         fits = best is not None and best.answer.status == "ok"
         reasons = {
-            "memory": limit is not None and least > limit,
+            "memory": limit is not None and least > limit and not fits,
             "proven": best is not None and peak <= least,
             "within": fits and peak <= least * (1 + effort.within_fraction),
             "fits": effort.any_that_fits and fits,
             "below": effort.below_bytes is not None and least >= effort.below_bytes,
         }
-        if any(reasons.values()) and not effort.any_that_fits and not self._others:
-            self._others.append(_of_other_schedules(search, best or Found(part, found)))
-            if self._others[0] is not None:
-                reasons = {}
+        may_look = not (self._knows_others or effort.any_that_fits or search.is_spent)
+        if may_look and any(reasons.values()):
+            self._other, self._knows_others = _smaller(search, best or Found(part, found)), True
+            reasons = {} if self._other else reasons
         so_far = search.seconds, search.num_compiled
         bracket = Bracket(*so_far, least, max(least, peak), best is not None)
         return Look(Found(part, found), bracket, reasons)
@@ -102,8 +102,8 @@ class LowestPeak(Policy):
         """The plan of least bounds; where these are so far below what compilers say that it is
         hardly the best, the one that is expected to be; of later ones the stages that decide."""
         best, bracket = self._best(search), look.bracket
-        if self._others and (other := self._others[0]) and not search.is_asked(other):
-            return other
+        if self._other is not None and not search.is_asked(self._other):
+            return self._other
         if best is None or bracket is None or search.is_asked(look.found):
             return None if search.is_asked(look.found) else look.found
         peak = best.answer.peak_bytes
@@ -136,7 +136,7 @@ class LowestPeak(Policy):
             proof = f"; not proven: no plan needs less than {least}"
         else:
             proof = "; proven optimal" + (f" within {within:.1%}" if within else "")
-        proof += " of the plans of 1F1B" if any(self._others) else ""
+        proof += " of the plans of 1F1B" if self._other else ""
         summary = compiled(search, proof, list(filter(_is_plain, search.questions)))
         why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
         what = peak_of(best) if best.answer.status == "ok" else why.summary
@@ -220,17 +220,18 @@ def _is_plain(question: PlanQuestion) -> bool:
     return SCHEDULES[question.schedule].is_plain
 
 
-def _of_other_schedules(search: Search, best: Found) -> Found | None:
+def _smaller(search: Search, best: Found) -> Found | None:
     """The plan of other schedules that is expected to need least at most, with micro-batches of the
-    size of the best one; None if that is not less."""
-    if best.answer.plan is None or not open_others(search, best):
+    size of the best one; None if that is not less, or does not fit where the best one does not."""
+    if not open_others(search, best):
         return None
-    parts = [part for part in search.parts.values() if not part.is_plain]
-    plans = [found for part in parts for found in _smallest(part)]
-    smallest = min(plans, key=lambda found: found.answer.proof.peak_bytes, default=None)
-    if smallest is None or smallest.answer.proof.peak_bytes >= best.answer.peak_bytes:
-        return None
-    return smallest
+    enough, limit = best.answer.peak_bytes, best.part.question.limit_bytes
+    if best.answer.status != "ok" and limit is not None:
+        enough = min(enough, limit + 1)
+    parts = (part for part in search.parts.values() if not part.is_plain)
+    plans = (found for part in parts for found in _smallest(part))
+    smaller = (found for found in plans if found.answer.proof.peak_bytes < enough)
+    return min(smaller, key=lambda found: found.answer.proof.peak_bytes, default=None)
 
 
 def open_others(search: Search, found: Found) -> bool:

@@ -231,10 +231,6 @@ class SearchProblem:
         """
         return self.cost[d].min(axis=0)[:, self.kinds[first, stop]].T
 
-    def bytes_of_choice(self, d: int, choice: int) -> np.ndarray:
-        """Bytes of all stages on d devices with one choice, (K, L, L + 1)."""
-        return self.spread(self.cost[d][choice])
-
     def bytes_per_choice(self, d: int, j: int, first: int, stop: int) -> np.ndarray:
         """Bytes of one stage with j stages to the end, (num_choices,)."""
         return self.cost[d][:, min(j, self.num_positions) - 1, self.kinds[first, stop]]

@@ -152,6 +152,11 @@ class Policy(ABC):
         floor bounds it if not."""
         return True
 
+    def is_bounded(self, part: Part) -> bool:
+        """Whether an answer is proven of the plans of a part, too; one of which it is not is opened
+        by the policy alone."""
+        return True
+
     def refuted_by(
         self, part: OpenPart, compiled: Mapping[StageConfig, StageCost]
     ) -> Iterable[Refuted]:
@@ -370,6 +375,7 @@ class Search:
         return {
             number: self.floor(number) if part.may_fit or self._refuted else (0.0, math.inf)
             for number, part in self.unopened.items()
+            if self._policy.is_bounded(part)
         }
 
     def floor(self, number: int) -> Corner:

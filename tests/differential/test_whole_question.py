@@ -10,10 +10,14 @@ import pytest
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
+from capture.predictor import AdditivePredictor
+from capture.predictor.alike import empty_stages
+from capture.predictor.times import TimePredictor
 from profiling_runs.bounds import ModelBounds
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -89,6 +93,37 @@ def test_the_floor_of_stages_on_as_many_devices_is_that_of_their_choices(known):
     every, _ = known.seconds(choices, size, whole.cluster, 10**10)
     assert every <= min(floors) * (1 + 1e-9)
     assert known.seconds(choices, size, whole.cluster, 10**10, 8) == (np.inf, np.inf)
+
+
+@pytest.mark.parametrize("size", [16, 2])
+def test_choices_are_posed_as_each_is_predicted(known, size):
+    """Mixtures of the same two together, stages that are alike once; with a compiled stage, too."""
+    question = WHOLE.question(16 // size)
+    bounds = known.at(WHOLE.choices(size), size)
+    inside, num_mixtures = ~empty_stages(5), 0
+    for profile, least in itertools.product((bounds.least, bounds.most), (False, True)):
+        full = next(c for c in profile.choices if c.remat == "full" and c.data_parallel == 2)
+        stage = StageConfig(1, 3, full, size)
+        other = replace(stage, choice=replace(full, remat="none"))
+        some = replace(profile, verified={stage: profile.measurements[other]})
+        plain = search_problem(profile, question, with_times=True, least=least)
+        assert plain.kinds.max() < inside.sum(), "some are alike"
+        again = search_problem(some, question, with_times=True, least=least, like=plain)
+        for of, problem in ((profile, plain), (some, again)):
+            predictor, times = AdditivePredictor(of), TimePredictor(of, 2)
+            asked = size, "1f1b", 16 // size, 4
+            for d, n, choice in (
+                (d, n, each) for d, of_d in problem.choices.items() for n, each in enumerate(of_d)
+            ):
+                num_mixtures += len(choice.measured) > 1
+                rows = predictor.peaks(choice, *asked, least=least)
+                assert (problem.spread(problem.cost[d][n]) == rows)[:, inside].all(), choice
+                table = times.table(choice, size)
+                seconds, update = problem.seconds[d][n], problem.update_seconds[d][n]
+                both = table.forward + table.backward
+                assert (problem.spread(seconds) == both)[inside].all(), choice
+                assert (problem.spread(update) == table.update)[inside].all(), choice
+    assert num_mixtures
 
 
 def test_bounds_of_split_passes_have_the_rest_as_it_is(known):

@@ -115,6 +115,10 @@ class Everything(Timed):
         }  # fmt: skip
         return said, replace(known, verified={**known.verified, **named})
 
+    def probe(self, configs, known):
+        costs = {config: self.cost(config) for config in configs}
+        return len(costs), replace(known, verified={**known.verified, **costs})
+
     def between(self, name: str) -> Bounds:
         """Bounds of the stages of a schedule, from windows of whole passes."""
         least, most = (
@@ -200,6 +204,35 @@ def test_of_the_lowest_memory_other_schedules_are_asked_where_they_may_need_less
     assert not is_other or " of the plans of 1F1B for remat" in found.why.summary
     alone = refine(LowestPeak(), [p for p in planted.parts() if p.is_plain], planted)
     assert alone.peak_bytes == plain and (plain > found.peak_bytes) == is_other
+
+
+def test_what_fits_by_another_schedule_alone_is_the_answer():
+    planted = Everything(1)
+    peaks = {plan: peak for plan, (_, peak) in planted.every_plan.items()}
+    plain = min(peak for plan, peak in peaks.items() if plan.schedule == "1f1b")
+    assert min(peaks.values()) < plain
+    found = refine(LowestPeak(), planted.parts(memory_limit_bytes=plain - 1), planted)
+    assert (found.status, found.peak_bytes) == ("ok", min(peaks.values()))
+    assert found.plan.schedule in TABLES and found.headroom.verdict == "fits"
+
+
+def test_where_nothing_fits_or_nothing_may_be_compiled_no_other_schedule_is_tried():
+    planted = Everything(1)
+    for limit, effort in ((1, Effort()), (1, Effort(compiles=0)), (None, Effort(compiles=0))):
+        parts = planted.parts(memory_limit_bytes=limit)
+        found = refine(LowestPeak(), parts, planted, effort)
+        assert found.plan.schedule == "1f1b" and not planted.compiler.compiled
+        assert (found.why.proven.ended == "memory") == (limit is not None)
+        assert (found.status == "infeasible") == (limit is not None)
+
+
+def test_after_a_bound_is_refuted_other_schedules_bound_nothing():
+    planted = Everything(0)
+    costs = planted.least.measurements.items()
+    wrong = {each: replace(cost, backward_bytes=3 * cost.backward_bytes) for each, cost in costs}
+    planted.least = replace(planted.least, measurements=wrong)
+    found = refine(LowestPeak(), planted.parts(), planted)
+    assert found.why.proven.refuted and found.why.proven.trail[-1].least_bytes > 0
 
 
 def test_within_a_limit_the_fastest_that_fits_is_found():

@@ -4,6 +4,7 @@ is measured and searched for them, and what is refused."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from capture.measured.profile import Calibration, StageConfig, StageError
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice, with_mixtures
 from capture.predictor import AdditivePredictor, mixture
+from capture.predictor.alike import Kinds, empty_stages
 from capture.predictor.mixture import Mixed
 from capture.predictor.times import TimePredictor
 from profiling_runs.bounds import bounds
@@ -54,6 +56,22 @@ def test_a_mixture_needs_no_less_than_its_parts(num_layers, num_full, seed):
             assert running[at] >= max(full[first, border], cheap[border, stop])
             more = cheap[border - 1, stop] - cheap[border - 1, border]
             assert seconds[at] == full[first, border] + more <= running[at]
+
+
+@given(st.integers(2, 7), st.integers(0, 2**32 - 1))
+def test_stages_that_are_alike_are_mixed_of_what_is_alike(num_layers, seed):
+    draw = np.random.default_rng(seed)
+    full, cheap = draw.integers(0, 2, (2, num_layers, num_layers + 1))
+    passed, kinds = draw.integers(0, 2, num_layers + 1), Kinds(full, cheap)
+    kinds.look(np.broadcast_to(passed, kinds.of.shape))
+    counts, inside = np.arange(1, num_layers), ~empty_stages(num_layers)
+    once = Mixed.of_kinds(kinds, counts)
+    ways = [mixture.kept, mixture.running, mixture.seconds]
+    ways += [partial(of, passed=passed) for of in (mixture.least_kept, mixture.least_running)]
+    for n, num_full in enumerate(counts.tolist()):
+        for of in ways:
+            every = of(full, cheap, Mixed.every(num_layers, num_full))
+            assert (of(full, cheap, once)[n][kinds.of] == every)[inside].all()
 
 
 def test_planted_layers_of_both_kinds_add_up():
