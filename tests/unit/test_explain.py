@@ -8,7 +8,9 @@ from profiling_runs import explain as module
 
 
 def test_it_ends_by_the_time_of_the_processor(monkeypatch):
-    known = SimpleNamespace(peak_bytes_per_device=(3,), program=None, stages=())
+    known = SimpleNamespace(
+        peak_bytes_per_device=(3,), host_peak_bytes=None, program=None, stages=()
+    )
     spent = iter([0.0, 5.0, 11.0])
     for name, planted in {
         "verify": lambda plan, measurements: known,
