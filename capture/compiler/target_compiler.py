@@ -4,22 +4,23 @@ there."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from capture import environment
 from capture.compiler.assembler import write_assembler
-from capture.compiler.executable import Compiler, Executable, LayerOf
+from capture.compiler.executable import AnyCompiler, Compiler
 from capture.compiler.report_compiler import ReportCompiler
 from capture.compiler.target_devices import devices_of
-from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
+from capture.errors import TargetError
 from capture.machine.target import Target
 
 
 class TargetCompiler:
-    """An ``AnyCompiler`` for a target.
+    """What makes compilers for a target, and the devices that they compile for.
 
     Args:
         target: To compile for.
@@ -33,8 +34,8 @@ class TargetCompiler:
         self._stops_at_report = bool(target.compiler.get("stop_at_report")) and not are_there
 
     def devices(self, count: int) -> Sequence[Any]:
-        """Devices to compile for. A compiler that is stopped at its report is given programs for
-        virtual CPU devices, which stand for the target's.
+        """Return devices to compile for. A compiler that is stopped at its report is given programs
+        for virtual CPU devices, which stand for the target's.
 
         Raises:
             TargetError: Those of ``devices_of``.
@@ -42,43 +43,47 @@ class TargetCompiler:
         stands_for = Target.load("cpu") if self._stops_at_report else self._target
         return devices_of(stands_for, count)
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        *,
-        donate: Sequence[int] = (),
-        out_shardings: Any = None,
-        layer_of: LayerOf | None = None,
-        local_flops: LocalFlops = NO_LOCAL_FLOPS,
-    ) -> Executable:
-        """See ``AnyCompiler``."""
-        compiler = (
-            ReportCompiler(self._target)
-            if self._stops_at_report
-            else Compiler(fast_compile=True, count_work=self._count_work, options=self._options)
-        )
-        return compiler(
-            function,
-            args,
-            donate=donate,
-            out_shardings=out_shardings,
-            layer_of=layer_of,
-            local_flops=local_flops,
+    def compiler(self, kernels: str = "kernels", *, name_buffers: bool = False) -> AnyCompiler:
+        """Return what compiles programs.
+
+        Args:
+            kernels: Programs that are given one name share the kernels that are alike.
+            name_buffers: Also find out what buffers a program holds at its peak.
+        """
+        if self._stops_at_report:
+            return ReportCompiler(self._target, name_buffers=name_buffers)
+        options: dict[str, Any] = {} if self._are_there else dict(self._target.compiler_options)
+        if self._target.platform == "cuda" and not self._are_there:
+            # What a kernel is made into has no part in any measurement: it is not assembled.
+            options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
+            options |= environment.kernel_cache_options(Path(self._scratch.name, kernels))
+        return Compiler(
+            fast_compile=True,
+            count_work=self._count_work,
+            name_buffers=name_buffers,
+            options=options,
         )
 
-    @cached_property
-    def _options(self) -> dict[str, Any]:
-        if self._are_there:
-            return {}
-        options = dict(self._target.compiler_options)
-        if self._target.platform == "cuda":
-            # What a kernel is made into has no part in any measurement: it is not assembled.
-            folder = Path(self._scratch.name)
-            options["xla_gpu_cuda_data_dir"] = str(write_assembler(folder))
-            options |= environment.kernel_cache_options(folder / "kernels")
-        return options
+    @contextmanager
+    def refusing(self, what: str) -> Iterator[None]:
+        """Name what is compiled meanwhile, if the compiler does not take it.
+
+        Raises:
+            TargetError: ``target-refused``.
+        """
+        try:
+            yield
+        except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise TargetError.of(
+                f"{what} cannot be compiled for target={self._target.name!r}: {said}",
+                "target-refused",
+            ) from error
 
     @cached_property
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="capture-target-")
+        return tempfile.TemporaryDirectory(prefix="capture-kernels-")
+
+    @cached_property
+    def _toolkit(self) -> Path:
+        return write_assembler(Path(self._scratch.name))

@@ -160,7 +160,7 @@ class ArrayBackend:
             return ArrayPrograms(jax.devices()[0], Compiler())
         compiler = TargetCompiler(self._target, count_work=True)
         (device,) = compiler.devices(1)
-        return ArrayPrograms(device, compiler)
+        return ArrayPrograms(device, compiler.compiler())
 
     def measure(self, what: What) -> ArrayNeeds:
         """Compile a program, and execute it where that is asked, or copy."""

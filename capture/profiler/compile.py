@@ -8,7 +8,6 @@ identical layers compile once, and a finished measurement is never made again.
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,12 +19,9 @@ from typing import Any, TypeVar
 import jax
 
 from capture import environment
-from capture.compiler.assembler import write_assembler
-from capture.compiler.executable import AnyCompiler, Compiler
-from capture.compiler.report_compiler import ReportCompiler
-from capture.compiler.target_devices import devices_of
+from capture.compiler.executable import AnyCompiler
+from capture.compiler.target_compiler import TargetCompiler
 from capture.documents import read, write
-from capture.errors import TargetError
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
@@ -77,6 +73,9 @@ class CompileBackend:
         target: What to compile for; virtual CPU devices if None.
         unmarked_layers, num_devices: Into how many layers a model without marks is cut: see
             ``trace``.
+
+    Attributes:
+        compiles: For the target.
     """
 
     def __init__(
@@ -95,39 +94,16 @@ class CompileBackend:
         self._unmarked_layers, self._num_devices = unmarked_layers, num_devices
         self.store = Store() if store is None else store
         self.target = Target.load("cpu") if target is None else target
+        self.compiles = TargetCompiler(self.target, count_work=self.target.rates is not None)
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
         self._updates: dict[tuple[tuple[int, ...], bool], StageUpdate] = {}
 
-    @property
-    def _stops_at_report(self) -> bool:
-        return bool(self.target.compiler.get("stop_at_report"))
-
     def compiler_of(self, config: StageConfig, name_buffers: bool = False) -> AnyCompiler:
-        """What compiles the programs of a stage config to be measured."""
-        if self._stops_at_report:
-            return ReportCompiler(self.target, name_buffers=name_buffers)
-        options = dict(self.target.compiler_options)
-        if self.target.platform == "cuda":
-            # What a kernel is made into has no part in any measurement: it is not assembled, and
-            # windows of the same layers share it.
-            options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
-            name = content_hash([str(config.choice), config.microbatch_size])
-            options |= environment.kernel_cache_options(Path(self._scratch.name, name))
-        return Compiler(
-            fast_compile=True,
-            count_work=self.target.rates is not None,
-            name_buffers=name_buffers,
-            options=options,
-        )
-
-    @cached_property
-    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="capture-kernels-")
-
-    @cached_property
-    def _toolkit(self) -> Path:
-        return write_assembler(Path(self._scratch.name))
+        """What compiles the programs of a stage config to be measured; windows of the same layers
+        share kernels."""
+        kernels = content_hash([str(config.choice), config.microbatch_size])
+        return self.compiles.compiler(kernels, name_buffers=name_buffers)
 
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""
@@ -401,14 +377,8 @@ class CompileBackend:
         found = self.store.get([key])
         if key not in found:
             start = time.perf_counter()
-            try:
+            with self.compiles.refusing("the model"):
                 found = {key: write(compile_it())}
-            except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise TargetError.of(
-                    f"the model cannot be compiled for target={self.target.name!r}: {said}",
-                    "target-refused",
-                ) from error
             facts = {**self.provenance, "kind": "compiled in place"}  # of no job
             self.store.put(key, found[key], provenance=facts, seconds=time.perf_counter() - start)
         return read(found[key], kind)
@@ -433,16 +403,10 @@ class CompileBackend:
             TargetError: as ``devices_of``.
         """
         traced, choice = self.traced(config.microbatch_size), config.choice
-        # A compiler that is stopped at its report is given programs for virtual CPU devices, which
-        # stand for the target's.
-        if devices is None:
-            devices = devices_of(
-                Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices
-            )
         return kind(
             traced,
             config,
-            devices,
+            self.compiles.devices(choice.num_devices) if devices is None else devices,
             self.sharding(config.microbatch_size),
             self._update_of(config),
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.compiler.executable import Compiler
-from capture.compiler.target_devices import devices_of
+from capture.compiler.executable import AnyCompiler, Compiler
 from capture.errors import TargetError
 from capture.machine.target import Target
 from capture.measured.layer_profile import Casts
@@ -197,29 +196,23 @@ class LayerBackend:
         if what.direction == "add":
             return self._measured_add(what.layer)
         program, size = self._program(what), what.microbatch_size
-        compiler: Callable[..., Any] = Compiler()
-        device = jax.devices()[0]
+        compiler: AnyCompiler = Compiler()
+        device, absent = jax.devices()[0], self.compiler.compiles
         if self._machine is None:
             config = StageConfig(what.layer, what.layer + 1, StageChoice(), size)
-            compiler = self.compiler.compiler_of(config)
-            # A compiler that is stopped at its report takes virtual CPU devices for the target's.
-            stops = bool(self.compiler.target.compiler.get("stop_at_report"))
-            device = devices_of(Target.load("cpu") if stops else self.compiler.target, 1)[0]
+            compiler, [device] = self.compiler.compiler_of(config), absent.devices(1)
         sharding = NamedSharding(Mesh(np.asarray([device]), ("device",)), PartitionSpec())
         arguments = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), program.arguments
         )
         try:
-            executable = compiler(program.function, arguments)
-        except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if OUT_OF_MEMORY in str(error):
-                return LayerNeeds(failure=said)
-            raise TargetError.of(
-                f"layer {what.layer} cannot be compiled for target="
-                f"{self.compiler.target.name!r}: {said}",
-                "target-refused",
-            ) from error
+            with absent.refusing(f"layer {what.layer}"):
+                executable = compiler(program.function, arguments)
+        except TargetError as error:
+            said = str(error.__cause__).strip()
+            if OUT_OF_MEMORY not in said:
+                raise
+            return LayerNeeds(failure=said.splitlines()[0])
         others = (*program.weights, *program.batch, *program.gradient)
         if what.layer == 0:  # its input is the batch
             others = program.weights + program.gradient

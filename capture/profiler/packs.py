@@ -10,7 +10,6 @@ from typing import Any
 
 from capture.compiler.target_compiler import TargetCompiler
 from capture.compiler.target_devices import devices_of
-from capture.errors import TargetError
 from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
@@ -65,7 +64,8 @@ class PackBackend:
         if self._step is None or self._step.plan != plan:
             devices = list(self._compiler.devices(machine.devices))
             host = devices_of(Target.load("cpu"), 1)[0]
-            self._step = StreamedStep(self._workload, plan, devices, self._compiler, host=host)
+            compiler = self._compiler.compiler()
+            self._step = StreamedStep(self._workload, plan, devices, compiler, host=host)
         return self._step
 
     def programs(self, plan: PacksPlan) -> list[PackProgram]:
@@ -85,14 +85,8 @@ class PackBackend:
         Raises:
             TargetError: ``target-refused`` if the compiler does not take it, ``target-report``.
         """
-        try:
+        with self._compiler.refusing(f"program {what.name!r}"):
             return PackNeeds(self.step(what.plan).programs.executable(what.name).transient_bytes)
-        except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise TargetError.of(
-                f"program {what.name!r} cannot be compiled for target={self.target.name!r}: {said}",
-                "target-refused",
-            ) from error
 
     def ledger(self, plan: PacksPlan, needs: Mapping[str, PackNeeds]) -> Ledger:
         """The replay of a plan's step.

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import Executable
 from capture.compiler.target_compiler import TargetCompiler
-from capture.errors import TargetError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import takes_key
@@ -96,14 +95,9 @@ class StepCompiler:
             for tree, own in zip(trees, shardings, strict=True)
         )
         results = (shardings[0], shardings[1], whole)
-        try:
-            program = self._compiler(step, arguments, donate=(0, 1), out_shardings=results)
-        except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise TargetError.of(
-                f"the step cannot be compiled for target={self.target.name!r}: {said}",
-                "target-refused",
-            ) from error
+        with self._compiler.refusing("the step"):
+            compile_it = self._compiler.compiler()
+            program = compile_it(step, arguments, donate=(0, 1), out_shardings=results)
         held = sum(
             x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
             for x in jax.tree.leaves(arguments)
