@@ -38,6 +38,7 @@ from typing import Any
 
 from benchmarks.documents import arguments, finish
 from capture import environment
+from capture.plan.stage import Offload
 
 NUM_STEPS = 10
 #: Kernels that a row names.
@@ -62,11 +63,16 @@ class Case:
     microbatch_size: int
     num_microbatches: int
     remat: str
+    #: What lies in host memory between its uses.
+    offload: tuple[Offload, ...] = ()
+    schedule: str = "1f1b"
 
     @property
     def name(self) -> str:
         model = self.workload.partition(":")[2]
-        return f"{model} {self.num_microbatches}x{self.microbatch_size} {self.remat}"
+        size = f"{self.num_microbatches}x{self.microbatch_size}"
+        away = "".join(f", {each} on the host" for each in self.offload)
+        return f"{model} {size} {self.schedule} {self.remat}{away}"
 
 
 _GPT = "models/gpt.py:gpt?dtype=bfloat16&size="
@@ -88,6 +94,11 @@ CASES = [
     Case(_LLAMA, 4, 1, "full"),
     Case("models/wide_resnet.py:wide_resnet?size=250M", 32, 1, "full"),
     Case("models/gpt2.py:gpt2?size=small&dtype=bfloat16", 8, 1, "none"),
+    Case(_GPT + "350M", 8, 4, "cheap", schedule="gpipe"),
+    Case(_GPT + "350M", 8, 4, "cheap", ("activations",), "gpipe"),
+    Case(_GPT + "350M", 8, 4, "cheap", ("optimizer",)),
+    Case(_GPT + "350M", 8, 4, "cheap", ("activations", "optimizer"), "gpipe"),
+    Case(_GPT + "1.3B", 4, 2, "cheap", ("optimizer",)),
 ]
 
 
@@ -166,10 +177,10 @@ def planned(case: Case, target: str) -> tuple[Any, Any]:
 
     task = WorkloadSpec.parse(case.workload).load()
     num_layers = trace(task, case.microbatch_size).graph.num_layers
-    stage = Stage(0, num_layers, (0,), StageChoice(remat=case.remat))
+    stage = Stage(0, num_layers, (0,), StageChoice(remat=case.remat), offload=case.offload)
     batch = case.microbatch_size * case.num_microbatches
     cluster = Cluster((1,), target)
-    return task, Plan(cluster, num_layers, (stage,), batch, case.num_microbatches, "1f1b")
+    return task, Plan(cluster, num_layers, (stage,), batch, case.num_microbatches, case.schedule)
 
 
 def predicted(case: Case, target: str) -> dict[str, Any]:

@@ -424,11 +424,16 @@ class LayerFacts:
         return any(kept(window, fewest) != kept(window, size) for window in layers)
 
     def _split_params(self, window: Window) -> StageBounds:
-        """Passes of a window whose parameters are split over replicas, with few examples."""
+        """Passes of a window whose parameters are split over replicas: with the fewest examples
+        what they need at least, and with the most what they are expected to, as products of few
+        examples are small, and nothing is gathered for those."""
         if window not in self._of_replicas:
             choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
-            config = StageConfig(*window, choice, self._size(min(self._sizes)))
-            self._of_replicas[window] = self._bounds.of_passes(config, NO_END)
+            few, many = (
+                self._bounds.of_passes(StageConfig(*window, choice, self._size(examples)), NO_END)
+                for examples in (min(self._sizes), max(self._sizes))
+            )
+            self._of_replicas[window] = replace(few, most=many.most)
         return self._of_replicas[window]
 
     def _end(self, window: Window, choice: StageChoice) -> EndBounds:

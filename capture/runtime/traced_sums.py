@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from capture.measured.work import Collective
 from capture.runtime.residuals import SplitAxis, ValueSplit
@@ -100,6 +100,22 @@ def _together(parts: Sequence[_Parts], level: int) -> _Parts:
     return one
 
 
+class _Gathered(NamedTuple):
+    """What is made whole.
+
+    Attributes:
+        nbytes: Of the whole.
+        others: Of what might be sent in its place.
+        level: How many come before it.
+        is_expected: Whether nothing is expected to be sent in its place.
+    """
+
+    nbytes: int
+    others: float = math.inf
+    level: int = 0
+    is_expected: bool = True
+
+
 class Exchanges:
     """The collectives of a program over one axis of a mesh.
 
@@ -134,7 +150,7 @@ class Exchanges:
         ]
         gathers = [
             Sent("all-gather", nbytes, level)
-            for nbytes, others, level in self._gathers
+            for nbytes, others, level, _ in self._gathers
             if _FEWEST_BYTES <= nbytes <= others
         ]
         return self._collectives([*sums, *gathers])
@@ -146,8 +162,9 @@ class Exchanges:
             for each in self._sums
         ]
         gathers = [
-            Sent("all-gather", nbytes if others > nbytes else int(others), level)
-            for nbytes, others, level in self._gathers
+            Sent("all-gather", each.nbytes, each.level)
+            for each in self._gathers
+            if each.is_expected
         ]
         return self._collectives([*sums, *gathers])
 
@@ -253,15 +270,13 @@ class Exchanges:
         return math.prod(value.aval.shape) * itemsize // others
 
     @cached_property
-    def _gathers(self) -> list[tuple[int, float, int]]:
-        """Bytes of what is gathered; of what might be sent in its place; and how many come before
-        it."""
+    def _gathers(self) -> list[_Gathered]:
         found = [*self._made_whole()]
         if self._over_replicas:
             found += [*self._params(), *self._updated()]
         return found
 
-    def _made_whole(self) -> Iterator[tuple[int, float, int]]:
+    def _made_whole(self) -> Iterator[_Gathered]:
         """What constraints make whole."""
         if not self._program.once(_has_constraints):
             return
@@ -274,7 +289,7 @@ class Exchanges:
                 if is_whole and self._is_operand(out):
                     base = self._program.views.of(value).base
                     if base not in known:
-                        yield self._whole_bytes(value), math.inf, before
+                        yield _Gathered(self._whole_bytes(value), math.inf, before)
                     known.add(base)
                     before += 1
             if before:
@@ -294,8 +309,9 @@ class Exchanges:
     def _results(self) -> Collection[Any]:
         return {product.result for product in self._products.large.values()}
 
-    def _params(self) -> Iterator[tuple[int, float, int]]:
-        """Arguments that a product needs whole, as its results are split like another operand."""
+    def _params(self) -> Iterator[_Gathered]:
+        """Arguments that a product needs whole, as its results are split like another operand;
+        which of its two that is, is known of what is expected alone."""
         known: set[Any] = set()
         for product in self._products.large.values():
             sides = product.equation.invars
@@ -308,13 +324,14 @@ class Exchanges:
                 dim, part = self._axis.dims.get(value), _part_of_side(product.equation, side)
                 if dim is None or self._axis.dims.get(other) is None or dim in part:
                     continue
-                if part_of(product.equation, self._axis) == "terms":
+                if (shared := part_of(product.equation, self._axis)) == "terms":
                     continue
                 known.add(base)
                 activations = min(self._whole_bytes(other), self._whole_bytes(product.result))
-                yield self._whole_bytes(value), activations, 0
+                is_whole = shared != ("rows", "columns")[side]
+                yield _Gathered(self._whole_bytes(value), activations, is_expected=is_whole)
 
-    def _updated(self) -> Iterator[tuple[int, float, int]]:
+    def _updated(self) -> Iterator[_Gathered]:
         """Results that are whole, made of arguments that are split."""
         dims, flow, asked = self._axis.dims, self._program.flow, self._axis.asked
         whole = [v for v, is_split in asked.items() if not is_split and dims.get(v) is not None]
@@ -324,7 +341,7 @@ class Exchanges:
         sources = flow.propagate({flow.inputs[i]: frozenset([i]) for i in split})
         for value in whole:
             states = sum(self._whole_bytes(flow.inputs[i]) for i in sources[value])
-            yield min(states, self._whole_bytes(value)), math.inf, 0
+            yield _Gathered(min(states, self._whole_bytes(value)))
 
 
 def _has_constraints(program: TracedProgram) -> bool:

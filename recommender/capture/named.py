@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf, log
 
 import numpy as np
@@ -43,6 +43,10 @@ _NUM_LIMITS = 7
 #: A stage of so few layers compiles in seconds, so that estimates need not be trusted as far: plans
 #: that may be slower by this part, as they are often wrong by more, are compiled as well, so many.
 FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.1, 6
+#: Plans that were expected to be faster and are not, one after the other: where estimates are too
+#: low, there are many of them. After so many the other names come first, and after so many, these
+#: included, nothing more is expected to be faster.
+PATIENCE, MOST_MISSED = 2, 6
 #: Rounds of layers that are compiled alone, begun before they are asked for.
 _ROUNDS_AHEAD = 2
 #: A plan may be slower by this part than another one if all of its stages use their devices alike:
@@ -70,13 +74,28 @@ class Named(Timed):
         return not self._knows_fastest and super().is_promising(search, part)
 
     def next(self, search: Search, look: Look) -> Found | None:
-        """What may be faster; once nothing is, the plans with other names, and then nothing."""
-        if not self._knows_fastest:
-            found = self._faster(search, look)
-            if found is not None or not search.fitting:
-                return found
+        """What may be faster and then the plans with other names; these first where what might be
+        faster was not."""
+        ways = [self._next_faster, self._next_name]
+        if self._num_missed(search) >= PATIENCE:
+            ways.reverse()
+        return next((found for way in ways if (found := way(search, look)) is not None), None)
+
+    def _num_missed(self, search: Search) -> int:
+        """Plans that were compiled after the fastest one."""
+        fastest = min(search.fitting, key=seconds_of, default=None)
+        later = takewhile(lambda each: each is not fastest, reversed(search.compiled))
+        return 0 if fastest is None else sum(1 for _ in later)
+
+    def _next_faster(self, search: Search, look: Look) -> Found | None:
+        if search.effort.within_fraction and self._num_missed(search) >= MOST_MISSED:
             self._knows_fastest = True
-        for name in (LOWEST, KNEE):
+        found = None if self._knows_fastest else self._faster(search, look)
+        self._knows_fastest = found is None and bool(search.fitting)
+        return found
+
+    def _next_name(self, search: Search, look: Look) -> Found | None:
+        for name in (LOWEST, KNEE) if search.fitting else ():
             if name not in self._asked:
                 self._asked.add(name)
                 named = self._named(search, name)

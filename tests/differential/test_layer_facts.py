@@ -262,6 +262,26 @@ def test_one_replica_reads_and_writes_no_gradients_beside_its_products():
         assert 0 < found <= traced
 
 
+def test_split_parameters_are_expected_to_be_gathered_whole():
+    """Also where a device has so few examples that the products of these alone are small, or that
+    what it has of them is less than the parameters."""
+
+    def loss(params, x):
+        for weights in params:
+            x = mark(jnp.tanh(x @ weights))
+        return jnp.mean(x**2)
+
+    facts, _ = wide(loss, 1024, "h100")
+    for size in (4, 64, 512):
+        choice = StageChoice(2, 1, "none", shard_optimizer=True, shard_params=True)
+        found = facts.bounds((1, 2), choice, size)
+        for work in (found.most.forward_work, found.most.backward_work):
+            sent = [each.nbytes for each in work.collectives if each.kind == "all-gather"]
+            assert sent == [4 * 1024**2], (size, work.collectives)
+        least = found.least.forward_work.collectives
+        assert sum(each.nbytes for each in least) <= 4 * 1024**2
+
+
 def test_few_examples_keep_no_more_than_a_cut_of_their_own():
     facts, alone = wide(normalized, 64, "cpu")
     assert facts.is_by_example

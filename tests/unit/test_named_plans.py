@@ -157,3 +157,31 @@ def test_what_stages_of_one_size_take_beyond_their_estimate_is_no_doubt_of_anoth
     search = SimpleNamespace(fitting=[found], plain_parts=parts, parts=dict(enumerate(parts)))
     assert Named()._doubted(search) is None
     assert asked == {8: ((2.0,),), 4: ((1.0,),)}
+
+
+def test_other_names_come_before_many_plans_that_are_not_faster(monkeypatch):
+    """Here nothing is learned of estimates that are too low, so that every plan seems faster."""
+    monkeypatch.setattr(named, "slowness", lambda part: {})
+    monkeypatch.setattr(speed, "slowness", lambda part: {})
+    found = {}
+    for patience, most in ((1, 99), (99, 99), (1, 3)):
+        monkeypatch.setattr(named, "PATIENCE", patience)
+        monkeypatch.setattr(named, "MOST_MISSED", most)
+        planted, numbers = NamedPlans(1, 0.5), []
+        look_for = Named._named
+
+        def counted(self, search, name, look_for=look_for, numbers=numbers):
+            if name in self._asked:
+                numbers.append(len(search.compiled))
+            return look_for(self, search, name)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Named, "_named", counted)
+            answer = planted.search(Effort(within_fraction=0.05, at_once=1))
+        seconds = [value for _, value in planted.values(planted.compiler.compiled)]
+        found[patience, most] = numbers[0], seconds, answer.proof.step_seconds
+    soon, late, few = found.values()
+    assert soon[0] < late[0] and soon[0] < len(soon[1])
+    assert soon[2] == late[2], "what may be faster is looked at all the same"
+    assert few[1] == soon[1][: len(few[1])]
+    assert few[1].index(min(few[1])) == len(few[1]) - 1 - 3 < len(soon[1]) - 1 - 3
