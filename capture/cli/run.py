@@ -26,6 +26,7 @@ from capture.errors import PlanError, Violation
 from capture.options import add, at_least, options_of, taken
 from capture.plan.kinds import AnyPlan, kind_of, load_plan, of_stages
 from capture.plan.packs import PacksPlan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.asked import Training
@@ -132,8 +133,8 @@ def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     return code
 
 
-def trained(options: argparse.Namespace, plan: Plan | PacksPlan) -> int:
-    """Train by a plan of stages or of packs, in this process."""
+def trained(options: argparse.Namespace, plan: Plan | PacksPlan | ShardingPlan) -> int:
+    """Train one model by its plan, in this process."""
     spec = asked.workload_of(options, plan)
     from capture.runtime.training import train
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from capture import environment
 from capture.cli import asked
-from capture.cli.output import say, table, write_files
+from capture.cli.output import table, write_files
+from capture.machine.target import Target
 from capture.plan.sharding import ShardingPlan
 from capture.report.difference import DiffReport, unequal
 from capture.report.explanation import ExplainReport, PageReport
@@ -21,42 +23,23 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> tuple[VerifyRepor
     spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
-    from capture.profiler.sharded_run import compile_plan
+    from capture.profiler.sharded_step import compiled_step
 
-    found = compile_plan(plan, spec.load())
-    verified = replace(plan, compiled_peak_bytes=found.peak_bytes, interval_bytes=None)
-    count, own = found.sharded.mesh.size, found.program.transient_bytes
-    parts = {"held": found.peak_bytes - own, "train step": own}
+    step, target = compiled_step(plan, spec.load()), Target.load(plan.target_name)
+    peak, count = step.replay().peaks[0], len(step.devices)
+    verified = replace(plan, compiled_peak_bytes=peak.peak_bytes, interval_bytes=None)
+    versions = environment.versions(target.platform)
     report = VerifyReport(
         "sharding",
-        found.target.name,
-        (found.peak_bytes,) * count,
+        target.name,
+        (peak.peak_bytes,) * count,
         (plan.peak_bytes,) * count,
-        (PeakRow(tuple(range(count)), found.peak_bytes, parts),),
+        (PeakRow.of(range(count), peak),),
         verified.headroom(options.memory),
-        source=found.source,
-        warnings=split_warnings(found.sharded.workload, plan.batch_size, "examples of a device"),
+        source={"backend": f"compile:{target.name}", "target": target.name, "versions": versions},
+        warnings=split_warnings(step.workload, plan.batch_size, "examples of a device"),
     )
     return report, verified
-
-
-def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
-    """Train on the devices of this machine."""
-    from capture.cli.run import finish
-
-    asked.refuse_unread(options, "sharding", "workload", "steps", "seed", "check")
-    spec = asked.workload_of(options, plan)
-    from capture.profiler.sharded_run import execute_plan
-
-    document = execute_plan(
-        plan,
-        spec.load(),
-        num_steps=options.steps,
-        seed=options.seed,
-        check=options.check,
-        report=lambda text: say(options, text),
-    )
-    return finish(options, document)
 
 
 def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainReport, list[str]]:

@@ -91,12 +91,13 @@ KINDS: Mapping[str, Kind] = {
             Registered("capture.cli.osdp:ASKS"),
             _verbs(
                 verify="sharding:verify",
-                run="sharding:run",
+                run="run:trained",
                 explain="sharding:explain",
                 report="sharding:report",
                 diff="sharding:diff",
             ),
             "capture.shard",
+            saves_often=True,
         ),
         Kind(
             "packs",

@@ -216,6 +216,11 @@ class ShardingPlan(PlanFile):
         return Peaks((peak,), [interval or (peak, peak)], how, None, extrapolated=True)
 
     @property
+    def predicted_bytes_per_device(self) -> tuple[int, ...]:
+        """Return the same of every device."""
+        return (self.known_peak_bytes,) * self.known_cluster.num_devices
+
+    @property
     def step_estimate(self) -> tuple[float, str]:
         """By the model of costs."""
         return self.step_seconds, "estimated"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -227,12 +226,7 @@ def split_dim(spec: PartitionSpec, axis: str) -> int | None:
 def shard_bytes(array: Any) -> int:
     """Bytes that an array, or the structure of one with its sharding, takes on each of its
     devices."""
-    return math.prod(array.sharding.shard_shape(array.shape)) * _item_bytes(array.dtype)
-
-
-@cache
-def _item_bytes(dtype: Any) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else int(dtype.itemsize)
+    return math.prod(array.sharding.shard_shape(array.shape)) * int(array.dtype.itemsize)
 
 
 def kept_bytes(forward: Executable) -> int:

@@ -18,8 +18,10 @@ import jax
 import numpy as np
 
 from capture import environment
+from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.packs import PacksPlan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
@@ -31,6 +33,7 @@ from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.run_report import RunReport
+from capture.runtime.sharded.step import sharded_step
 from capture.runtime.state import PipelineState, initial_params
 from capture.runtime.streamed import streamed
 from capture.runtime.trace import StepTrace
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    plan: Plan | PacksPlan,
+    plan: Plan | PacksPlan | ShardingPlan,
     workload: WorkloadProtocol,
     training: Training,
     report: Callable[[str], None] = lambda text: None,
@@ -75,12 +78,8 @@ def train(
         often=training.save_every is not None,
         until=training.until,
     )
-    report("compiling the stages")
-    step: TrainStep = (
-        streamed(workload, plan, fast_compile=training.fast_compile)
-        if isinstance(plan, PacksPlan)
-        else pipeshard(workload, plan, fast_compile=training.fast_compile, hosts=hosts)
-    )
+    report("compiling the step")
+    step = _step(plan, workload, training.fast_compile, hosts)
     if step.updates_last:
         report(
             "the optimizer needs all gradients: they wait on the host, and every update comes last"
@@ -147,6 +146,8 @@ def train(
     if saves is not None and (saved := saves.finish()) is not None:
         document["saved"] = saved
     replayed, target, predicted = step.replay(), plan.target_name, plan.predicted_bytes_per_device
+    platform = jax.devices()[0].platform
+    planned = target if plan.cluster is None else Target.load(target).platform
     document |= {
         "kind": plan.FORMAT.kind,
         "predicted_peak_bytes_per_device": predicted and list(predicted),
@@ -168,10 +169,10 @@ def train(
         "dispatch_seconds": median(dispatch) if dispatch else None,
         "num_devices": len(step.devices),
         "target": target,
-        "platform": jax.devices()[0].platform,
+        "platform": platform,
         # What one compiler reports says little about another's: such numbers stand beside each
         # other, and are not compared.
-        "is_target": (target == "cpu") == (jax.devices()[0].platform == "cpu"),
+        "is_target": (planned == "cpu") == (platform == "cpu"),
         "versions": environment.versions(),
     }
     if (together := checkpoint.shared(step)) is not None:
@@ -192,6 +193,21 @@ def train(
     return RunReport(**document).document()
 
 
+def _step(
+    plan: Plan | PacksPlan | ShardingPlan,
+    workload: WorkloadProtocol,
+    fast_compile: bool,
+    hosts: Hosts | None,
+) -> TrainStep:
+    match plan:
+        case PacksPlan():
+            return streamed(workload, plan, fast_compile=fast_compile)
+        case ShardingPlan():
+            return sharded_step(workload, plan, fast_compile=fast_compile)
+        case Plan():
+            return pipeshard(workload, plan, fast_compile=fast_compile, hosts=hosts)
+
+
 class _Saves:
     """The checkpoints of a training.
 
@@ -203,6 +219,8 @@ class _Saves:
 
     def __init__(self, step: TrainStep, training: Training, done: int):
         assert training.save is not None, "there is a directory"
+        # Refuses some of parameters that a scan stacks, before anything is trained.
+        assert step.optimizer.stages, "every parameter is updated"
         self._step, self._directory, self._every = step, training.save, training.save_every
         self._last: Path | None = None
         together = checkpoint.shared(step)

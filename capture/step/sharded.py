@@ -38,9 +38,12 @@ import numpy as np
 
 from capture.model.operators import Operator
 from capture.plan.sharding import Mode
+from capture.step.holds import Leaves, Loss, Params, State
 from capture.step.operator_cost import StepCost, compute_seconds
 from capture.step.passes.frees import free
-from capture.step.program import Instruction, Place, Program, Run, Step
+from capture.step.passes.transfers import transfer
+from capture.step.program import Place, Program, Step
+from capture.step.tasks import Round, Task, Value
 
 #: Of a byte: what is less above a whole number is an error of rounding.
 _ROUNDING = 2**-10
@@ -114,7 +117,7 @@ def _whole(nbytes: float) -> int:
 def build_step(
     cost: StepCost, modes: Sequence[Mode], batch_size: int, names: Sequence[str] = ()
 ) -> Step:
-    """The instructions of one step.
+    """Return the step as the search counts it, operator by operator.
 
     Args:
         cost: What a model's operators cost on the devices.
@@ -122,12 +125,47 @@ def build_step(
         batch_size: Examples per device.
         names: Names of the operators; those of the model unless given.
     """
-    builder = _Builder(cost, modes, batch_size, names)
-    builder.step.instructions += builder.passes()
-    builder.step.num_passes = len(builder.step.instructions)
-    builder.step.instructions.append(builder.update())
-    free(builder.step)
-    return builder.step
+    operators = _Operators(cost, modes, batch_size, names)
+    return _built(operators.place, [*operators.tasks()], operators.state)
+
+
+def build_training(
+    num_devices: int,
+    num_params: int,
+    num_leaves: int,
+    nbytes: Sequence[int],
+    transient_bytes: int,
+) -> Step:
+    """Return the step as it is executed: one program on all devices.
+
+    Args:
+        num_devices: On which it runs.
+        num_params: Arrays of the parameters.
+        num_leaves: Leaves of the batch, with a random key if the loss takes one.
+        nbytes: What a device has of the parameters, the optimizer state, the batch and the loss.
+        transient_bytes: As of the compiled program.
+    """
+    place, params = Place("devices", tuple(range(num_devices))), tuple(range(num_params))
+    leaves, (of_params, of_state, of_batch, of_loss) = tuple(range(num_leaves)), nbytes
+    state = (
+        Value("parameters", "parameters", of_params, Params(params), place, "parameters"),
+        Value("optimizer", "optimizer", of_state, State(params), place, "optimizer"),
+    )
+    batch = Value("batch", "batch", of_batch, Leaves(leaves), fed=(0, leaves))
+    loss = Value("loss", "loss", of_loss, Loss(), reported=True)
+    program, reads = Program("step", place, transient_bytes), tuple((v,) for v in (*state, batch))
+    step = Task("train step", program, reads, (*state, loss), state, label="train step")
+    return _built(place, [step], state)
+
+
+def _built(place: Place, tasks: Sequence[Task], state: Sequence[Value]) -> Step:
+    """Return the step of tasks on one place, of which the last is, or has, the update."""
+    step = Step((place,))
+    (turn,) = transfer(step, [Round(tasks)], state)
+    step.instructions += [each for block in turn.body for each in block]
+    step.num_passes = len(step.instructions) - 1
+    free(step)
+    return step
 
 
 def step_seconds(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> dict[str, float]:
@@ -157,59 +195,56 @@ def step_seconds(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> dict
     return seconds
 
 
-class _Builder:
-    """Emits the instructions. Slots are called ``parameters``, ``optimizer``, ``activations``,
-    ``tail``, ``gathered``, ``prefetched`` and ``gradients``; they hold what an operator's number
-    names."""
+class _Operators:
+    """Lists the tasks. Values are called ``parameters``, ``optimizer``, ``activations``, ``tail``,
+    ``gathered``, ``prefetched`` and ``gradients``; they hold what an operator's number names.
+
+    Attributes:
+        place: All devices.
+        state: Parameters and optimizer state, by operator.
+    """
 
     def __init__(
         self, cost: StepCost, modes: Sequence[Mode], batch_size: int, names: Sequence[str]
     ):
-        self.remat, self.prefetch = cost.remat, cost.overlap_fraction > 0
-        self.names = names or [operator.name for operator in cost.model.operators]
-        self.operators = [
+        self._remat, self._prefetch = cost.remat, cost.overlap_fraction > 0
+        self._names = names or [operator.name for operator in cost.model.operators]
+        self._operators = [
             OperatorBytes.of(cost, operator, mode, batch_size)
             for operator, mode in zip(cost.model.operators, modes, strict=True)
         ]
         self.place = Place("devices", tuple(range(cost.machine.num_devices)))
-        self.step = Step((self.place,))
-        self.parameters: list[int] = []
-        self.optimizer: list[int] = []
-        self.activations: dict[int, list[int]] = {}
-        self.gradients: list[int] = []
         # Rounded up where all are added, so that what all hold is in whole bytes.
-        sums = np.cumsum([0, *(operator.parameters for operator in self.operators)]).tolist()
+        sums = np.cumsum([0, *(operator.parameters for operator in self._operators)]).tolist()
         kept = [b - a for a, b in pairwise(_persistent_bytes(cost, total) for total in sums)]
-        for i, (operator, nbytes) in enumerate(zip(self.operators, kept, strict=True)):
-            parameters = min(operator.parameters, nbytes)
-            self.parameters.append(self._keep("parameters", i, parameters))
-            self.optimizer.append(self._keep("optimizer", i, nbytes - parameters))
+        held = [min(of.parameters, n) for of, n in zip(self._operators, kept, strict=True)]
+        self._parameters = [self._keep("parameters", i, n) for i, n in enumerate(held)]
+        rest = enumerate(a - b for a, b in zip(kept, held, strict=True))
+        self.state = (*self._parameters, *(self._keep("optimizer", i, n) for i, n in rest))
 
-    def passes(self) -> Iterator[Instruction]:
-        for i, operator in enumerate(self.operators):
-            made = [self._slot("activations", "activations", i, operator.held - operator.tail)]
+    def tasks(self) -> Iterator[Task]:
+        """Yield the passes, and then the update."""
+        activations, gradients = list[list[Value]](), list[Value]()
+        for i, operator in enumerate(self._operators):
+            made = [Value("activations", "activations", operator.held - operator.tail, i)]
             if operator.tail:
-                made.append(self._slot("tail", "activations", i, operator.tail))
-            self.activations[i] = made
-            yield from self._gathering(
-                i, "forward", "forward", operator.held + operator.forwards, made
-            )
-        for i in reversed(range(len(self.operators))):
-            operator, own = self.operators[i], self.activations.pop(i)
-            if self.remat:
+                made.append(Value("tail", "activations", operator.tail, i))
+            activations.append(made)
+            needs = operator.held + operator.forwards
+            yield from self._gathering(i, "forward", "forward", needs, made)
+        for i, operator in reversed([*enumerate(self._operators)]):
+            own = activations.pop()
+            if self._remat:
                 yield from self._gathering(i, "forward again", "forward", operator.forwards, [])
-            yield self._run("tail backward", i, operator.before, own, [])
-            gradients = self._slot("gradients", "gradients", i, operator.parameters)
-            transient = operator.product + operator.tail + operator.parameters
-            self.gradients.append(gradients)
-            yield from self._gathering(i, "backward", "backward", transient, [gradients], own[:1])
-            yield self._run("reduce", i, 0, [gradients], [gradients], [gradients])
-
-    def update(self) -> Run:
-        self.step.programs["update"] = Program("update", self.place, 0)
-        state = (*self.parameters, *self.optimizer)
-        inputs = (tuple(self.parameters), tuple(self.optimizer), tuple(self.gradients))
-        return Run("update", inputs, state, state, "update")
+            yield self._task("tail backward", i, operator.before, own, [])
+            made = [Value("gradients", "gradients", operator.parameters, i)]
+            gradients += made
+            needs = operator.product + operator.tail + operator.parameters
+            yield from self._gathering(i, "backward", "backward", needs, made, own[:1])
+            yield self._task("reduce", i, 0, made, made, made)
+        count, update = len(self._parameters), Program("update", self.place, 0)
+        reads = (self.state[:count], self.state[count:], tuple(gradients))
+        yield Task("update", update, reads, self.state, self.state, label="update")
 
     def _gathering(
         self,
@@ -217,41 +252,38 @@ class _Builder:
         what: str,
         program: str,
         transient_bytes: int,
-        made: Sequence[int],
-        donated: Sequence[int] = (),
-    ) -> Iterator[Instruction]:
-        """A pass with the operator's parameters gathered, and as much for the next one's."""
-        operator, gathered = self.operators[i], []
-        if operator.gathered:
-            category = "gathered parameters"
-            gathered = [self._slot("gathered", category, i, operator.gathered)]
-            if self.prefetch:
-                gathered.append(self._slot("prefetched", category, i, operator.gathered))
-            yield self._run("all-gather", i, sum(map(self._bytes, gathered)), [], gathered)
-        transient_bytes -= sum(map(self._bytes, gathered))
-        yield self._run(what, i, transient_bytes, [*gathered, *donated], made, donated, program)
+        made: Sequence[Value],
+        taken: Sequence[Value] = (),
+    ) -> Iterator[Task]:
+        """Yield a pass with the operator's parameters gathered, and as much for the next one's."""
+        nbytes, category = self._operators[i].gathered, "gathered parameters"
+        names = ("gathered", "prefetched")[: 1 + self._prefetch] if nbytes else ()
+        gathered = [Value(name, category, nbytes, i) for name in names]
+        beside = nbytes * len(gathered)
+        if gathered:
+            yield self._task("all-gather", i, beside, [], gathered)
+        yield self._task(
+            what, i, transient_bytes - beside, [*gathered, *taken], made, taken, program
+        )
 
-    def _run(
+    def _task(
         self,
         what: str,
         i: int,
         transient_bytes: int,
-        read: Sequence[int],
-        made: Sequence[int],
-        donated: Sequence[int] = (),
+        read: Sequence[Value],
+        made: Sequence[Value],
+        taken: Sequence[Value] = (),
         program: str | None = None,
-    ) -> Run:
-        name = f"{what}@{i}"
-        self.step.programs[name] = Program(program or what, self.place, transient_bytes)
-        inputs = ((self.parameters[i],), tuple(read))
-        return Run(name, inputs, tuple(made), tuple(donated), f"{what} of {i} {self.names[i]}")
+    ) -> Task:
+        return Task(
+            f"{what}@{i}",
+            Program(program or what, self.place, transient_bytes),
+            ((self._parameters[i],), tuple(read)),
+            tuple(made),
+            tuple(taken),
+            label=f"{what} of {i} {self._names[i]}",
+        )
 
-    def _keep(self, what: str, i: int, nbytes: int) -> int:
-        return self.step.keep(f"{what} {i}", self.place, what, nbytes, what, i)
-
-    def _slot(self, what: str, category: str, i: int, nbytes: int) -> int:
-        number = len(self.step.slots)
-        return self.step.slot(f"{what} {i} #{number}", self.place, category, nbytes, what, i)
-
-    def _bytes(self, slot: int) -> int:
-        return self.step.slots[slot].nbytes
+    def _keep(self, what: str, i: int, nbytes: int) -> Value:
+        return Value(what, what, nbytes, i, self.place, f"{what} {i}")

@@ -102,7 +102,7 @@ def test_hosts_train_as_one_process(plan):
 def hosts_of(command: subprocess.Popen) -> list[int]:
     """The processes of a run, once both train."""
     assert command.stderr is not None
-    assert "compiling the stages" in command.stderr.readline()
+    assert "compiling the step" in command.stderr.readline()
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
     found = [int(child) for child in children if "spawn_main" in _arguments(int(child))]
     assert len(found) == 2

@@ -154,7 +154,6 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
         ("verify array.json", "kind 'stages'. capture run, explain, report and diff take it"),
         ("report b.json --trace t.json", "--trace: capture report does not read it with a plan "),
         ("report b.json --profile p.json", "--profile: capture report does not read it"),
-        ("run b.json --save state", "--save: capture run does not read it"),
         ("explain b.json --workload other.py:model", "--workload: capture explain does not read"),
         ("explain packs.json --workload other.py:model", "does not read it with a plan of kind 'p"),
         ("explain array.json --workload other.py:model --store s", "--workload, --store: capture"),
@@ -264,6 +263,10 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
     code, text = said(capsys, "verify", "b.json", "--trust", "-o", "c.json", "--json")
     (peak,) = set(json.loads(text)["peak_bytes_per_device"])
     assert code == 0 and facts["measured_peak_bytes_per_device"] == [peak] * 4
+    assert facts["replayed_peak_bytes_per_device"] == [peak] * 4 and facts["ledger_checks"] == 5
+    assert (
+        facts["is_target"] and facts["allocator"]["step_bytes"] <= facts["allocator"]["bound_bytes"]
+    )
     assert load_plan("c.json") == replace(plan, compiled_peak_bytes=peak)
     replace(plan, model_hash="of another").save("e.json")
     code, text = said(capsys, "verify", "e.json", "--trust")

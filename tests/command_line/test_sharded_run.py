@@ -60,6 +60,8 @@ def test_a_loss_with_a_key_is_planned_and_trained_as_on_one_device(folder, capsy
     assert code == 0 and found["max_relative_gradient_error"] < 1e-5
     assert found["max_relative_loss_error"] < 1e-5 and found["worst_gradient"] in ("up", "down")
     assert found["losses"][0] != found["losses"][1]
+    measured = found["measured_peak_bytes_per_device"]
+    assert found["replayed_peak_bytes_per_device"] == measured and found["ledger_checks"] == 5
 
     whole = Sharded.loss_and_gradients
 

@@ -20,6 +20,7 @@ from capture.step.multiplexed import build_array, lifetimes
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Free, Step, Wait, replay
 from capture.step.sharded import build_step as build_sharded
+from capture.step.sharded import build_training
 from capture.step.sub_array import movable, recomputable
 from tests.property.test_osdp_step import random_plan
 from tests.property.test_step import interfaces
@@ -87,14 +88,18 @@ STEPS: dict[str, Callable[[], Step]] = {
     "arrays in turn": lambda: array("in turn"),
     "arrays multiplexed": lambda: array("multiplexed"),
     "sharding": lambda: build_sharded(*random_plan(3)),
+    "sharding as executed": lambda: build_training(2, 3, 2, (100, 200, 30, 4), 50),
 }
-#: What cannot be planted: neither hosts nor links in sharding, no host in pipelines; state of arrays
-#: stays where it is, and what is updated on the host waits for all passes that read it.
+SHARDING = ("sharding", "sharding as executed")
+#: What cannot be planted: neither hosts nor links in sharding, and one program alone where it is
+#: executed, no host in pipelines; state of arrays stays where it is, and what is updated on the host
+#: waits for all passes that read it.
 CANNOT = {
-    "missing wait": {"gpipe", "1f1b", "sharding"},
-    "missing transfer": {"sharding"},
+    "late free": {"sharding as executed"},
+    "missing wait": {"gpipe", "1f1b", *SHARDING},
+    "missing transfer": {*SHARDING},
     "stale copy": {
-        *("arrays in turn", "arrays multiplexed", "sharding"),
+        *("arrays in turn", "arrays multiplexed", *SHARDING),
         *("packs", "packs over the host", "packs of many devices", "packs of shares"),
     },
 }

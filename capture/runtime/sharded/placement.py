@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -78,6 +79,12 @@ class LeafPlacement:
                 for part in self.parts
             )
         )
+
+    def join(self, node: Any) -> Any:
+        """Return the leaf of what ``split`` made of it."""
+        if not isinstance(node, SplitLeaf):
+            return node
+        return jnp.concatenate([node.replicated, node.sharded], self.slice_dim)
 
 
 def check_partly(

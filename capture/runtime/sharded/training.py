@@ -21,7 +21,7 @@ from capture.quantities import counted
 from capture.runtime.leaf_parts import check_rows
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.sharded.mesh import mesh_of
-from capture.runtime.sharded.placement import SplitLeaf, place_leaves
+from capture.runtime.sharded.placement import place_leaves
 from capture.runtime.sharded.transform import gathered_loss
 from capture.tracing.model import TracedModel, trace
 
@@ -55,6 +55,20 @@ def shard(workload: WorkloadProtocol, plan: ShardingPlan | None, where: Mesh | C
     return Sharded(workload, plan, mesh, traced)
 
 
+def shard_as_planned(
+    workload: WorkloadProtocol, plan: ShardingPlan, where: Mesh | Cluster
+) -> Sharded:
+    """Return what ``shard`` does, of the very loss that the plan was made for.
+
+    Raises:
+        PlanError: ``plan-other-model`` for another program too, and as ``shard``.
+    """
+    sharded = shard(workload, plan, where)
+    if plan.model_hash not in ("", sharded.model_hash):
+        raise other_model(plan, workload, f"has model_hash={sharded.model_hash}")
+    return sharded
+
+
 class Sharded:
     """A workload, a plan and a mesh.
 
@@ -65,7 +79,8 @@ class Sharded:
         traced: The workload, cut at products.
 
     Attributes:
-        workload, plan, mesh: As given.
+        workload, plan, mesh, traced: As given.
+        leaves: Where each of the parameters is.
     """
 
     def __init__(
@@ -74,9 +89,9 @@ class Sharded:
         # What operations give is for XLA to say, also on a mesh that was made to have every
         # operation say it (``jax.make_mesh``).
         self.workload, self.plan, self.mesh = workload, plan, Mesh(mesh.devices, mesh.axis_names)
-        self._traced, self._struct = traced, traced.params_struct
-        self._leaves = place_leaves(plan, self.mesh, traced)
-        in_two = {i: 2 for i, leaf in enumerate(self._leaves) if len(leaf.shardings) > 1}
+        self.traced, self._struct = traced, traced.params_struct
+        self.leaves = place_leaves(plan, self.mesh, traced)
+        in_two = {i: 2 for i, leaf in enumerate(self.leaves) if len(leaf.shardings) > 1}
         check_rows(workload.optimizer, self._struct, self._split_struct, in_two)
 
     # ---- shardings -------------------------------------------------------------------------------
@@ -88,7 +103,7 @@ class Sharded:
         sharded = {name for name, mode in self.plan.mode_of_param.items() if mode.num_sharded}
         return tuple(
             leaf.name
-            for leaf in self._leaves
+            for leaf in self.leaves
             if not any(part.is_sharded for part in leaf.parts)
             and {leaf.name, f"{leaf.name}[0]"} & sharded
         )
@@ -101,7 +116,7 @@ class Sharded:
     @property
     def model_hash(self) -> str:
         """Content hash of the traced loss, as ``ShardingPlan.model_hash``."""
-        return self._traced.graph.model_hash
+        return self.traced.graph.model_hash
 
     def shardings(self, params: Any = None) -> Any:
         """Sharding of every parameter, in a tree of the parameters' structure.
@@ -115,7 +130,7 @@ class Sharded:
         """
         if params is not None:
             self._check(params)
-        return self._tree.unflatten([leaf.node for leaf in self._leaves])
+        return self._tree.unflatten([leaf.node for leaf in self.leaves])
 
     @cached_property
     def opt_state_shardings(self) -> Any:
@@ -123,7 +138,7 @@ class Sharded:
         sharded as that is; all else is replicated."""
         traced = TracedOptimizer(self.workload.optimizer, self._split_struct)
         param_of_state = SlicedOptimizer(traced, [range(len(traced.params))]).param_of_state
-        shardings = [sharding for leaf in self._leaves for sharding in leaf.shardings]
+        shardings = [sharding for leaf in self.leaves for sharding in leaf.shardings]
         whole = NamedSharding(self.mesh, PartitionSpec())
         found = [
             shardings[param]
@@ -139,21 +154,14 @@ class Sharded:
         tree where there is none."""
         self._check(params)
         return self._tree.unflatten(
-            [leaf.split(x) for leaf, x in zip(self._leaves, jax.tree.leaves(params), strict=True)]
+            [leaf.split(x) for leaf, x in zip(self.leaves, jax.tree.leaves(params), strict=True)]
         )
 
     def join(self, params: Any) -> Any:
         """The inverse of ``split``."""
         self._check(params)
-        leaves = zip(self._leaves, self._tree.flatten_up_to(params), strict=True)
-        return self._tree.unflatten(
-            [
-                jnp.concatenate([x.replicated, x.sharded], leaf.slice_dim)
-                if isinstance(x, SplitLeaf)
-                else x
-                for leaf, x in leaves
-            ]
-        )
+        leaves = zip(self.leaves, self._tree.flatten_up_to(params), strict=True)
+        return self._tree.unflatten([leaf.join(x) for leaf, x in leaves])
 
     @property
     def _tree(self) -> Any:
@@ -161,7 +169,7 @@ class Sharded:
 
     @cached_property
     def _split_struct(self) -> Any:
-        leaves = zip(self._leaves, jax.tree.leaves(self._struct), strict=True)
+        leaves = zip(self.leaves, jax.tree.leaves(self._struct), strict=True)
         return self._tree.unflatten([jax.eval_shape(leaf.split, struct) for leaf, struct in leaves])
 
     def _check(self, params: Any) -> None:
@@ -197,7 +205,7 @@ class Sharded:
                 beside it that ``has_aux`` does not announce, or scans over other parameters than
                 the workload's; PlanError: ``osdp-params``.
         """
-        run = gathered_loss(loss_fn, has_aux, self.plan, self._leaves, self._traced)
+        run = gathered_loss(loss_fn, has_aux, self.plan, self.leaves, self.traced)
 
         @wraps(loss_fn)
         def sharded_loss(params, *arguments):
