@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from capture.step.holds import Summary
-from capture.step.passes.frees import used_by
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait, replay
 
 
@@ -99,7 +98,7 @@ def idle(step: Step) -> list[str]:
         if isinstance(each, Free):
             frees |= dict.fromkeys(each.slots, number)
             continue
-        last |= dict.fromkeys(used_by(each), number)
+        last |= dict.fromkeys(each.used, number)
         if isinstance(each, Copy):
             pair = each.source, each.target
             if any(step.slots[slot].place.host for slot in pair):
@@ -203,6 +202,6 @@ def stale_copies(step: Step) -> Iterator[list[Instruction]]:
             reader = step.instructions[later]
             of_state = isinstance(reader, Copy) and reader.source in changed
             follows = isinstance(reader, Run) and step.programs[reader.program].kind == "cast"
-            if of_state or (follows and changed & {*used_by(reader)}):
+            if of_state or (follows and changed & {*reader.used}):
                 before = [*step.instructions[:number], reader, *step.instructions[number:later]]
                 yield [*before, *step.instructions[later + 1 :]]

@@ -32,7 +32,7 @@ from capture.partition.tensor_parallel import MODEL_AXIS, cut_dim
 from capture.partition.walk import followed_dims, product_dim
 from capture.tracing import TracedModel
 from capture.tracing.jaxprs import BODIES, is_variable, opened
-from capture.tracing.program import Op
+from capture.tracing.program import Op, is_value
 from capture.tracing.recompute import aval_bytes
 from capture.tracing.slices import LayerCall, run_op, struct_of
 
@@ -378,7 +378,7 @@ class SplitRun:
         at, given, wholes = self._index[op], list(arguments), dict[int, int]()
         for i in self._split.whole[at]:
             value = op.inputs[i]
-            dim = self._dims[value] if isinstance(value, int) else None
+            dim = self._dims[value] if is_value(value) else None
             assert dim is not None, "what is read whole is split"
             wholes[i] = dim
         if self._runs_again and wholes:

@@ -10,7 +10,7 @@ from capture.plan.schedule import Schedule
 from capture.predictor.formula import of_interfaces, peak_parts
 from capture.step.interface import StageInterface
 from capture.step.pipeline import StageCall, build_step
-from capture.step.program import Run, replay
+from capture.step.program import replay
 
 
 def group_peaks(
@@ -31,8 +31,7 @@ def group_peaks(
         ]
     step = build_step(stages, schedule)
     peaks, slots = replay(step, by_slot=True).peaks, {slot.name: slot for slot in step.slots}
-    runs = (each for each in step.instructions if isinstance(each, Run))
-    calls = {run.label: step.programs[run.program].call for run in runs}
+    calls = {run.label: step.programs[run.program].call for run in step.runs}
     found = []
     for group in schedule.stages:
         peak = peaks[stages[group[0]].devices[0]]

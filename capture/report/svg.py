@@ -181,7 +181,7 @@ class _Chart:
             if "base" not in trace and self._layout.get("barmode") == "stack":
                 stacked[where] = base + size
             low, high = sorted((along.at(base), along.at(base + size)))
-            middle, color = across.at(where), colors if isinstance(colors, str) else colors[i]
+            middle, color = across.at(where), _color_of(colors, i)
             box = (low, middle - thick / 2, high - low, thick)
             x, y, width, height = box if lying else (box[1], box[0], box[3], box[2])
             edge = marker.get("line", {})
@@ -333,6 +333,11 @@ def _legend(
     return found
 
 
+def _color_of(colors: str | Sequence[str], i: int) -> str:
+    """Return the colour of a mark, of all or one for each."""
+    return colors if isinstance(colors, str) else colors[i]
+
+
 def _swatch(trace: Mapping[str, Any], x: float, y: float) -> str:
     """Return what stands for a trace in the legend."""
     marker, line = trace.get("marker", {}), trace.get("line", {})
@@ -341,8 +346,7 @@ def _swatch(trace: Mapping[str, Any], x: float, y: float) -> str:
         return _line(x, y, x + 12, y, line.get("color", INK), dash=dash, width=2.5)
     if trace["type"] == "scatter" and marker.get("symbol") != "square":
         return _symbol({**marker, "size": min(marker.get("size", 8), 11)}, x + 6, y, "")
-    color = marker.get("color", OTHER)
-    color = color if isinstance(color, str) else color[0]
+    color = _color_of(marker.get("color", OTHER), 0)
     return f'<rect x="{x:g}" y="{y - 5:g}" width="10" height="10" fill="{color}"/>'
 
 

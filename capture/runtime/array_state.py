@@ -173,8 +173,8 @@ def check_count(what: str, given: Any, count: int) -> None:
     Raises:
         ExecutionError: ``array-count``.
     """
-    if not isinstance(given, Sequence) or len(given) != count:
-        had = len(given) if isinstance(given, Sequence) else f"a {type(given).__name__}"
+    had = len(given) if isinstance(given, Sequence) else f"a {type(given).__name__}"
+    if had != count:
         raise ExecutionError.of(
             f"{what} is {had}; give a sequence of {count}, one per model.", "array-count"
         )

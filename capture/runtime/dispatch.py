@@ -23,7 +23,6 @@ import numpy as np
 from capture.compiler.executable import Executable
 from capture.runtime.fast_paths import Put, flat_call, to_devices
 from capture.runtime.reshard import plan_moves, reshard
-from capture.step.passes.frees import used_by
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits, with_scratch
 
@@ -187,13 +186,15 @@ class BoundStep:
     def _devices(self) -> list[set[int]]:
         """By instruction, the devices that it has to do with."""
         slots, places = self.step.slots, self.step.programs
-        used = [used_by(each) for each in self.step.instructions]
-        found = [{d for slot in of for d in slots[slot].place.devices} for of in used]
-        for each, devices in zip(self.step.instructions, found, strict=True):
-            if isinstance(each, Run):
-                devices.update(places[each.program].place.devices)
-            elif isinstance(each, Free):
-                devices.update(d for slot in each.slots for d in slots[slot].place.devices)
+        found = []
+        for each in self.step.instructions:
+            at = [slots[slot].place for slot in each.used]
+            match each:
+                case Run(program=name):
+                    at.append(places[name].place)
+                case Free(slots=freed):
+                    at = [slots[slot].place for slot in freed]
+            found.append({device for place in at for device in place.devices})
         return found
 
     def _issue_by_place(self, frame: Frame, actions: Sequence[Action]) -> None:
@@ -277,8 +278,7 @@ class BoundStep:
         The call itself deletes only what XLA reuses, and it may reuse a residual of the same shape
         for the new gradients instead of the old.
         """
-        inputs = [slot for group in run.inputs for slot in group]
-        donated, outputs = run.donated, run.outputs
+        inputs, donated, outputs = run.read, run.donated, run.outputs
         consumed = [slot for slot in donated if slot in self._persistent]
         reported = [slot for slot in outputs if slot in self._reported]
 

@@ -26,7 +26,7 @@ from capture.runtime.dispatch import Observer
 from capture.runtime.process_memory import HeapMeter
 from capture.runtime.state import PipelineState
 from capture.runtime.train_step import StepMetrics, TrainStep
-from capture.step.ledger import Ledger, Memory
+from capture.step.ledger import Ledger, Memory, is_device
 from capture.step.program import Feed, Instruction, Place, Run, Step, begin, replay
 from capture.step.run_ahead import with_scratch
 
@@ -131,7 +131,7 @@ def _memories(step: TrainStep) -> set[Memory]:
     """Return the memories of this process: its devices, and hosts where a step keeps something."""
     process = jax.process_index()
     devices = {n for n, device in enumerate(step.devices) if device.process_index == process}
-    return devices | {memory for memory in step.program.users if isinstance(memory, str)}
+    return devices | {memory for memory in step.program.users if not is_device(memory)}
 
 
 def _parts(step: TrainStep) -> dict[str, int]:
@@ -160,7 +160,7 @@ def _parts(step: TrainStep) -> dict[str, int]:
         ),
         "unreturned_bytes": sum(unreturned[memory] for memory in memories),
         "fed_bytes": sum(fed[memory] for memory in memories),
-        "object_bytes": OBJECT_BYTES * sum(isinstance(memory, int) for memory in memories),
+        "object_bytes": OBJECT_BYTES * sum(map(is_device, memories)),
     }
 
 

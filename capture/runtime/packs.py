@@ -288,7 +288,7 @@ class PackPrograms:
             function, key = self._conversion(run)
         else:
             function, key = self._pass(run)
-        slots = [slot for group in run.inputs for slot in group]
+        slots = run.read
         args, results = self._of(slots), self._of(run.outputs)
         out = [[struct.sharding for struct in structs] for structs in results]
         donated = tuple(i for i, slot in enumerate(slots) if slot in run.donated)

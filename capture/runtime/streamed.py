@@ -308,8 +308,7 @@ class StreamedStep(TrainStep):
     def _parts(self) -> list[int]:
         """Examples of each part of the batch that is fed."""
         step = self._uncompiled
-        feeds = [each for each in step.instructions if isinstance(each, Feed)]
-        rows = {each.microbatch: step.slots[each.slot].holds.rows for each in feeds}
+        rows = {each.microbatch: step.slots[each.slot].holds.rows for each in step.all_of(Feed)}
         return [stop - first for _, (first, stop) in sorted(rows.items())]
 
     @cached_property

@@ -59,7 +59,7 @@ class StepTrace:
             return
         number = len(self._issued) - 1
         instruction = self._step.program.instructions[number]
-        made = [array for slot in _made_by(instruction) for array in slots[slot] or ()]
+        made = [array for slot in instruction.made for array in slots[slot] or ()]
         if not made:
             self._ended[number] = self._clock()
             return
@@ -71,7 +71,7 @@ class StepTrace:
     def _stream_of(self, instruction: Instruction) -> tuple[str, ...]:
         """On which instructions end one after the other."""
         program = self._step.program
-        places = [program.slots[slot].place.name for slot in _made_by(instruction)[:1]]
+        places = [program.slots[slot].place.name for slot in instruction.made[:1]]
         if isinstance(instruction, Copy):
             places.append(program.slots[instruction.source].place.name)
         return (type(instruction).__name__, *places)
@@ -156,16 +156,6 @@ def _await(arrays: Iterable[jax.Array]) -> None:
             return
         except RuntimeError:
             continue
-
-
-def _made_by(instruction: Instruction) -> tuple[int, ...]:
-    match instruction:
-        case Run(outputs=outputs):
-            return outputs
-        case Copy(target=slot) | Feed(slot=slot):
-            return (slot,)
-        case _:
-            return ()
 
 
 class _Lanes:

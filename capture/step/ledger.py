@@ -17,14 +17,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 Memory = int | str
 """That of a device, by its id, or another one, such as a host's, by its name."""
 
 
+def is_device(memory: Memory) -> TypeGuard[int]:
+    """Return whether a memory is that of a device."""
+    return isinstance(memory, int)
+
+
 def name_of(memory: Memory) -> str:
     """For people."""
-    return f"device {memory}" if isinstance(memory, int) else memory
+    return f"device {memory}" if is_device(memory) else str(memory)
 
 
 @dataclass(frozen=True)

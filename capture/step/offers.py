@@ -96,19 +96,17 @@ class _Writer:
                 self._settle(list(self._waiting))
             if index == self._old.num_passes:
                 new.num_passes = len(new.instructions)
-            if isinstance(instruction, Run):
-                taken = set(instruction.donated)
-                self._settle([offer for offer in self._waiting if offer.copy.source in taken])
-            if isinstance(instruction, Copy) and index in self._crossings:
-                self._offer(index, instruction)
-            elif isinstance(instruction, Free):
-                held = {offer.copy.source for offer in self._waiting}
-                self._dead |= held.intersection(instruction.slots)
-                new.instructions.append(
-                    Free(tuple(slot for slot in instruction.slots if slot not in held))
-                )
-            else:
-                new.instructions.append(instruction)
+            match instruction:
+                case Copy() if index in self._crossings:
+                    self._offer(index, instruction)
+                    continue
+                case Run(donated=taken):
+                    self._settle([offer for offer in self._waiting if offer.copy.source in taken])
+                case Free(slots=slots):
+                    held = {offer.copy.source for offer in self._waiting}
+                    self._dead |= held.intersection(slots)
+                    instruction = Free(tuple(slot for slot in slots if slot not in held))
+            new.instructions.append(instruction)
         assert not self._waiting, "a step ends with the release of what it reports"
         if self._old.num_passes == len(self._old.instructions):
             new.num_passes = len(new.instructions)

@@ -81,12 +81,16 @@ class PackState:
         self._weights: dict[Span, Values] = {}
         self._casts: dict[Span, Values] = {}
         for pack, rank in sorted(self._owner.items()):
-            self._state[pack] = self._keep("state", pack, State(self.layers.owned(pack)), rank)
+            held, name = (
+                State(self.layers.owned(pack)),
+                f"state of layers {pack[0]} to {pack[1] - 1}",
+            )
+            self._state[pack] = (self._keep("state", "optimizer", held, rank, name),)
             for run in self._of(pack):
                 owned, cast = Params(self.layers.owned(run)), Params(self.layers.cast(run), "sent")
-                self._weights[run] = self._keep("weights", run, owned, rank)
+                self._weights[run] = self._keep_shares("weights", run, owned, rank)
                 if cast.ids:
-                    self._casts[run] = self._keep("casts", run, cast, rank)
+                    self._casts[run] = self._keep_shares("casts", run, cast, rank)
         #: By backward pack and rank, the sums of gradients of what the pack owns, and the weights
         #: that the device has; by parameter, the gradients that other packs made.
         self._gradients = defaultdict[Span, dict[int, Values]](dict)
@@ -95,19 +99,20 @@ class PackState:
         #: By kind and station, where devices have shares: what makes weights, and by rank these.
         self._gathers: dict[tuple[str, int], tuple[Task, list[Values]]] = {}
 
-    def _keep(self, what: str, of: Span, holds: Params | State, rank: int) -> Values:
-        """A value; of parameters, one of each share."""
-        count = self.graph.num_shares if isinstance(holds, Params) else 1
-        name = f"{what} of {'' if isinstance(holds, Params) else 'layers '}{of[0]} to {of[1] - 1}"
-        category, home = (
-            "parameters" if isinstance(holds, Params) else "optimizer",
-            self.hosts[rank],
-        )
-        names = [f"{name}, share {n + 1} of {count}" for n in range(count)] if count > 1 else [name]
-        for n, named in enumerate(names):
-            one = replace(holds, share=n) if isinstance(holds, Params) and count > 1 else holds
-            self.kept.append(self.value(what, category, one, home=home, name=named))
-        return tuple(self.kept[-count:])
+    def _keep(self, what: str, category: str, holds: Any, rank: int, name: str) -> Value:
+        """A value that rests on a host."""
+        kept = self.value(what, category, holds, home=self.hosts[rank], name=name)
+        self.kept.append(kept)
+        return kept
+
+    def _keep_shares(self, what: str, run: Span, holds: Params, rank: int) -> Values:
+        """A value of each share of parameters."""
+        count, name = self.graph.num_shares, f"{what} of {run[0]} to {run[1] - 1}"
+        shares = [(holds, name)]
+        if count > 1:
+            numbered = ((n, f"{name}, share {n + 1} of {count}") for n in range(count))
+            shares = [(replace(holds, share=n), named) for n, named in numbered]
+        return tuple(self._keep(what, "parameters", one, rank, named) for one, named in shares)
 
     def _of(self, span: Span) -> list[Span]:
         return [run for run in self._runs if span[0] <= run[0] < span[1]]

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 from capture.errors import ExecutionError, Violation
 from capture.quantities import format_bytes
-from capture.step.ledger import Ledger, Memory
+from capture.step.ledger import Ledger, Memory, is_device
 
 T = TypeVar("T")
 
@@ -116,8 +116,30 @@ class Slot:
     holds: Any = None
 
 
+class _Instruction:
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The slots that it writes: they come to life, or are changed in their place."""
+        return ()
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The slots that it reads or writes."""
+        return self.made
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """The slots that come to life."""
+        return self.made
+
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        """The slots that a program takes over for good."""
+        return ()
+
+
 @dataclass(frozen=True)
-class Feed:
+class Feed(_Instruction):
     """``batch`` are leaves of the batch; ``microbatch`` numbers the parts that it was cut into."""
 
     slot: int
@@ -125,9 +147,13 @@ class Feed:
     batch: tuple[int, ...]
     label: str
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        return (self.slot,)
+
 
 @dataclass(frozen=True)
-class Run:
+class Run(_Instruction):
     """``inputs`` are the argument groups of the program, each a tuple of slots; ``outputs`` the
     slots of its results."""
 
@@ -137,9 +163,30 @@ class Run:
     donated: tuple[int, ...]
     label: str
 
+    @property
+    def read(self) -> tuple[int, ...]:
+        """The slots of all arguments, in their order."""
+        return tuple([slot for group in self.inputs for slot in group])
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        return self.outputs
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        return (*self.read, *self.outputs)
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        return tuple([slot for slot in self.outputs if slot not in self.donated])
+
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        return tuple([slot for slot in self.donated if slot not in self.outputs])
+
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(_Instruction):
     """Out, in, or from device to device, as the places of the slots say. ``nbytes`` is what the
     busier side sends or receives, per device; ``index`` selects an array of the source, or some."""
 
@@ -156,18 +203,30 @@ class Copy:
         which = (self.index,) if isinstance(self.index, int) else self.index
         return [arrays[i] for i in which]
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        return (self.target,)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        return self.source, self.target
+
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(_Instruction):
     """For the copy that makes a slot. With a place, it is the devices of that place that wait: what
     comes behind it for others, and for nothing that waits for these, may be issued before."""
 
     slot: int
     place: Place | None = None
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        return (self.slot,)
+
 
 @dataclass(frozen=True)
-class Free:
+class Free(_Instruction):
     slots: tuple[int, ...]
 
 
@@ -205,12 +264,16 @@ class Step:
     @property
     def runs(self) -> list[Run]:
         """The instructions that run a program."""
-        return [each for each in self.instructions if isinstance(each, Run)]
+        return self.all_of(Run)
 
     @property
     def copies(self) -> list[Copy]:
         """The instructions that copy."""
-        return [each for each in self.instructions if isinstance(each, Copy)]
+        return self.all_of(Copy)
+
+    def all_of(self, kind: type[T]) -> list[T]:
+        """Return the instructions of a kind."""
+        return [each for each in self.instructions if isinstance(each, kind)]
 
     @cached_property
     def users(self) -> dict[Memory, tuple[str, ...]]:
@@ -219,7 +282,7 @@ class Step:
         for place in self.places:
             for memory in dict.fromkeys(place.memories):
                 found[memory].append(place.name)
-        ordered = sorted(found, key=lambda memory: (isinstance(memory, str), memory))
+        ordered = sorted(found, key=lambda memory: (not is_device(memory), memory))
         return {memory: tuple(found[memory]) for memory in ordered}
 
     @cached_property
@@ -332,7 +395,7 @@ def _unawaited(step: Step) -> Iterator[Violation]:
                 users[source_of.get(slot, slot)].pop(slot, None)
                 users[slot].pop(slot, None)
             case Run():
-                for slot in (slot for group in instruction.inputs for slot in group):
+                for slot in instruction.read:
                     users[slot].pop(slot, None)
                 for slot in instruction.donated:
                     source_of.pop(slot, None)  # nothing is left to wait for

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from capture.step.passes.frees import used_by
-from capture.step.program import Copy, Feed, Instruction, Place, Run, Step
+from capture.step.ledger import is_device
+from capture.step.program import Copy, Instruction, Place, Run, Step
 from capture.step.tasks import Block, Turn
-
-
-def _changed(each: Instruction) -> tuple[Sequence[int], Sequence[int]]:
-    """The slots that an instruction makes, and those that a program takes over for good."""
-    match each:
-        case Feed(slot=slot) | Copy(target=slot):
-            return (slot,), ()
-        case Run(outputs=outputs, donated=donated):
-            gone = [slot for slot in donated if slot not in outputs]
-            return [slot for slot in outputs if slot not in donated], gone
-    return (), ()
 
 
 class Room:
@@ -49,10 +38,10 @@ class Room:
                     continue
                 self._takes[id(block)] = self._taken(block)
                 for each in block:
-                    for slot in {*used_by(each)}:
+                    for slot in {*each.used}:
                         self._left[slot] += 1
                         last[slot] = number
-                    taken.update(_changed(each)[1])
+                    taken.update(each.consumed)
                     leaving.update(self._out(each))
         #: By turn, what ends with it.
         self._ends: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -65,7 +54,7 @@ class Room:
 
     def _memories(self, place: Place) -> tuple[int, ...]:
         """The devices of a place, of which one may stand for others; none of a host."""
-        return tuple(m for m in self._step.memories[place.name] if isinstance(m, int))
+        return tuple(filter(is_device, self._step.memories[place.name]))
 
     def _out(self, each: Instruction) -> tuple[int, ...]:
         """What a copy to a host reads."""
@@ -81,7 +70,7 @@ class Room:
                 program = self._step.programs[each.program]
                 for device in self._memories(program.place):
                     most[device] = max(most.get(device, 0), held[device] + program.transient_bytes)
-            for some, sign in zip(_changed(each), (1, -1), strict=True):
+            for some, sign in ((each.begun, 1), (each.consumed, -1)):
                 for slot in some:
                     for device in self._on(slot):
                         held[device] += sign * self._step.slots[slot].nbytes
@@ -90,7 +79,7 @@ class Room:
 
     def touched(self, each: Instruction) -> set[int]:
         """Return the devices where an instruction takes room."""
-        places = [self._step.slots[slot].place for slot in _changed(each)[0]]
+        places = [self._step.slots[slot].place for slot in each.begun]
         if isinstance(each, Run):
             places.append(self._step.programs[each.program].place)
         return {device for place in places for device in self._memories(place)}
@@ -102,12 +91,12 @@ class Room:
     def enter(self, each: Instruction) -> Iterator[tuple[int, int]]:
         """Book an instruction, and the end of what only it has still used. Return what a copy to a
         host uses on, with its device."""
-        made, gone = _changed(each)
+        made, gone = each.begun, each.consumed
         self.made.update(made)
         self.hold(made)
         self.hold(gone, -1)
         self._leaving.update(self._out(each))
-        used = {*used_by(each)}
+        used = {*each.used}
         self._left.subtract(used)
         for slot in used.difference(self._stay, gone):
             if not self._left[slot] and slot in self._leaving:

@@ -155,7 +155,7 @@ class _Window:
                 takes = dict.fromkeys(self._bytes_of([source]), 0) | self._bytes_of([target])
                 return self._enter(index, (source,), (), (target,), takes)
             case Run(donated=donated, outputs=outputs):
-                read = {slot for group in instruction.inputs for slot in group}
+                read = {*instruction.read}
                 program = self._step.programs[instruction.program]
                 memories = Counter(self._step.memories[program.place.name])
                 takes = {memory: n * program.transient_bytes for memory, n in memories.items()}

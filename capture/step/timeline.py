@@ -298,7 +298,7 @@ class _Items:
     def _run(self, run: Run) -> None:
         program = self._step.programs[run.program]
         memories, lanes = self._step.memories[program.place.name], self._lanes[program.place.name]
-        reads = [slot for group in run.inputs for slot in group]
+        reads = run.read
         after = {self._writer[slot] for slot in reads}.union(
             *(self._readers[slot] for slot in run.donated)
         )

@@ -27,7 +27,7 @@ from capture.tracing.jaxprs import (
     scan_arity,
     sub_jaxprs,
 )
-from capture.tracing.program import Mark, Op, Program, RematRegion
+from capture.tracing.program import Mark, Op, Program, RematRegion, is_value
 from capture.tracing.source import line_of
 
 LAYER_BOUNDARY = "layer_boundary"
@@ -108,7 +108,7 @@ def flatten(
             parts = [flattener.new_value(part) for _ in range(var.aval.shape[dim])]
             params += parts
             arguments.append(_Stack(parts, dim))
-    batch = [v for v in arguments[num_params:] if isinstance(v, int)]
+    batch = [v for v in arguments[num_params:] if is_value(v)]
     top = _Place()
     loss, *aux = [
         flattener.as_value(v, top)
@@ -215,9 +215,7 @@ class _Flattener:
             # An alias rather than an op: a skip connection may read the value by either name, and
             # must not cross twice.
             if self.unroll is None:
-                self.marks.append(
-                    Mark(len(self.ops), inputs[0] if isinstance(inputs[0], int) else None)
-                )
+                self.marks.append(Mark(len(self.ops), inputs[0] if is_value(inputs[0]) else None))
             return inputs
         if name in _OPENED and (
             not _is_sharded(params) or self.has_mark(opened(params[_OPENED[name]]))
@@ -251,7 +249,7 @@ class _Flattener:
         )
         if (
             equation.primitive.name in _PER_PART
-            and isinstance(inputs[0], int)
+            and is_value(inputs[0])
             and inputs[0] in self.origin
         ):
             leaf, dims = self.origin[inputs[0]]
@@ -301,7 +299,7 @@ class _Flattener:
         """Whether to unroll a scan; notes which parameter leaves it runs over."""
         num_consts, num_carry = scan_arity(equation)
         scanned = inputs[num_consts + num_carry :]
-        leaves = [self.origin[v] for v in scanned if isinstance(v, int) and v in self.origin]
+        leaves = [self.origin[v] for v in scanned if is_value(v) and v in self.origin]
         if (
             self.has_mark(opened(equation.params["jaxpr"]))
             if self.unroll is None

@@ -16,7 +16,7 @@ import numpy as np
 
 from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, is_variable, opened, sub_jaxprs
 from capture.tracing.layers import LayerOps
-from capture.tracing.program import Op, Program, RematRegion
+from capture.tracing.program import Op, Program, RematRegion, is_value
 from capture.tracing.split_rule import PRIMITIVE
 
 #: Parameters of equations that say nothing about the result, or that hold the functions of a custom
@@ -81,9 +81,7 @@ class ProgramHasher:
                 regions.setdefault(region, f"r{len(regions)}{self.region(region)}")
             for v in op.outputs:
                 names[v] = f"v{len(names)}"
-            inputs = ",".join(
-                [names[v] if isinstance(v, int) else self.literal(v) for v in op.inputs]
-            )
+            inputs = ",".join([names[v] if is_value(v) else self.literal(v) for v in op.inputs])
             outputs = ",".join([f"{names[v]}:{self._type(v)}" for v in op.outputs])
             lines.append(
                 f"{outputs}={self.operation(op)}({inputs})"

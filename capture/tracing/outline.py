@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.tracing.hashing import ProgramHasher
-from capture.tracing.program import Mark, Op, Program, RematRegion
+from capture.tracing.program import Mark, Op, Program, RematRegion, is_value
 
 #: The one dtype of keys that programs of arrays draw with; JAX has no name for it that makes it.
 _KEY = "key<fry>"
@@ -59,7 +59,7 @@ def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
             texts.number(op.primitive.name),
             texts.number(hasher.operation(op)),
             # A literal is a list with the number of its text.
-            [v if isinstance(v, int) else [texts.number(hasher.literal(v))] for v in op.inputs],
+            [v if is_value(v) else [texts.number(hasher.literal(v))] for v in op.inputs],
             list(op.outputs),
             op.has_effects,
             [regions.setdefault(region, len(regions)) for region in op.regions],

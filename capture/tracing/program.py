@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax.extend import core as jex_core
@@ -103,7 +103,13 @@ class Op:
 
     @property
     def reads(self) -> Iterator[int]:
-        return (v for v in self.inputs if isinstance(v, int))
+        """The values among its operands."""
+        return filter(is_value, self.inputs)
+
+
+def is_value(operand: Any) -> TypeGuard[int]:
+    """Return whether an operand is a value of its program; others are literals."""
+    return isinstance(operand, int)
 
 
 @dataclass(frozen=True)

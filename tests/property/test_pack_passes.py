@@ -22,7 +22,7 @@ from capture.step.pack_order import as_the_first, begins_without_copies
 from capture.step.pack_sizes import PackSizes, ProfileSizes
 from capture.step.pack_state import PackState
 from capture.step.packs import lower
-from capture.step.passes.frees import free, used_by
+from capture.step.passes.frees import free
 from capture.step.passes.residency import reside
 from capture.step.passes.transfers import transfer
 from capture.step.passes.waits import wait
@@ -115,7 +115,7 @@ def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) 
         return source if value.index is None else (value.index, source)
 
     blocks = blocks_of(turns)
-    used = Counter(slot for block in blocks for each in block for slot in {*used_by(each)})
+    used = Counter(slot for block in blocks for each in block for slot in {*each.used})
     resting, gone = set[int](), set[int]()
     for block in blocks:
         task = run_of.get(id(block))

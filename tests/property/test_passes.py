@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capture.alpa.step import build_alpa_step
 from capture.step.evaluation import build_evaluation
-from capture.step.passes.frees import free, used_by
+from capture.step.passes.frees import free
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Feed, Free, Host, Place, Program, Run, Step
 from tests.property import test_step, test_step_tables
@@ -28,7 +28,7 @@ def test_what_nothing_uses_any_more_is_freed_right_behind_its_last_use(made, bui
     assert last == Free(tuple(step.reported))
     for before, each in pairwise(passes):
         if isinstance(each, Free) and len(passes) == step.num_passes:
-            assert {*each.slots} <= {*used_by(before)}
+            assert {*each.slots} <= {*before.used}
 
 
 @settings(max_examples=20)

@@ -172,7 +172,7 @@ class Part:
             case Copy(target=slot) | Feed(slot=slot):
                 here = self.has(slots[slot].place)
                 if here and slot in self._shared.offered.pieces:
-                    return self._bind_cut(instruction)
+                    return self._bind_cut(slot)
             case Free(slots=freed):
                 here = any(self.has(slots[slot].place) for slot in freed)
         return None if here else _nothing
@@ -181,11 +181,9 @@ class Part:
         copy = self._copies[number]
         return (lambda frame: copy.wait(self._first + number)) if copy.sends else _nothing
 
-    def _bind_cut(self, cut: Instruction) -> Action:
-        assert isinstance(cut, Copy)
-        number, device = self._shared.offered.pieces[cut.target]
-        program = self._copies[number].cutters(self._devices[device])
-        taken, target = self._taken(number), cut.target
+    def _bind_cut(self, target: int) -> Action:
+        number, device = self._shared.offered.pieces[target]
+        program, taken = self._copies[number].cutters(self._devices[device]), self._taken(number)
 
         def action(frame: Frame) -> None:
             frame.slots[target] = program(taken(frame))

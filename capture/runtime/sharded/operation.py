@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from capture.runtime.sharded.all_gather import ParamArray, Piece
-from capture.runtime.sharded.placement import LeafPlacement, SplitLeaf
+from capture.runtime.sharded.placement import LeafPlacement
 from capture.runtime.sharded.slices import BlockRows, Part, Taken
 from capture.tracing.leaf_uses import ORDERED, Slicing, slicing_of
 from capture.tracing.program import Op
@@ -88,7 +88,7 @@ def stored(placement: LeafPlacement, leaf: Any) -> list[Any]:
         return rows
     return [
         StoredParam(
-            (row.replicated, row.sharded) if isinstance(row, SplitLeaf) else (row,),
+            tuple(jax.tree.leaves(row)),
             placement.parts,
             placement.slice_dim,
         )
@@ -96,8 +96,13 @@ def stored(placement: LeafPlacement, leaf: Any) -> list[Any]:
     ]
 
 
+def is_stored(value: Any) -> TypeGuard[StoredParam]:
+    """Return whether a value is a parameter as it is stored."""
+    return isinstance(value, StoredParam)
+
+
 def plain(value: Any) -> Any:
-    return value.plain if isinstance(value, StoredParam) else value
+    return value.plain if is_stored(value) else value
 
 
 def pieces_of(

@@ -82,9 +82,8 @@ class LeafPlacement:
 
     def join(self, node: Any) -> Any:
         """Return the leaf of what ``split`` made of it."""
-        if not isinstance(node, SplitLeaf):
-            return node
-        return jnp.concatenate([node.replicated, node.sharded], self.slice_dim)
+        first, *rest = jax.tree.leaves(node)
+        return jnp.concatenate([first, *rest], self.slice_dim) if rest else first
 
 
 def check_partly(

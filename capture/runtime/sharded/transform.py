@@ -20,14 +20,14 @@ from jax import lax
 from capture.errors import WorkloadError
 from capture.plan.sharding import ShardingPlan
 from capture.runtime.sharded.all_gather import awaited, run_gathered, with_token
-from capture.runtime.sharded.operation import StoredParam, pieces_of, plain, stored
+from capture.runtime.sharded.operation import is_stored, pieces_of, plain, stored
 from capture.runtime.sharded.placement import LeafPlacement
 from capture.tracing.cut import product_cuts
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, flatten_loss
-from capture.tracing.program import Op, Program
+from capture.tracing.program import Op, Program, is_value
 from capture.tracing.slices import Region, run_op, run_steps, steps_of
 
 _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values are numbered from 0
@@ -83,7 +83,7 @@ def _evaluate(program: Program, env: dict[int, Any], remat: bool, prefetch: bool
         if layer is not layers[-1]:  # what goes backwards at once is not computed again
             run = jax.checkpoint(run, policy=jax.checkpoint_policies.nothing_saveable)
         if remat:
-            small = [v for v in layer.params if not isinstance(env[v], StoredParam)]
+            small = [v for v in layer.params if not is_stored(env[v])]
             values, inputs[_TOKEN] = awaited([env[v] for v in small], env[_TOKEN])
             inputs.update(zip(small, values, strict=True))
         env |= run(inputs)
@@ -110,7 +110,7 @@ def _await_small(region: Region, env: dict[int, Any], params: Sequence[int]) -> 
     """What goes further back waits for the gradients of the small parameters of a region: of what
     those are computed from, which was computed again, XLA may keep it until the end of the
     step."""
-    small = [v for v in region.inputs if v in params and not isinstance(env[v], StoredParam)]
+    small = [v for v in region.inputs if v in params and not is_stored(env[v])]
     values, env[_TOKEN] = awaited([env[v] for v in small], env[_TOKEN])
     env.update(zip(small, values, strict=True))
 
@@ -131,7 +131,7 @@ class _Runner:
     prefetch: bool
 
     def __call__(self, op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
-        sharded = [i for i, value in enumerate(inputs) if isinstance(value, StoredParam)]
+        sharded = [i for i, value in enumerate(inputs) if is_stored(value)]
         if not sharded:
             return run_op(op, inputs)
         if op.primitive.name in LAYOUT:
@@ -160,7 +160,7 @@ class _Runner:
         if op in self.differentiated:
             env[_TOKEN] = token
         operand = op.inputs[others[0]]
-        if op in self.read_again and isinstance(operand, int):
+        if op in self.read_again and is_value(operand):
             env[operand] = first
         return results
 

@@ -8,7 +8,7 @@ other list of the same programs and copies by which a device holds less at any o
 
 from __future__ import annotations
 
-from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
+from capture.step.program import Copy, Free, Run, Step
 
 
 def free(step: Step) -> None:
@@ -18,23 +18,23 @@ def free(step: Step) -> None:
         step: Complete but for them, of any kind of plan.
     """
     before, stay = step.instructions, {*step.persistent.values(), *step.made.values()}
-    stay.update(slot for each in before if isinstance(each, Free) for slot in each.slots)
+    stay.update(slot for each in step.all_of(Free) for slot in each.slots)
     reported = tuple(slot for slot in step.reported if slot not in stay)
     stay.update(reported)
     ends, uses = list[tuple[int, ...]](), list[tuple[int, ...]]()
     sources = dict[int, int]()
     for each in before:
-        uses.append(used_by(each))
-        if isinstance(each, Copy) and step.slots[each.source].place.host:
-            sources[each.target] = each.source
-        elif isinstance(each, Run) and sources:
-            read = (sources.pop(slot, None) for group in each.inputs for slot in group)
-            uses[-1] += tuple(slot for slot in read if slot is not None)
+        uses.append(each.used)
+        match each:
+            case Copy(source=source, target=target) if step.slots[source].place.host:
+                sources[target] = source
+            case Run() if sources:
+                read = (sources.pop(slot, None) for slot in each.read)
+                uses[-1] += tuple(slot for slot in read if slot is not None)
     for each, used in zip(reversed(before), reversed(uses), strict=True):
         last = tuple(slot for slot in dict.fromkeys(used) if slot not in stay)
         stay.update(last)
-        taken = {*each.donated}.difference(each.outputs) if isinstance(each, Run) else ()
-        ends.append(tuple(slot for slot in last if slot not in taken))
+        ends.append(tuple(slot for slot in last if slot not in each.consumed))
     ends.reverse()
     step.num_passes += sum(map(bool, ends[: step.num_passes]))
     step.instructions = []
@@ -42,15 +42,3 @@ def free(step: Step) -> None:
         step.instructions += [each, Free(gone)] if gone else [each]
     if reported:
         step.instructions.append(Free(reported))
-
-
-def used_by(each: Instruction) -> tuple[int, ...]:
-    """Slots that an instruction reads or makes."""
-    match each:
-        case Feed(slot=slot) | Wait(slot=slot):
-            return (slot,)
-        case Copy(source=source, target=target):
-            return source, target
-        case Run(inputs=inputs, outputs=outputs):
-            return (*(slot for group in inputs for slot in group), *outputs)
-    return ()

@@ -41,9 +41,11 @@ class _Issued:
     def __init__(self, step: Step, turns: Sequence[Turn], room: Room):
         self._instructions, self._room, self._now = step.instructions, room, 0
         devices = range(step.num_devices)
-        #: By device, the slots from which something went out and the turns that wait for that, each
+        #: By device, the turns that wait for what goes out and the slots from which it does, each
         #: with the number of the turn behind which it is; and the turns to come that take room.
-        self.late: dict[int, list[tuple[int, int | Turn]]] = {device: [] for device in devices}
+        self.late: dict[int, list[tuple[int, list[Block], tuple[int, ...]]]] = {
+            device: [] for device in devices
+        }
         self._turns = {device: deque[Turn]() for device in devices}
         for turn in turns:
             for device in room.devices(*turn.body):
@@ -61,7 +63,7 @@ class _Issued:
             self._issue(*turn.body)
             return
         if turn.of.first.program.place.host:
-            self.late[lane].append((self._now, turn))
+            self.late[lane].append((self._now, turn.body, ()))
             return
         if is_pass and not behind:
             self.flush(lane)
@@ -81,12 +83,10 @@ class _Issued:
         for device in devices:
             late = self.late[device]
             self.late[device] = [each for each in late if each[0] >= before]
-            for _, one in late[: len(late) - len(self.late[device])]:
-                if isinstance(one, Turn):
-                    self._issue(*one.body)
-                else:
-                    self._instructions.append(Free((one,)))
-                    self._room.hold([one], -1)
+            for _, blocks, gone in late[: len(late) - len(self.late[device])]:
+                self._issue(*blocks)
+                self._instructions += [Free(gone)] if gone else []
+                self._room.hold(gone, -1)
 
     def _fetch(self, turn: Turn, lane: int) -> None:
         """Issue what the next pass reads, as far as it is made and has room beside this one and
@@ -117,4 +117,4 @@ class _Issued:
                     self._make_room(device, block)
                 self._instructions.append(each)
                 for device, slot in self._room.enter(each):
-                    self.late[device].append((self._now, slot))
+                    self.late[device].append((self._now, [], (slot,)))

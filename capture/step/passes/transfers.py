@@ -48,9 +48,13 @@ class _Transfers:
 
     def _arrival(self, group: Arrival, of: Round) -> Block:
         if id(group) not in self._blocks:
-            block, user = self._run(group) if isinstance(group, Task) else [], of.first
-            for value in () if isinstance(group, Task) else group:
-                self._bring(value, user.where(value), user.label, block)
+            block, user = list[Instruction](), of.first
+            match group:
+                case Task():
+                    block = self._run(group)
+                case values:
+                    for value in values:
+                        self._bring(value, user.where(value), user.label, block)
             self._blocks[id(group)] = group, block
         return self._blocks[id(group)][1]
 

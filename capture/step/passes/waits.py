@@ -64,7 +64,7 @@ class _Waits:
                         self._users[source][target] = None
                         self._source[target] = source
             case Run():
-                for slot in (slot for group in each.inputs for slot in group):
+                for slot in each.read:
                     self._users[slot].pop(slot, None)
                 for slot in each.donated:
                     yield from self._end(slot)
