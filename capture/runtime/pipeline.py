@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -210,16 +211,31 @@ class PipelinedStep(TrainStep):
             params, optimizer = _initial(stage, leaves, state_leaves)
             if "optimizer" in self.plan.stages[s].offload:
                 optimizer = jax.device_put(optimizer, [on_host(one).sharding for one in optimizer])
-            count = len(stage.owned)
-            slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer}
-            for p, param in zip(stage.borrowed, params[count:], strict=True):
-                slots[f"param{p}@{s}"] = [param]
+            (owned, *borrowed), count = self._names["parameters", s], len(stage.owned)
+            slots |= {owned: params[:count], self._names["optimizer", s][0]: optimizer}
+            slots |= {name: [x] for name, x in zip(borrowed, params[count:], strict=True)}
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self.unused})
+
+    @cached_property
+    def _names(self) -> Mapping[tuple[str, int], Sequence[str]]:
+        """By category and stage, the slots of the state and of gradients: first that of what the
+        stage owns, then those of the parameters that it borrows."""
+        step, found = self.program, defaultdict[tuple[str, int], list[str]](list)
+        stage = {place.name: n % len(self.stages) for n, place in enumerate(step.places)}
+        for slot in step.slots:
+            if slot.name in step.persistent or slot.category == "gradients":
+                found[slot.category, stage[slot.place.name]].append(slot.name)
+        return found
+
+    def owned(self, state: PipelineState, category: str, s: int) -> list[jax.Array]:
+        """Return what a stage of this process owns of a state: its ``parameters``, or the state of
+        its ``optimizer``."""
+        return state.slots[self._names[category, s][0]]
 
     def params(self, state: PipelineState) -> PyTree:
         found = self._on_host(
             lambda stage: zip(stage.owned, stage.param_structs(stage.owned), strict=True),
-            lambda s, stage: state.slots[f"params@{s}"],
+            lambda s, stage: self.owned(state, "parameters", s),
         )
         return joined_params(
             self.traced, state.unused | {p: array for (_, p), array in found.items()}
@@ -228,7 +244,7 @@ class PipelinedStep(TrainStep):
     def state_leaves(self, state: PipelineState) -> dict[int, Any]:
         found = self._on_host(
             lambda stage: zip(stage.optimizer.state, stage.state_structs(), strict=True),
-            lambda s, stage: state.slots[f"optimizer@{s}"],
+            lambda s, stage: self.owned(state, "optimizer", s),
         )
         return {k: array for (_, k), array in found.items()}
 
@@ -302,10 +318,7 @@ class PipelinedStep(TrainStep):
         slots, metrics = self._execute(self._bound, state, batch, key, stop=stop)
         gradients = self._on_host(
             lambda stage: zip(stage.params, stage.param_structs(stage.params), strict=True),
-            lambda s, stage: (
-                *slots[f"gradients@{s}"],
-                *(slots[f"gradient{p}@{s}"][0] for p in stage.borrowed),
-            ),
+            lambda s, stage: (x for name in self._names["gradients", s] for x in slots[name]),
         )
         found = {p: np.zeros_like(array) for p, array in state.unused.items()}
         for (_, p), gradient in sorted(gradients.items()):

@@ -259,8 +259,8 @@ def _items(step: PipelinedStep, state: PipelineState) -> Items:
     params, optimizer = param_paths(step), state_paths(step)
     arrays: dict[int, dict[str, dict[str, Any]]] = {}
     for s, stage in step.own_stages:
-        owned = dict(zip(stage.owned, state.slots[f"params@{s}"], strict=True))
-        held = dict(zip(stage.optimizer.state, state.slots[f"optimizer@{s}"], strict=True))
+        owned = dict(zip(stage.owned, step.owned(state, "parameters", s), strict=True))
+        held = dict(zip(stage.optimizer.state, step.owned(state, "optimizer", s), strict=True))
         arrays[s] = {
             "params": {params[p]: owned.get(p) for p in _params_in(step, s)},
             "optimizer": {optimizer[k]: held[k] for k in _state_in(step, s)},
