@@ -47,8 +47,6 @@ class AdditivePredictor(ComponentTables):
 
     Args:
         profile: Measured windows of layers.
-        allow_extrapolation: Predict degrees that were not profiled by ``a + b / k``; refused
-            otherwise.
 
     Example:
         See ``capture.predictor`` in the README.
@@ -56,8 +54,8 @@ class AdditivePredictor(ComponentTables):
 
     name = "additive"
 
-    def __init__(self, profile: Profile, *, allow_extrapolation: bool = False):
-        super().__init__(profile, allow_extrapolation=allow_extrapolation)
+    def __init__(self, profile: Profile):
+        super().__init__(profile)
         self._params: dict[ParamSplit, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
         self._arrivals: dict[tuple[ParamSplit, int], np.ndarray] = {}
@@ -272,8 +270,8 @@ class AdditivePredictor(ComponentTables):
         # Most stages behind one at a position.
         behind = [*range(len(positions) - 1), max_stages - 1]
         ends = [min(n, 1) if least else n for n in behind]
-        arriving = {most: self._arriving(choice.param_split, most) for most in set(ends)}
         memory = self.memory(choice.measured[-1] if mixed else choice, microbatch_size)
+        arriving = {most: self._arriving(choice.param_split, most) for most in set(ends)}
         if not least:
             memory = replace(memory, summaries=largest_sum(memory.summaries))
         if kinds is not None:
@@ -432,11 +430,7 @@ class AdditivePredictor(ComponentTables):
             if octaves or without_long_windows
             else calibration.interval(config, num_layers)
         )
-        # A degree that was not profiled: a + b / k was seen to miss 8 % at 8 ways and 17 % at 16
-        # where a temporary hits a floor.
-        known = set(self._known(config.choice)) <= set(self.profile.choices)
-        width = 0 if known else 0.17
-        return max(0.0, low - width), high + width
+        return max(0.0, low), high
 
     def _layer_parts(
         self, config: StageConfig, parts: Mapping[str, int], instant: str
