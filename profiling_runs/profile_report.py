@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from capture.measured.layer_passes import INTERPOLATIONS
 from capture.measured.layer_profile import LayerProfile
 from capture.measured.profile import Profile
 from profiling_runs.layers import PASSES
@@ -26,8 +25,8 @@ class LayersReport:
         forward_sizes, backward_sizes: Micro-batch sizes that were profiled.
         trials: By direction, the sizes that were tried for the largest.
         largest: By direction, the largest size that fits.
-        held_out_errors: By direction, quantity and interpolation: the mean and the largest error of
-            every other size, were it not measured; nothing of fewer than three sizes.
+        held_out_errors: By direction and quantity, the mean and the largest error of every other
+            size, were it not measured; nothing of fewer than three sizes.
         coupled: Why both directions need micro-batches of one size; empty if they do not.
         casts: By dtype, bytes of what is read as that alone.
         source: Where the numbers are from, in words.
@@ -162,10 +161,7 @@ def _held_out(profile: LayerProfile) -> dict[str, Any]:
     sizes = {"forward": profile.fwd.u, "backward": profile.bwd.u}
     return {
         which: {
-            quantity: {
-                kind: _summary(profile.held_out_errors(which, 2, kind, of=quantity))
-                for kind in INTERPOLATIONS
-            }
+            quantity: _summary(profile.held_out_errors(which, 2, of=quantity))
             for quantity in QUANTITIES
         }
         for which in PASSES

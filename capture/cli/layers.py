@@ -15,7 +15,7 @@ from capture.quantities import counted, format_bytes
 from profiling_runs.batch import Progress, Watch
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import PASSES, profile_layers
-from profiling_runs.profile_report import QUANTITIES, LayersReport
+from profiling_runs.profile_report import LayersReport
 
 SYSTEM = "harmony"
 SYSTEM_OPTION = Option(
@@ -78,12 +78,8 @@ def as_text(report: LayersReport) -> list[str]:
         )
         if found := report.held_out_errors.get(which):
             said = "; ".join(
-                f"{quantity} "
-                + ", ".join(
-                    f"{kind} {error['mean']:.1%} (at most {error['largest']:.1%})"
-                    for kind, error in found[quantity].items()
-                )
-                for quantity in QUANTITIES
+                f"{quantity} {error['mean']:.1%} (at most {error['largest']:.1%})"
+                for quantity, error in found.items()
             )
             lines.append(f"  every other size from those beside it is off by: {said}")
     for dtype, nbytes in report.casts.items():

@@ -15,10 +15,6 @@ from capture.errors import Violation
 from capture.plan.task_graph import Span
 
 Pass = Literal["forward", "backward"]
-#: How sizes between the profiled ones follow: by the line between their neighbours, or by a
-#: polynomial of degree 1 or 2 through all.
-Interpolation = Literal["piecewise", "linear", "quadratic"]
-INTERPOLATIONS: tuple[Interpolation, ...] = ("piecewise", "linear", "quadratic")
 
 
 @dataclass(frozen=True)
@@ -119,15 +115,8 @@ def row_violations(name: str, row: Sequence[float], num_layers: int) -> Iterator
         )
 
 
-def interpolated(
-    sizes: Sequence[int], rows: np.ndarray, size: int, interpolation: Interpolation
-) -> np.ndarray:
-    """The row of a size, from those of others."""
-    if interpolation != "piecewise":
-        degree = min(INTERPOLATIONS.index(interpolation), len(sizes) - 1)
-        powers = np.vander(np.array(sizes, dtype=float), degree + 1)
-        fitted, *_ = np.linalg.lstsq(powers, rows.astype(float), rcond=None)
-        return np.maximum(np.vander(np.array([float(size)]), degree + 1)[0] @ fitted, 0)
+def interpolated(sizes: Sequence[int], rows: np.ndarray, size: int) -> np.ndarray:
+    """Return the row of a size, on the line between those of its neighbours."""
     above = int(np.searchsorted(sizes, size))
     low, high = sizes[above - 1], sizes[above]
     share = (size - low) / (high - low)

@@ -53,7 +53,6 @@ import numpy as np
 from capture import documents
 from capture.errors import ProfileError, Violation
 from capture.measured.layer_passes import (
-    Interpolation,
     Pass,
     PassProfile,
     SizedLayers,
@@ -247,7 +246,7 @@ class LayerProfile:
         moved = self._sum("updated", first, stop)
         return self.update_seconds(first, stop) * nbytes / moved if moved else 0.0
 
-    def at(self, which: Pass, size: int, interpolation: Interpolation = "piecewise") -> SizedLayers:
+    def at(self, which: Pass, size: int) -> SizedLayers:
         """All layers at a micro-batch size between the smallest and the largest measured.
 
         Bytes are cut to whole numbers, as the released scheduler does.
@@ -255,17 +254,15 @@ class LayerProfile:
         Raises:
             ProfileError: ``layers-range`` for a size outside.
         """
-        known: dict[tuple[str, int, str], SizedLayers] = vars(self)["_sized"]
-        key = (which, size, interpolation)
-        if key not in known:
-            known[key] = self._interpolated(which, size, interpolation)
-        return known[key]
+        known: dict[tuple[str, int], SizedLayers] = vars(self)["_sized"]
+        if (which, size) not in known:
+            known[which, size] = self._interpolated(which, size)
+        return known[which, size]
 
     def held_out_errors(
         self,
         which: Pass,
         stride: int,
-        interpolation: Interpolation = "piecewise",
         *,
         of: Literal["time", "memory"] = "time",
     ) -> list[float]:
@@ -284,7 +281,7 @@ class LayerProfile:
             )
         left = [i for i in range(len(sizes)) if i not in kept]
         known = [sizes[i] for i in kept]
-        guessed = (interpolated(known, rows[kept], sizes[i], interpolation) for i in left)
+        guessed = (interpolated(known, rows[kept], sizes[i]) for i in left)
         return [
             float(error)
             for i, guess in zip(left, guessed, strict=True)
@@ -351,7 +348,7 @@ class LayerProfile:
 
         return {"forward": arrays(self.fwd), "backward": arrays(self.bwd)}
 
-    def _interpolated(self, which: Pass, size: int, interpolation: Interpolation) -> SizedLayers:
+    def _interpolated(self, which: Pass, size: int) -> SizedLayers:
         sizes, (times, memories) = self._of(which).u, self._arrays[which]
         if not sizes[0] <= size <= sizes[-1]:
             raise ProfileError.of(
@@ -360,11 +357,11 @@ class LayerProfile:
                 "layers-range",
             )
         inputs = size * np.array(self.x_bytes_per_sample)
-        if size in sizes and interpolation == "piecewise":
+        if size in sizes:
             i = sizes.index(size)
             return SizedLayers(times[i], memories[i], inputs, True)
-        seconds = interpolated(sizes, times, size, interpolation)
-        memory = interpolated(sizes, memories, size, interpolation).astype(np.int64)
+        seconds = interpolated(sizes, times, size)
+        memory = interpolated(sizes, memories, size).astype(np.int64)
         return SizedLayers(seconds, memory, inputs, False)
 
     def _violations(self) -> Iterator[Violation]:

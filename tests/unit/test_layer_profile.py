@@ -36,28 +36,6 @@ def test_sizes_between_are_on_the_line_and_measured_ones_exact():
     assert at_5.pack_bytes(2, 4) == 2 * 335544320 - 5 * 8388608
 
 
-@pytest.mark.parametrize("interpolation", ["linear", "quadratic"])
-def test_polynomials_find_what_is_one(interpolation):
-    rows = {
-        u: 0.01 + 0.002 * u + (0.001 * u * u if interpolation == "quadratic" else 0)
-        for u in range(1, 12)
-    }
-    document = copy.deepcopy(TOY)
-    document["fwd"] = {
-        "u": list(rows),
-        "time": [[t] * 6 for t in rows.values()],
-        "memory": [[1000 * u] * 6 for u in rows],
-    }
-    document["bwd"] = {
-        "u": list(rows),
-        "time": [[3 * t] * 6 for t in rows.values()],
-        "memory": [[3000 * u] * 6 for u in rows],
-    }
-    profile = LayerProfile.from_json(document)
-    assert profile.at("forward", 7, interpolation).seconds == pytest.approx([rows[7]] * 6)
-    assert np.abs(profile.held_out_errors("forward", 5, interpolation)).max() < 1e-9
-
-
 def test_held_out_errors_of_the_sizes_between():
     bert = LayerProfile.load(PROFILES / "bert_large.json")
     assert np.median(np.abs(bert.held_out_errors("forward", 10))) < 0.006
