@@ -10,7 +10,6 @@ from typing import Any
 
 from capture.errors import CaptureError, PlanError
 from capture.plan.array import ArrayPlan
-from capture.plan.files import PlanFile
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import PLAN, Plan
@@ -167,7 +166,7 @@ def of_stages(plan: Any) -> Plan:
     Raises:
         PlanError: ``plan-kind``.
     """
-    if isinstance(plan, PlanFile) and not isinstance(plan, Plan):
+    if plan.FORMAT is not PLAN:
         raise KINDS[plan.FORMAT.kind].refused()
     return plan  # type: ignore[no-any-return]
 

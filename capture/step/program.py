@@ -271,6 +271,10 @@ class Step:
         """The instructions that copy."""
         return self.all_of(Copy)
 
+    def program_of(self, each: Instruction) -> Program | None:
+        """Return the program that an instruction runs, if it runs one."""
+        return self.programs[each.program] if isinstance(each, Run) else None
+
     def all_of(self, kind: type[T]) -> list[T]:
         """Return the instructions of a kind."""
         return [each for each in self.instructions if isinstance(each, kind)]

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from capture.step.ledger import is_device
-from capture.step.program import Copy, Instruction, Place, Run, Step
+from capture.step.program import Copy, Instruction, Place, Step
 from capture.step.tasks import Block, Turn
 
 
@@ -66,8 +66,7 @@ class Room:
         """By device, the most that a block takes there beside what is there, and what it leaves."""
         most, held = dict[int, int](), Counter[int]()
         for each in block:
-            if isinstance(each, Run):
-                program = self._step.programs[each.program]
+            if (program := self._step.program_of(each)) is not None:
                 for device in self._memories(program.place):
                     most[device] = max(most.get(device, 0), held[device] + program.transient_bytes)
             for some, sign in ((each.begun, 1), (each.consumed, -1)):
@@ -80,8 +79,8 @@ class Room:
     def touched(self, each: Instruction) -> set[int]:
         """Return the devices where an instruction takes room."""
         places = [self._step.slots[slot].place for slot in each.begun]
-        if isinstance(each, Run):
-            places.append(self._step.programs[each.program].place)
+        if (program := self._step.program_of(each)) is not None:
+            places.append(program.place)
         return {device for place in places for device in self._memories(place)}
 
     def devices(self, *blocks: Block) -> list[int]:

@@ -19,7 +19,7 @@ from capture.runtime.dispatch import BoundStep, to_device, to_host
 from capture.runtime.layout import check_device_memory, shard_bytes
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.sharded.placement import LeafPlacement
 from capture.runtime.sharded.training import Sharded, shard_as_planned
 from capture.runtime.state import PipelineState, joined_params
@@ -137,22 +137,6 @@ class ShardedStep(TrainStep):
         update = traced_optimizer(self.workload.optimizer, self.traced)
         return SlicedOptimizer(update, [range(len(update.params))])
 
-    @cached_property
-    def _whole(self) -> TracedOptimizer:
-        """The optimizer over the user's parameters."""
-        return TracedOptimizer(self.workload.optimizer, self.traced.params_struct)
-
-    @cached_property
-    def _placements(self) -> list[LeafPlacement | None]:
-        """By array of the state of that, where the parameter is whose shape it has, if it belongs
-        to one."""
-        params, leaves = self._whole.params, self.sharded.leaves
-        of = SlicedOptimizer(self._whole, [range(len(params))]).param_of_state
-        return [
-            leaves[of[k]] if k in of and struct.shape == params[of[k]].shape else None
-            for k, struct in enumerate(self._whole.state)
-        ]
-
     def state_from(
         self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
@@ -170,7 +154,9 @@ class ShardedStep(TrainStep):
             rows = iter(state_leaves)
             state = [
                 next(rows) if leaf is None else leaf.split(_stacked(leaf, struct, rows))
-                for leaf, struct in zip(self._placements, self._whole.state, strict=True)
+                for leaf, struct in zip(
+                    self.sharded.state_leaves, self.sharded.optimizer.state, strict=True
+                )
             ]
         slots = {"parameters": (params, Params), "optimizer": (state, State)}
         return PipelineState(
@@ -191,8 +177,8 @@ class ShardedStep(TrainStep):
     def state_leaves(self, state: PipelineState) -> Mapping[int, Any]:
         arrays, found = list(map(to_host, state.slots["optimizer"])), list[Any]()
         split = jax.tree.unflatten(jax.tree.structure(self._trees[1]), arrays)
-        tree: Any = self._whole.state_tree  # JAX's stubs leave its methods out
-        for leaf, node in zip(self._placements, tree.flatten_up_to(split), strict=True):
+        tree: Any = self.sharded.optimizer.state_tree  # JAX's stubs leave its methods out
+        for leaf, node in zip(self.sharded.state_leaves, tree.flatten_up_to(split), strict=True):
             whole = node if leaf is None else np.asarray(leaf.join(node))
             stacked = None if leaf is None else leaf.stacked
             found.extend([whole] if stacked is None else np.moveaxis(whole, stacked, 0))

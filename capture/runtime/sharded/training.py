@@ -21,7 +21,7 @@ from capture.quantities import counted
 from capture.runtime.leaf_parts import check_rows
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.sharded.mesh import mesh_of
-from capture.runtime.sharded.placement import place_leaves
+from capture.runtime.sharded.placement import LeafPlacement, place_leaves
 from capture.runtime.sharded.transform import gathered_loss
 from capture.tracing.model import TracedModel, trace
 
@@ -133,21 +133,29 @@ class Sharded:
         return self._tree.unflatten([leaf.node for leaf in self.leaves])
 
     @cached_property
+    def optimizer(self) -> TracedOptimizer:
+        """The workload's, over the user's parameters."""
+        return TracedOptimizer(self.workload.optimizer, self._struct)
+
+    @cached_property
+    def state_leaves(self) -> list[LeafPlacement | None]:
+        """By array of the optimizer's state, where the parameter is that it belongs to and whose
+        shape it has; None of all else, which is replicated."""
+        params = self.optimizer.params
+        param_of_state = SlicedOptimizer(self.optimizer, [range(len(params))]).param_of_state
+        found = map(param_of_state.get, range(len(self.optimizer.state)))
+        return [
+            None if p is None or struct.shape != params[p].shape else self.leaves[p]
+            for p, struct in zip(found, self.optimizer.state, strict=True)
+        ]
+
+    @cached_property
     def opt_state_shardings(self) -> Any:
         """Shardings of the optimizer's state: what belongs to one parameter and has its shape is
         sharded as that is; all else is replicated."""
-        traced = TracedOptimizer(self.workload.optimizer, self._split_struct)
-        param_of_state = SlicedOptimizer(traced, [range(len(traced.params))]).param_of_state
-        shardings = [sharding for leaf in self.leaves for sharding in leaf.shardings]
         whole = NamedSharding(self.mesh, PartitionSpec())
-        found = [
-            shardings[param]
-            if (param := param_of_state.get(i)) is not None
-            and struct.shape == traced.params[param].shape
-            else whole
-            for i, struct in enumerate(traced.state)
-        ]
-        return jax.tree.unflatten(traced.state_tree, found)
+        nodes = [whole if leaf is None else leaf.node for leaf in self.state_leaves]
+        return jax.tree.unflatten(self.optimizer.state_tree, nodes)
 
     def split(self, params: Any) -> Any:
         """The parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the same
