@@ -22,6 +22,7 @@ from capture.runtime.asked import Training
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import max_relative_error
+from capture.runtime.sharded import Sharded
 from capture.runtime.sharded.step import ShardedStep
 from capture.runtime.training import train
 from capture.step.program import Feed, Free, Run, Step
@@ -116,6 +117,20 @@ def test_a_step_goes_on_under_another_plan_of_its_model(tmp_path):
         (a, loss), (b, again) = trained(first, state), trained(second, restored)
         assert loss == pytest.approx(again, rel=1e-5)
         assert max_relative_error(second.params(b), first.params(a)) < 1e-4
+
+
+def test_state_of_other_shapes_than_its_parameter_is_replicated_and_comes_back():
+    """Rows and columns of Adafactor."""
+    sharded = sharded_by("chain", ZDP)
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=16)
+    workload, traced = replace(sharded.workload, optimizer=optimizer), sharded.traced
+    whole = Sharded(workload, sharded.plan, sharded.mesh, traced)
+    step = ShardedStep(whole, Compiler(fast_compile=True))
+    state, _ = trained(step, step.init(jax.random.key(0)))
+    rows = [x for x in state.slots["optimizer"] if x.shape == (64,)]
+    assert len(rows) == 6 and all(x.sharding.is_fully_replicated for x in rows)
+    back = step.restore(step.params(state), step.optimizer_state(state), 1)
+    assert all(map(equal, back.slots.values(), state.slots.values()))
 
 
 def test_a_training_goes_on_in_a_pipeline_and_comes_back(tmp_path):
