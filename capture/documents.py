@@ -12,7 +12,7 @@ import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -24,6 +24,8 @@ from capture.errors import CaptureError, Violation
 T = TypeVar("T")
 
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+#: Written as they are.
+_PLAIN = frozenset({*_NAMES, NoneType})
 
 
 class FieldError(ValueError):
@@ -63,6 +65,8 @@ def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T
 def write(value: Any) -> Any:
     """What a JSON writer takes for a value: the inverse of ``read``, with ``to_json`` of those that
     have one."""
+    if type(value) in _PLAIN:  # most are, and asking for more of them takes time
+        return value
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
@@ -75,6 +79,8 @@ def mapped(
 ) -> Any:
     """Return a document with other numbers, texts, ...; ``inner`` makes what is in objects and
     lists, by default likewise."""
+    if type(document) in _PLAIN:
+        return change(document)
     inner = inner or (lambda item: mapped(item, change))
     match document:
         case Mapping():
@@ -86,8 +92,13 @@ def mapped(
 
 def fields_of(value: Any, *names: str) -> dict[str, Any]:
     """Those of a dataclass, written, in the order of the class; or attributes by their names."""
-    names = names or tuple(field.name for field in fields(value))
+    names = names or _field_names(value.__class__)
     return {name: write(getattr(value, name)) for name in names}
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def but_empty(value: Any, *names: str) -> dict[str, Any]:

@@ -223,12 +223,13 @@ class ValueSplit:
 
     def least_bytes(self, value: Any) -> int:
         """Per device, if the compiler splits it along every axis that reaches it."""
-        if value not in self._least:
+        found = self._least.get(value)
+        if found is None:
             parts = 1
             for (_, degree, _), reached in zip(self._split, self._reached, strict=True):
                 parts *= degree if value in reached else 1
-            self._least[value] = -(-self._flow.nbytes(value) // parts)
-        return self._least[value]
+            found = self._least[value] = -(-self._flow.nbytes(value) // parts)
+        return found
 
     @cached_property
     def _reached(self) -> list[Collection[Any]]:

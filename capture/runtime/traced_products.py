@@ -108,7 +108,7 @@ class LargeProducts:
             for value in filter(is_variable, product.equation.invars):
                 base = self._program.views.of(value).base
                 read[base] = max(read.get(base, 0), self._least_read(value))
-            types.append(self._computed(product))
+            types.append(self._program.once(_computed, product.at))
         dtype, precision = min(types, key=_slowness)
         return Kernel(made + sum(read.values()), flops, dtype, precision)
 
@@ -135,20 +135,6 @@ class LargeProducts:
         nbytes = self._split.least_bytes(product.result)
         return nbytes if itemsize is None else nbytes * itemsize // item_bytes(product.result)
 
-    def _computed(self, product: Product) -> tuple[str, str]:
-        """The fastest data type that an operand has on its way to a product, and the precision that
-        this asks for."""
-        views = [self._program.views.of(v) for v in product.equation.invars if is_variable(v)]
-        narrow = min(view.itemsize for view in views)
-        dtypes = {v.aval.dtype.name for v in product.equation.invars}
-        dtype = min(dtypes, key=lambda name: np.dtype(name).itemsize if "b" not in name else 2)
-        asked = str(product.equation.params.get("precision")).lower()
-        if narrow < 4 and dtype not in ("bfloat16", "float16"):
-            dtype = "bfloat16"
-        if "bf16" in asked or "tf32" in asked:
-            return ("bfloat16" if "bf16" in asked else "tf32"), "highest"
-        return dtype, next((p for p in ("highest", "high") if p in asked), "default")
-
     def expected(self) -> list[Kernel]:
         """Return one kernel per product, with its shape."""
         return [self._expected(product) for product in self.large.values()]
@@ -168,8 +154,24 @@ class LargeProducts:
             * columns
             * self._program.views.written_itemsize.get(product.result, item_bytes(product.result))
         )
-        dtype, precision = self._computed(product)
+        dtype, precision = self._program.once(_computed, product.at)
         return Kernel(read + made, flops, dtype, precision, shape=(batches, rows, columns))
+
+
+def _computed(program: TracedProgram, at: int) -> tuple[str, str]:
+    """The fastest data type that an operand has on its way to a product, and the precision that
+    this asks for."""
+    equation = program.equations[at]
+    views = [program.views.of(v) for v in equation.invars if is_variable(v)]
+    narrow = min(view.itemsize for view in views)
+    dtypes = {v.aval.dtype.name for v in equation.invars}
+    dtype = min(dtypes, key=lambda name: np.dtype(name).itemsize if "b" not in name else 2)
+    asked = str(equation.params.get("precision")).lower()
+    if narrow < 4 and dtype not in ("bfloat16", "float16"):
+        dtype = "bfloat16"
+    if "bf16" in asked or "tf32" in asked:
+        return ("bfloat16" if "bf16" in asked else "tf32"), "highest"
+    return dtype, next((p for p in ("highest", "high") if p in asked), "default")
 
 
 def _alike(program: TracedProgram) -> Mapping[int, int]:

@@ -69,12 +69,13 @@ def joined(ways: Sequence[Ways]) -> Ways:
 
 def stored(ways: Ways, nbytes: int) -> Ways:
     """Return the same of a value of so many bytes, which may be stored in the place of all."""
-    if sum(one.stored for one in ways.values()) <= nbytes:
+    if sum([one.stored for one in ways.values()]) <= nbytes:
         return ways
     found, left = {}, nbytes
     for source, one in ways.items():
-        found[source] = one._replace(stored=min(one.stored, left))
-        left -= found[source].stored
+        least = min(one.stored, left)
+        found[source] = Dependence(one.turn, one.is_shared, one.nbytes, least)
+        left -= least
     return found
 
 

@@ -342,11 +342,16 @@ class Traffic:
 
     def _part(self, value: Any) -> int:
         """The place of a value in ``least``."""
-        is_split = [
-            next((value in axis.reached for axis in self.split.axes if axis.name == name), True)
-            for name in (DATA_AXIS, MODEL_AXIS)
-        ]
-        return 2 * (not is_split[0]) + (not is_split[1])
+        by_replicas, by_tensor = self._reached
+        is_same = by_replicas is not None and value not in by_replicas
+        is_whole = by_tensor is not None and value not in by_tensor
+        return 2 * is_same + is_whole
+
+    @cached_property
+    def _reached(self) -> Sequence[Collection[Any] | None]:
+        """The values that replicas and tensor parallelism may split; None where there is none."""
+        reached = {axis.name: axis.reached for axis in self.split.axes}
+        return [reached.get(name) for name in (DATA_AXIS, MODEL_AXIS)]
 
     def _read_again(self, steps: Sequence[_Step]) -> Mapping[Any, int]:
         """Values in memory that are read once more, and the bytes of that."""
