@@ -103,7 +103,7 @@ class Bounder:
             nothing = ProgramWork(0, "float32", 0, 0, kernels=()) if self.counts_work else None
             results = jax.eval_shape(function, *args)
             return BoundedProgram(_not_compiled, results, 0, nothing, least_work=nothing)
-        return self.bounds(TracedProgram(function, args), args, donate, out_shardings)
+        return self.bounds(TracedProgram.of(function, args), args, donate, out_shardings)
 
     def bounds(
         self,

@@ -66,26 +66,31 @@ class TracedProgram:
     """A program, traced once for all the ways in which its arguments are split.
 
     Args:
-        function: Traceable.
-        args: Its arguments; their shardings have no part.
+        closed: Its jaxpr.
+        shapes: Of its results, in its own tree.
+        spread: How splits spread through a flat program of the same equations, if that is known.
 
     Attributes:
-        shapes: Of its results, in its own tree.
         flow: Everything opened.
         given: Variables that are arguments.
         results: Variables that are results and no arguments.
         elsewhere: Those that have memory of the caller: arguments and results.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any]):
-        closed, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        self.flow = DataFlow(closed, open_remats=True)
-        self.spread = Spread(self.flow.jaxpr)
+    def __init__(self, closed: Any, shapes: Any, spread: Spread | None = None):
+        self.shapes, self.flow = shapes, DataFlow(closed, open_remats=True)
+        is_known = spread is not None and self.flow.jaxpr is closed.jaxpr
+        self.spread = spread if is_known else Spread(self.flow.jaxpr)
         self.equations: Sequence[Any] = self.flow.jaxpr.eqns
         self.given = frozenset(self.flow.inputs)
         self.results = frozenset(variables(self.flow.outputs)) - self.given
         self.elsewhere = {*self.flow.inputs, *self.results}
         self._said: dict[tuple[Hashable, ...], Any] = {}
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Sequence[Any]) -> TracedProgram:
+        """Return the program of a function; the shardings of its arguments have no part."""
+        return cls(*jax.make_jaxpr(function, return_shape=True)(*args))
 
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
         """Return what a function says of the program, and of what else is given; asked once."""

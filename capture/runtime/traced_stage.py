@@ -38,8 +38,8 @@ class TracedStage(StagePrograms):
     """As ``StagePrograms``, compiled by a ``Bounder``.
 
     Attributes:
-        traces: Of this stage, and of others with the same layers and remat: none of them may name
-            its mesh in its programs, or they are its own alone.
+        traces: Of this stage, and of others with the same layers whose forward passes are saved
+            alike: none of them may name its mesh in its programs, or they are its own alone.
     """
 
     _compiler: Bounder
@@ -73,8 +73,22 @@ class TracedStage(StagePrograms):
         kept = self.residuals
         key = (function.__name__, kept.inputs, kept.batch, kept.outputs, *kept.stored)
         if key not in self.traces.programs:
-            self.traces.programs[key] = TracedProgram(function, args)
+            is_forward = function.__name__ == "_forward"
+            self.traces.programs[key] = (
+                self._traced_forward if is_forward else TracedProgram.of(function, args)
+            )
         return self._compiler.bounds(self.traces.programs[key], args, donate, out_shardings)
+
+    @property
+    def _traced_forward(self) -> TracedProgram:
+        """The forward pass as it was saved, with what is kept of it as its results."""
+        flow, num_outputs = self._saved.flow, len(self.layers.outputs)
+        groups = flow.outputs[:num_outputs], self.residuals.stored
+        closed = flow.returning([v for group in groups for v in group])
+        shapes = [
+            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in group] for group in groups
+        ]
+        return TracedProgram(closed, tuple(shapes), self._saved.spread)
 
     def _end(
         self,
@@ -87,7 +101,7 @@ class TracedStage(StagePrograms):
         of replicas that do all the same."""
         ends, name = self.traces.ends, function.__name__
         if name not in ends:
-            ends[name] = TracedProgram(function, args)
+            ends[name] = TracedProgram.of(function, args)
         splits = [
             (str(each.sharding.spec), each.sharding.shard_shape(each.shape))
             for each in jax.tree.leaves(tuple(args))

@@ -59,9 +59,10 @@ class DataFlow:
 
     def nbytes(self, value: Any) -> int:
         """Of a whole value."""
-        if value not in self._nbytes:
-            self._nbytes[value] = aval_bytes(value)
-        return self._nbytes[value]
+        found = self._nbytes.get(value)
+        if found is None:
+            found = self._nbytes[value] = aval_bytes(value)
+        return found
 
     @cached_property
     def opened(self) -> DataFlow:
@@ -70,6 +71,10 @@ class DataFlow:
         if not any(equation.primitive.name == "cond" for equation in self.jaxpr.eqns):
             return self
         return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
+
+    def returning(self, outputs: Sequence[Any]) -> Any:
+        """Return a closed jaxpr of the same equations with other results."""
+        return jex_core.ClosedJaxpr(self.jaxpr.replace(outvars=[*outputs]), self._consts)
 
     @property
     def key(self) -> str:
