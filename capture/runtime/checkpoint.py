@@ -243,8 +243,9 @@ def _read_together(step: Trained, path: Path, models: Sequence[int] | None) -> C
     """Of what several processes wrote."""
     marker = read_marker(path)
     sources = _checked(step, marker, models, path)
-    if isinstance(step, PipelinedStep) and (own := own_leaves(step, path, marker)) is not None:
-        return partial(step.state_from, own.params, own.optimizer, marker["num_steps"])
+    together = shared(step)
+    if together is not None and (own := own_leaves(together, path, marker)) is not None:
+        return partial(together.state_from, own.params, own.optimizer, marker["num_steps"])
     return _whole(step, joined_leaves(path, marker), sources, marker)
 
 

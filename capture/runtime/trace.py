@@ -71,9 +71,8 @@ class StepTrace:
     def _stream_of(self, instruction: Instruction) -> tuple[str, ...]:
         """On which instructions end one after the other."""
         program = self._step.program
-        places = [program.slots[slot].place.name for slot in instruction.made[:1]]
-        if isinstance(instruction, Copy):
-            places.append(program.slots[instruction.source].place.name)
+        slots = (*instruction.made[:1], *instruction.copied)
+        places = [program.slots[slot].place.name for slot in slots]
         return (type(instruction).__name__, *places)
 
     def events(self) -> list[dict[str, Any]]:

@@ -133,6 +133,11 @@ class _Instruction:
         return self.made
 
     @property
+    def copied(self) -> tuple[int, ...]:
+        """The slot that a copy reads."""
+        return ()
+
+    @property
     def consumed(self) -> tuple[int, ...]:
         """The slots that a program takes over for good."""
         return ()
@@ -210,6 +215,10 @@ class Copy(_Instruction):
     @property
     def used(self) -> tuple[int, ...]:
         return self.source, self.target
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        return (self.source,)
 
 
 @dataclass(frozen=True)

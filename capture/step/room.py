@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from capture.step.ledger import is_device
-from capture.step.program import Copy, Instruction, Place, Step
+from capture.step.program import Instruction, Place, Step
 from capture.step.tasks import Block, Turn
 
 
@@ -58,9 +58,8 @@ class Room:
 
     def _out(self, each: Instruction) -> tuple[int, ...]:
         """What a copy to a host reads."""
-        if isinstance(each, Copy) and self._step.slots[each.target].place.host:
-            return (each.source,)
-        return ()
+        to_host = any(self._step.slots[slot].place.host for slot in each.made)
+        return each.copied if to_host else ()
 
     def _taken(self, block: Block) -> dict[int, tuple[int, int]]:
         """By device, the most that a block takes there beside what is there, and what it leaves."""

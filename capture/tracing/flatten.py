@@ -265,7 +265,7 @@ class _Flattener:
             operation, tuple((self.avals[v].shape, self.avals[v].dtype) for v in inputs)
         )
         (output,) = self.open(closed.jaxpr, closed.consts, list(inputs), place)
-        assert isinstance(output, int), f"{operation} gave {output}"
+        assert is_value(output), f"{operation} gave {output}"
         return output
 
     def whole(self, value: _Value, place: _Place) -> int | jex_core.Literal:

@@ -132,16 +132,16 @@ class Part:
         ]
         instructions: list[Instruction] = [
             Free(())
-            if isinstance(instruction, Wait) and not self._waits(number, instruction)
+            if number in self._copy_of and not self._waits(number, *instruction.used)
             else instruction
             for number, instruction in enumerate(self.step.instructions)
         ]
         return replace(self.step, slots=slots, instructions=instructions)
 
-    def _waits(self, number: int, wait: Wait) -> bool:
+    def _waits(self, number: int, slot: int) -> bool:
         """Whether this process waits: for what it sends, and for copies of its own."""
         copy = self._copies.get(self._copy_of[number])
-        return self.has(self.step.slots[wait.slot].place) if copy is None else copy.sends
+        return self.has(self.step.slots[slot].place) if copy is None else copy.sends
 
     @cached_property
     def _copy_of(self) -> dict[int, int]:

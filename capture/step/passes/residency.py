@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from math import inf
 
-from capture.step.program import Copy, Free, Step
+from capture.step.program import Free, Step
 from capture.step.room import Room
 from capture.step.tasks import Block, Turn
 
@@ -95,7 +95,7 @@ class _Issued:
         between = list(takewhile(lambda t: t.of.arrivals is None or t.of.lane != lane, coming))
         beside = room.most_of(lane, [turn, *between])
         for block in coming[len(between)].arrivals if len(between) < len(coming) else ():
-            sources = {each.source for each in block if isinstance(each, Copy)}
+            sources = {slot for each in block for slot in each.copied}
             if id(block) in self._done or not room.made >= sources:
                 continue
             if all(room.has(d, room.most(d, [block])[0] + beside) for d in room.devices(block)):
