@@ -14,14 +14,12 @@ from xml.etree import ElementTree
 
 import jax
 import pytest
-from processes import QUICK_CODE, environment_apart, output_of
 from timeouts import TIMEOUT_SECONDS
 
 from benchmarks import (
     alpa_replay,
     drawing,
     gpu_seconds,
-    gpu_truth,
     hybrid_sharding,
     mutation,
     mutwo_saturation,
@@ -173,10 +171,9 @@ def test_stages_that_alpas_solver_split_are_named():
         ] == degrees
 
 
-@pytest.mark.parametrize("script", ["gpu_truth", "gpu_rates"])
-def test_without_a_gpu_nothing_is_measured_and_nothing_written(script, tmp_path):
+def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", f"benchmarks.{script}", "-o", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", "benchmarks.gpu_rates", "-o", str(tmp_path / "out.json")]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
@@ -203,38 +200,6 @@ def test_what_was_said_of_steps_is_compared_with_what_ran(tmp_path):
     assert first["peak_error"] == pytest.approx(-0.05)
     assert first["bound_fraction"] == pytest.approx(0.5)
     assert "seconds_error" not in second and second["run"]["failed"] == "no memory"
-
-
-def test_gpu_truth_has_layers_and_steps_of_three_families_in_two_dtypes():
-    assert len(gpu_truth.CASES) >= 20
-    assert {(c.model, c.dtype, c.remat) for c in gpu_truth.CASES if c.what == "step"} == {
-        (model, dtype, remat)
-        for model in gpu_truth.MODELS
-        for dtype in ("float32", "bfloat16")
-        for remat in ("none", "full")
-    }
-    rows = [
-        {"measured_bytes": 100, "compiled_bytes": 90},
-        {"measured_bytes": 200, "compiled_bytes": 206},
-    ]
-    found = gpu_truth.summary(rows, "compiled_bytes")
-    assert found["mean_abs_error_fraction"] == pytest.approx(0.065) and found[
-        "max_abs_error_fraction"
-    ] == pytest.approx(0.1)
-
-
-@pytest.mark.slow
-def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
-    """The path of the GPU, on the CPU of this machine, whose devices have no allocator to read."""
-    env = environment_apart(xla_flags=QUICK_CODE)
-    rows = json.loads(output_of("gpu_truth_rows", env=env).strip().splitlines()[-1])
-    forward, backward, step = rows
-    assert (
-        forward["compiled_bytes"] > forward["argument_bytes"] > 0
-        and backward["argument_bytes"] > forward["argument_bytes"]
-    )
-    assert step["compiled_bytes"] > backward["argument_bytes"]
-    assert all(row["measured_bytes"] is None for row in (forward, backward, step))
 
 
 @pytest.mark.exhaustive
