@@ -122,11 +122,9 @@ class WholeQuestion:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """Those that are searched, the plain one first. What shares devices or splits backward
-        passes has no bound of bytes, which a front is proven by."""
+        """Those that are searched, the plain one first."""
         # A plan that is fixed has no stages that share devices.
-        is_named = self.schedule is not None or self.fixed is not None
-        if is_named or self.objective == "pareto":
+        if self.schedule is not None or self.fixed is not None:
             return (self.schedule or BEST_PLAIN,)
         return (BEST_PLAIN, *(name for name, kind in SCHEDULES.items() if not kind.is_plain))
 
@@ -187,7 +185,7 @@ class WholeQuestion:
             yield "GPipe", "as fast as 1F1B, and holds no less"
             others = [name for name, kind in SCHEDULES.items() if not kind.is_plain]
             if len(self.schedules) == 1:
-                yield ", ".join(others), "a front is proven by bounds of bytes, which they lack"
+                yield ", ".join(others), "no stages of a plan that is fixed share devices"
         if max(self.cluster.nodes) < self.cluster.num_devices:
             yield "tensor parallelism over several nodes", "its sums wait for the slow links"
         degrees_are_fixed = self.fixed is not None and "degrees" in self.fixed.decisions

@@ -171,6 +171,12 @@ def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
     return _found(part, part.once(_tables, ratios).least_peak())
 
 
+def front(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
+    """Return a sample of the plans of an open part of which none is estimated to be both smaller
+    and faster than another, within the limit; arguments as of ``fastest``."""
+    return [each for found in part.once(_tables, ratios).front() for each in _found(part, found)]
+
+
 def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
     cluster, most = part.question.cluster, part.most
     usable = set(several_groups(part.question, most.graph.num_layers))

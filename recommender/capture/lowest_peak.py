@@ -137,7 +137,7 @@ class LowestPeak(Policy):
         else:
             proof = "; proven optimal" + (f" within {within:.1%}" if within else "")
         proof += " of the plans of 1F1B" if self._other else ""
-        summary = compiled(search, proof, list(filter(_is_plain, search.questions)))
+        summary = compiled(search, proof, list(filter(is_plain, search.questions)))
         why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
         what = peak_of(best) if best.answer.status == "ok" else why.summary
         why = replace(why, summary=f"{what} {summary}", verified=verified, proven=proven)
@@ -200,9 +200,9 @@ def answer(search: Search, best: Found, why: Why, within: float | None) -> Stage
 def beyond(search: Search, best: Found, least: int, within: float | None = None) -> StageAnswer:
     """That nothing fits."""
     limit, found = best.part.question.limit_bytes, best.answer
-    is_plain = all(map(_is_plain, search.questions))
+    are_plain = all(map(is_plain, search.questions))
     why = Why(
-        f"Every plan{'' if is_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, "
+        f"Every plan{'' if are_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, "
         f"and memory_limit_bytes={limit or 0:,}: proven with "
         f"{counted(search.num_compiled, 'compiled stage')} and, {RESTS_ON}. "
         "Raise the limit, or use more devices, more micro-batches of a smaller size, or "
@@ -216,7 +216,7 @@ def beyond(search: Search, best: Found, least: int, within: float | None = None)
     return Answer("infeasible", plan, proof, why, found.headroom)
 
 
-def _is_plain(question: PlanQuestion) -> bool:
+def is_plain(question: PlanQuestion) -> bool:
     return SCHEDULES[question.schedule].is_plain
 
 

@@ -40,6 +40,8 @@ from recommender.capture.lowest_peak import (
     compiled,
     expected,
     finite,
+    is_plain,
+    open_others,
     peak_of,
 )
 from recommender.capture.pareto import pareto
@@ -76,12 +78,18 @@ class Timed(Policy):
         self._has_front, self.objective = front, "pareto" if front else "throughput"
         #: Where the best of all is asked for, a plan that may be it.
         self._candidate: Found | None = None
+        #: Of a front, whether other schedules were looked at.
+        self._knows_others = False
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
         return float(nbytes) * self._has_front, seconds
 
     def corners(self, part: OpenPart) -> Sequence[Corner]:
-        return part.once(_corners)
+        return part.once(_corners) if self.is_bounded(part) else []
+
+    def is_bounded(self, part: Part | OpenPart) -> bool:
+        """A front is proven by bounds of bytes, which plain schedules alone have."""
+        return part.is_plain or not self._has_front
 
     def refuted_by(
         self, part: OpenPart, compiled: Mapping[StageConfig, StageCost]
@@ -133,7 +141,9 @@ class Timed(Policy):
             return Look(smallest, None, {"memory": search.to_open() is None})
         if not search.effort.within_fraction:
             self._candidate = _next_possible(search)
-        corners, plans, within = self._bounds(search), search.fitting, self.within(search)
+        corners, plans, within = [*self._bounds(search)], search.fitting, self.within(search)
+        if self._has_front:  # a plan of a schedule that has no bounds may be below them
+            corners += search.values
         fastest, told = min(plans, key=seconds_of, default=None), plans
         # Estimates are not asked for what is compiled already.
         best = self._points(search)[-1] if fastest is None else fastest
@@ -153,7 +163,20 @@ class Timed(Policy):
             None if self._has_front or fastest is not None else seconds_of(best),
         )
         near = within is not None and within <= search.effort.within_fraction
+        if near and self._has_front and self._other(search) is not None:
+            return Look(best, bracket, {})
         return Look(best, bracket, {"proven": within == 0, "within": near})
+
+    def _other(self, search: Search) -> Found | None:
+        """Of a front whose plans of plain schedules are near enough, the plan of another schedule
+        that is farthest from what is compiled, with the micro-batches of one of several stages."""
+        if search.is_spent:
+            return None
+        if not self._knows_others:
+            self._knows_others = True
+            for found in search.fitting:
+                open_others(search, found)
+        return self._farthest(search, [p for p in self._points(search) if not p.part.is_plain])
 
     def early(self, search: Search, look: Look) -> Found | None:
         headroom = look.found.answer.headroom
@@ -193,14 +216,21 @@ class Timed(Policy):
 
     def next(self, search: Search, look: Look) -> Found | None:
         """What is farthest from what is compiled, the fastest first; or the fastest."""
+        chosen = self._farthest(search, self._points(search))
+        if chosen is None and self._has_front:
+            chosen = self._other(search)
+        return self._candidate if chosen is None else chosen
+
+    def _farthest(self, search: Search, points: Sequence[Found]) -> Found | None:
+        """Of estimated plans, the one that is farthest from what is compiled, the fastest first."""
         farthest = search.effort.within_fraction if self._has_front else -1.0
         chosen, values = None, search.values
-        for found in reversed(self._points(search)):
+        for found in reversed(points):
             proof = found.answer.proof
             distance = far(self.corner(proof.peak_bytes, seconds_of(found)), values)
             if distance > farthest and not search.is_asked(found):
                 farthest, chosen = distance, found
-        return self._candidate if chosen is None else chosen
+        return chosen
 
     def by_layers(self, search: Search) -> ByLayers | None:
         if self._has_front or not search.fitting:
@@ -235,7 +265,8 @@ class Timed(Policy):
         if front is not None:
             said = (
                 f", {len(front.points)} of them on the front; {by if within != 0 else 'proven'}: "
-                "whichever plan fits, one of them needs no more bytes and seconds"
+                f"whichever plan{' of 1F1B' * self._knows_others} fits, one of them needs no more "
+                "bytes and seconds"
                 f"{' by more' * (within != 0)}, {NO_TRANSFERS}"
             )
         elif within is None or within > PROVES_NOTHING:
@@ -246,7 +277,8 @@ class Timed(Policy):
         nearer = search.by_layers
         if nearer is not None and nearer.least_step_seconds > fastest:
             said += f" ({_by_layers(nearer, seconds_of(best))})"
-        summary = compiled(search, f"{said},", search.questions)
+        questions = search.questions if front is None else list(filter(is_plain, search.questions))
+        summary = compiled(search, f"{said},", questions)
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
         why = Why(what, front=front, verified=verified, proven=proven)
@@ -261,7 +293,7 @@ class Timed(Policy):
             point = FrontPoint(
                 peak,
                 seconds,
-                above(seconds, min(s for p, s in corners if p <= peak)),
+                above(seconds, min((s for p, s in corners if p <= peak), default=seconds)),
                 plan.stages,
                 plan.schedule if names else "",
                 plan.num_microbatches if names else 0,
@@ -479,5 +511,7 @@ def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
 
 def _front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
     """The front as it is estimated; where none is expected to fit, the plan of ``proposed``."""
+    if not part.is_plain:
+        return grouped.front(part, ratios[0])
     points = pareto(part.once(estimates, ratios, is_last)).points
     return [Found(part, expected(part, point)) for point in points] or proposed(part, ratios)

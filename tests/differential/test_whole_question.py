@@ -205,14 +205,13 @@ def test_replicas_that_may_not_split_the_optimizer_state_split_no_parameters():
     }
 
 
-def test_all_schedules_are_searched_unless_one_is_named_or_a_front_is_asked_for():
+def test_all_schedules_are_searched_unless_one_is_named():
     assert WHOLE.schedules[0] == "1f1b" and {*SCHEDULES} - {*WHOLE.schedules} == {"gpipe"}
     assert WHOLE.question(4, "zb-v").schedule == "zb-v" and WHOLE.question(4).schedule == "1f1b"
     assert not any("zb-v" in what for what, _ in WHOLE.left_out())
-    assert replace(WHOLE, objective="memory").schedules == WHOLE.schedules
-    for narrow in (replace(WHOLE, schedule="1f1b"), replace(WHOLE, objective="pareto")):
-        assert narrow.schedules == ("1f1b",)
-    assert any("zb-v" in what for what, _ in replace(WHOLE, objective="pareto").left_out())
+    for objective in ("memory", "pareto"):
+        assert replace(WHOLE, objective=objective).schedules == WHOLE.schedules
+    assert replace(WHOLE, schedule="1f1b").schedules == ("1f1b",)
 
 
 def test_an_empty_space_is_said_at_once():

@@ -14,6 +14,7 @@ import pytest
 from report_plans import with_work
 from synthetic_profiles import MICROBATCH_SIZE, Planted
 from test_fastest_bounds import Timed
+from test_front_bounds import front_of
 from test_table_search import TABLES, table_plan
 from test_verified import Compiler
 
@@ -30,7 +31,7 @@ from capture.predictor.formula import kept_bytes
 from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion
-from recommender.capture import grouped, named
+from recommender.capture import grouped, named, speed
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import OpenPart, Part
@@ -366,3 +367,26 @@ def test_the_plans_with_names_are_of_all_schedules(seed, monkeypatch):
     monkeypatch.setattr(Named, "is_promising", lambda self, search, part: part.is_plain)
     found = refine(Named(), planted.parts(), planted, Effort(within_fraction=0.05))
     assert found.why.front.points[0].peak_bytes >= least["1f1b"], "the test sees what is missing"
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_a_front_has_plans_of_all_schedules(seed, monkeypatch):
+    """Below those of 1F1B, of which alone it is proven; and none is below another."""
+    planted = Everything(seed)
+    found = refine(Policy(front=True), planted.parts(), planted, Effort(within_fraction=0.05))
+    points = found.why.front.points
+    assert {point.schedule for point in points} & {*TABLES}
+    assert "whichever plan of 1F1B fits" in found.why.summary
+    values = [(point.peak_bytes, point.step_seconds) for point in points]
+    assert values == front_of(values)
+    by = 1 + found.why.proven.within_fraction + 1e-9
+    for plan, (seconds, peak) in planted.every_plan.items():
+        if plan.schedule == "1f1b":
+            assert any(p <= by * peak and s <= by * seconds for p, s in values), plan
+    last = found.why.proven.trail[-1]
+    assert last.least_bytes <= values[0][0] and last.least_step_seconds <= values[-1][1]
+    monkeypatch.setattr(speed, "open_others", lambda search, found: False)
+    plain = refine(Policy(front=True), planted.parts(), planted, Effort(within_fraction=0.05))
+    before = [(point.peak_bytes, point.step_seconds) for point in plain.why.front.points]
+    assert {point.schedule for point in plain.why.front.points} == {"1f1b"}
+    assert front_of([*values, *before]) != front_of(before), "the others are worth it"
