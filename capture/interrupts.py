@@ -1,4 +1,5 @@
-"""Ctrl-C that is not lost.
+"""Ctrl-C that is not lost, and what a scheduler sends when it needs the machine (SIGTERM), which is
+the same.
 
 Python raises ``KeyboardInterrupt`` wherever the main thread happens to be. Inside a callback of the
 garbage collector, as JAX has one, it is printed and ignored. So the signal is noted as well, and
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _noted = threading.Event()
 
@@ -24,11 +26,16 @@ def noted() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _note)
+    before: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        before[signal.SIGTERM] = signal.SIG_DFL
+    for number in before:
+        signal.signal(number, _note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         _noted.clear()
 
 

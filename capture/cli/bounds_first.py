@@ -298,7 +298,7 @@ class Asking:
     def left_out(self) -> Sequence[str]:
         """Return a line on what was not searched though nothing said so."""
         found = [] if self._whole is None else [": ".join(each) for each in self._whole.left_out()]
-        return ["not searched: " + "; ".join(found)] if found else []
+        return ["in no plan: " + "; ".join(found)] if found else []
 
     def _freed(self, whole: WholeQuestion) -> FittingChange | None:
         """The decision of a plan that is fixed whose search makes another one fit, as expected: the

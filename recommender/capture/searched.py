@@ -3,7 +3,7 @@ and what was not searched."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
@@ -36,17 +36,17 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
         fixed.append(f"remat={policies[0]}{by('remat')}")
         left_out.append("other remat")
     else:
-        fixed.append(f"remat of {', '.join(policies)}")
+        fixed.append(f"remat {_either(policies)}")
     counts = sorted({question.num_microbatches for question in questions})
     schedules = sorted({question.schedule for question in questions})
     tried = "try_microbatches" in chosen
     one = " of those tried" if tried else by("microbatches")
-    fixed.append(f"{_either(counts)} micro-batches{one * (len(counts) == 1)}")
+    fixed.append(f"{_either(map(str, counts))} micro-batches{one * (len(counts) == 1)}")
     batch = questions[0].global_batch_size
     has_every = counts == [m for m in range(1, batch + 1) if batch % m == 0]
     left_out += ["other micro-batches"] * (not has_every and (len(counts) > 1 or not tried))
     one = by("schedule") * (len(schedules) == 1)
-    fixed.append("all schedules" if _has_all(schedules) else f"{_either(schedules)}{one}")
+    fixed.append("all schedules" if _has_all(schedules) else f"{_either(map(str.upper, schedules))}{one}")
     left_out += ["other schedules"] * (not _has_all(schedules))
     sharded = [
         name
@@ -63,7 +63,8 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
     if (kept := questions[0].fixed) is not None and kept.decisions:
         fixed.append(f"{', '.join(kept.decisions)} as in the plan that is fixed")
     not_searched = f"; not searched: {', '.join(left_out)}" if left_out else ""
-    return f"for {', '.join(fixed)}{not_searched}"
+    # What has several values has commas of its own.
+    return f"for {('; ' if len(policies) > 1 else ', ').join(fixed)}{not_searched}"
 
 
 def _has_all(schedules: Collection[str]) -> bool:
@@ -71,7 +72,7 @@ def _has_all(schedules: Collection[str]) -> bool:
     return {*SCHEDULES} - {"gpipe"} <= {*schedules}
 
 
-def _either(names: Sequence[object]) -> str:
+def _either(names: Iterable[str]) -> str:
     """Return names as of a choice, such as ``2, 4 or 8``."""
-    *first, last = (str(name).upper() for name in names)
+    *first, last = names
     return f"{', '.join(first)} or {last}" if first else last

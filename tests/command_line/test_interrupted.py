@@ -204,14 +204,14 @@ import time
 from multiprocessing import parent_process
 from pathlib import Path
 
-from capture.profiler.compile import CompileBackend
+from capture.compiler.target_compiler import TargetCompiler
 from tiny import model as tiny
 
-backend = CompileBackend.__new__(CompileBackend)
+compiler = TargetCompiler.__new__(TargetCompiler)
 
 
 def model():
-    Path(backend._scratch.name, "kernels").touch()
+    Path(compiler._scratch.name, "kernels").touch()
     if parent_process() is not None:
         tempfile.mkdtemp()
         Path(__file__).with_name("compiles").touch()
@@ -221,7 +221,8 @@ def model():
 
 
 @pytest.mark.slow
-def test_a_plan_that_is_interrupted_leaves_nothing_in_the_temporary_directory(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_plan_that_is_interrupted_leaves_nothing_in_the_temporary_directory(tmp_path, sent):
     Path("tiny.py").write_text(user_model("tiny"))
     Path("compiling.py").write_text(COMPILING)
     folder = tmp_path / "temporary"
@@ -242,7 +243,7 @@ def test_a_plan_that_is_interrupted_leaves_nothing_in_the_temporary_directory(tm
         "capture-kernels",  # the command's
         "capture-worker-",
     ]
-    os.killpg(command.pid, signal.SIGINT)
+    os.killpg(command.pid, sent)
     _, said = command.communicate(timeout=TIMEOUT_SECONDS)
     assert command.returncode == 130, said
     assert not list(folder.iterdir())

@@ -52,6 +52,13 @@ def test_what_a_callback_loses_is_raised_once():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_what_a_scheduler_sends_is_an_interrupt():
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupts.noted(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_nothing_is_noted_once_the_block_has_ended():
     with interrupts.noted():
         lose_an_interrupt()
