@@ -16,6 +16,7 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.measured.store import Store
+from capture.memo import memo
 from capture.model.graph import agreed_value_dims
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
@@ -54,18 +55,16 @@ class Measurements:
     watch: Watch
     costs: dict[StageConfig, StageCost] = field(default_factory=dict)
     failures: dict[StageConfig, str] = field(default_factory=dict)
-    _keys: dict[StageConfig, str] = field(default_factory=dict)
     _kept: Kept | None = None
     _ahead: tuple[int, ...] = ()
     _started: Setting | None = None
     _begun: set[str] = field(default_factory=set)
     _live: tuple[Batch, Iterator[Outcome | None]] | None = None
 
+    @memo
     def key(self, config: StageConfig) -> str:
         """Content hash of the measurement of a config."""
-        if config not in self._keys:
-            self._keys[config] = self.backend.key(config)
-        return self._keys[config]
+        return self.backend.key(config)
 
     def missing(self, configs: Sequence[StageConfig], splits_backward: bool = False) -> set[str]:
         """Return the keys of stages, and of their split backward passes where they are asked for,

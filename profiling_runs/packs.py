@@ -10,6 +10,7 @@ from capture.documents import read
 from capture.errors import PlanError, ProfileError, plain
 from capture.machine.target import Target
 from capture.measured.store import Store
+from capture.memo import memo
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import step_bytes
@@ -40,7 +41,6 @@ class PackCompiler:
     store: Store | None = None
     where: Where = Where()
     progress: Progress = lambda kind, done, total: None
-    _backends: dict[str, PackBackend] = field(default_factory=dict)
     _known: dict[str, PackNeeds] = field(default_factory=dict)
 
     def __call__(self, plan: PacksPlan) -> PacksPlan:
@@ -101,14 +101,12 @@ class PackCompiler:
                 self._known[outcome.job.key] = read(outcome.value, PackNeeds)
         return failed
 
+    @memo
     def _backend(self, target: str) -> PackBackend:
         """Of this process; it knows keys."""
         from capture.profiler.packs import PackBackend
 
-        if target not in self._backends:
-            task = loaded(self.workload)
-            self._backends[target] = PackBackend(task, Target.load(target), self.store)
-        return self._backends[target]
+        return PackBackend(loaded(self.workload), Target.load(target), self.store)
 
     @property
     def _spec(self) -> WorkloadSpec | None:

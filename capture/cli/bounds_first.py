@@ -19,6 +19,7 @@ from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
 from capture.errors import PlanError
 from capture.measured.profile import Profile
+from capture.memo import memo
 from capture.options import Option, options_of
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from capture.plan.prediction import StepTime
@@ -144,7 +145,7 @@ class Asking:
         whole: WholeQuestion | None,
     ):
         self._options, self._of_profile, self._whole = options, of_profile, whole
-        self._measurements, self._bounds = measurements, dict[int, Bounds]()
+        self._measurements = measurements
         self._traced = progress(options)
 
     @cached_property
@@ -186,12 +187,10 @@ class Asking:
             return self._whole.choices(microbatch_size)
         return replace(self._of_profile, microbatch_size=microbatch_size).stage_choices
 
+    @memo
     def bounds(self, microbatch_size: int) -> Bounds:
         """Of all stages at a micro-batch size."""
-        if microbatch_size not in self._bounds:
-            choices = self._choices(microbatch_size)
-            self._bounds[microbatch_size] = self._known.at(choices, microbatch_size)
-        return self._bounds[microbatch_size]
+        return self._known.at(self._choices(microbatch_size), microbatch_size)
 
     def compiler(self, least: Profile | None = None) -> PlanCompiler:
         return PlanCompiler(least, lambda: self._measurements)

@@ -60,6 +60,7 @@ from capture.measured.layer_passes import (
     pass_violations,
     row_violations,
 )
+from capture.memo import memo
 from capture.model.workload import WorkloadSpec, of_document
 
 LAYERS = documents.Format(
@@ -122,7 +123,6 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         ProfileError.check(self._violations())
-        object.__setattr__(self, "_sized", {})
 
     @classmethod
     def load(cls, path: Path | str) -> LayerProfile:
@@ -246,6 +246,7 @@ class LayerProfile:
         moved = self._sum("updated", first, stop)
         return self.update_seconds(first, stop) * nbytes / moved if moved else 0.0
 
+    @memo
     def at(self, which: Pass, size: int) -> SizedLayers:
         """All layers at a micro-batch size between the smallest and the largest measured.
 
@@ -254,10 +255,20 @@ class LayerProfile:
         Raises:
             ProfileError: ``layers-range`` for a size outside.
         """
-        known: dict[tuple[str, int], SizedLayers] = vars(self)["_sized"]
-        if (which, size) not in known:
-            known[which, size] = self._interpolated(which, size)
-        return known[which, size]
+        sizes, (times, memories) = self._of(which).u, self._arrays[which]
+        if not sizes[0] <= size <= sizes[-1]:
+            raise ProfileError.of(
+                f"{which} micro-batch size {size} of {self.name!r} was not profiled: the sizes go "
+                f"from {sizes[0]} to {sizes[-1]}. Choose one between, or profile it.",
+                "layers-range",
+            )
+        inputs = size * np.array(self.x_bytes_per_sample)
+        if size in sizes:
+            i = sizes.index(size)
+            return SizedLayers(times[i], memories[i], inputs, True)
+        seconds = interpolated(sizes, times, size)
+        memory = interpolated(sizes, memories, size).astype(np.int64)
+        return SizedLayers(seconds, memory, inputs, False)
 
     def held_out_errors(
         self,
@@ -347,22 +358,6 @@ class LayerProfile:
             return np.array(measured.time, dtype=float), memory
 
         return {"forward": arrays(self.fwd), "backward": arrays(self.bwd)}
-
-    def _interpolated(self, which: Pass, size: int) -> SizedLayers:
-        sizes, (times, memories) = self._of(which).u, self._arrays[which]
-        if not sizes[0] <= size <= sizes[-1]:
-            raise ProfileError.of(
-                f"{which} micro-batch size {size} of {self.name!r} was not profiled: the sizes go "
-                f"from {sizes[0]} to {sizes[-1]}. Choose one between, or profile it.",
-                "layers-range",
-            )
-        inputs = size * np.array(self.x_bytes_per_sample)
-        if size in sizes:
-            i = sizes.index(size)
-            return SizedLayers(times[i], memories[i], inputs, True)
-        seconds = interpolated(sizes, times, size)
-        memory = interpolated(sizes, memories, size).astype(np.int64)
-        return SizedLayers(seconds, memory, inputs, False)
 
     def _violations(self) -> Iterator[Violation]:
         num_layers = self.num_layers

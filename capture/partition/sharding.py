@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
+from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor, item_bytes
 from capture.partition.sequence import SequenceSplit, SequenceSplits
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS, Rule, parameter_specs
@@ -28,23 +29,19 @@ class ModelSharding:
 
     def __init__(self, traced: TracedModel, rule: Rule = "auto"):
         self._traced, self._rule = traced, rule
-        self._specs: dict[int, list[PartitionSpec]] = {}
         self._by_key: dict[tuple[str, int], list[PartitionSpec]] = {}
         self._sequences = SequenceSplits(traced)
-        self._value_dims: dict[int, tuple[int | None, ...]] = {}
 
+    @memo
     def specs(self, degree: int) -> list[PartitionSpec]:
         """One spec per parameter of the graph; equal layers are walked once."""
-        if degree not in self._specs:
-            graph = self._traced.graph
-            specs: dict[int, PartitionSpec] = {}
-            for layer in graph.layers:
-                for p, spec in zip(
-                    layer.params, self._layer_specs(layer.layer_id, degree), strict=True
-                ):
-                    specs.setdefault(p, spec)
-            self._specs[degree] = [specs.get(p, PartitionSpec()) for p in range(len(graph.params))]
-        return self._specs[degree]
+        graph = self._traced.graph
+        specs: dict[int, PartitionSpec] = {}
+        for layer in graph.layers:
+            own = self._layer_specs(layer.layer_id, degree)
+            for p, spec in zip(layer.params, own, strict=True):
+                specs.setdefault(p, spec)
+        return [specs.get(p, PartitionSpec()) for p in range(len(graph.params))]
 
     def _layer_specs(self, layer_id: int, degree: int) -> list[PartitionSpec]:
         graph = self._traced.graph
@@ -83,10 +80,11 @@ class ModelSharding:
     def graph(self, choices: Iterable[StageChoice]) -> LayerGraph:
         """The model's, which knows how stages with these choices split what passes between them."""
         degrees = sorted({choice.value_split[1] for choice in choices} - {1})
-        for degree in degrees:
-            if degree not in self._value_dims:
-                self._value_dims[degree] = self._sequences.value_dims(self.specs(degree), degree)
-        return replace(self._traced.graph, value_dims={d: self._value_dims[d] for d in degrees})
+        return replace(self._traced.graph, value_dims={d: self._value_dims(d) for d in degrees})
+
+    @memo
+    def _value_dims(self, degree: int) -> tuple[int | None, ...]:
+        return self._sequences.value_dims(self.specs(degree), degree)
 
 
 def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int) -> PartitionSpec:

@@ -21,6 +21,7 @@ from capture.machine.target import same_target
 from capture.measured.profile import Calibration, Profile, StageConfig
 from capture.measured.size_errors import octaves_away
 from capture.measured.stage_cost import SplitCost, StageCost
+from capture.memo import memo
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
@@ -56,13 +57,11 @@ class AdditivePredictor(ComponentTables):
 
     def __init__(self, profile: Profile):
         super().__init__(profile)
-        self._params: dict[ParamSplit, np.ndarray] = {}
-        self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
-        self._arrivals: dict[tuple[ParamSplit, int], np.ndarray] = {}
         self._passing: dict[tuple[tuple[int, int], int], dict[str, np.ndarray]] = {}
 
     # ---- stages ----------------------------------------------------------------------------------
 
+    @memo
     def memory(self, choice: StageChoice, microbatch_size: int) -> StageMemory:
         """The parts of every stage [first, stop) at once: int64 arrays (L, L + 1); nonsense where
         stop <= first.
@@ -70,19 +69,16 @@ class AdditivePredictor(ComponentTables):
         But for what depends on the other stages of a plan: ``arriving`` is 0, and ``summaries`` is
         the stage's own alone.
         """
-        key = (choice, microbatch_size)
-        if key not in self._memories:
-            table, compiled = self.table(choice, microbatch_size), self._looked_up(*key)
-            if compiled:
-                table = table.copy()
-            for (first, stop), known in compiled.items():
-                # Where it was not compiled with a split backward pass, that is predicted.
-                table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
-            parts = dict(zip(self.components, map(_whole, table), strict=True))
-            self._memories[key] = StageMemory(
-                **self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts
-            )
-        return self._memories[key]
+        compiled = self._looked_up(choice, microbatch_size)
+        table = self.table(choice, microbatch_size)
+        if compiled:
+            table = table.copy()
+        for (first, stop), known in compiled.items():
+            # Where it was not compiled with a split backward pass, that is predicted.
+            table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
+        parts = dict(zip(self.components, map(_whole, table), strict=True))
+        exact = self._exact(choice, microbatch_size)
+        return StageMemory(**exact, summaries=parts.pop("summary"), **parts)
 
     def _looked_up(
         self, choice: StageChoice, microbatch_size: int
@@ -113,9 +109,8 @@ class AdditivePredictor(ComponentTables):
             }
             for stage, signature in signatures.items():
                 if stage not in known and signature in parts_of:
-                    found[stage] = self._tables[choice, microbatch_size][
-                        :, stage[0], stage[1]
-                    ].copy()
+                    table = self.table(choice, microbatch_size)
+                    found[stage] = table[:, stage[0], stage[1]].copy()
                     passes = parts_of[signature][: self.num_passes]
                     found[stage][: self.num_passes] = passes
         return found
@@ -214,29 +209,26 @@ class AdditivePredictor(ComponentTables):
             "losses": losses,
         }
 
+    @memo
     def _arriving(self, split: ParamSplit, most: int) -> np.ndarray:
         """Gradients of shared parameters that reach every stage at the end of a step, from at most
         so many later ones."""
-        if (split, most) not in self._arrivals:
-            graph, sizes = self.profile.graph, self.param_bytes(split)
-            total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
-            cuts = np.arange(graph.num_layers + 1)
-            for p in range(len(graph.params)):
-                owner, *others = graph.param_readers(p) or (0,)
-                if others:
-                    later = (np.array(others)[:, None] >= cuts).sum(axis=0)
-                    nbytes = sizes[p] * np.minimum(later, most)
-                    total[: owner + 1, owner + 1 :] += nbytes[owner + 1 :]
-            self._arrivals[split, most] = total
-        return self._arrivals[split, most]
+        graph, sizes = self.profile.graph, self.param_bytes(split)
+        total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
+        cuts = np.arange(graph.num_layers + 1)
+        for p in range(len(graph.params)):
+            owner, *others = graph.param_readers(p) or (0,)
+            if others:
+                later = (np.array(others)[:, None] >= cuts).sum(axis=0)
+                nbytes = sizes[p] * np.minimum(later, most)
+                total[: owner + 1, owner + 1 :] += nbytes[owner + 1 :]
+        return total
 
+    @memo
     def _stage_params(self, split: ParamSplit) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""
-        if split not in self._params:
-            self._params[split] = once_per_stage(
-                [layer.params for layer in self.profile.graph.layers], self.param_bytes(split)
-            )
-        return self._params[split]
+        params = [layer.params for layer in self.profile.graph.layers]
+        return once_per_stage(params, self.param_bytes(split))
 
     def peaks(
         self,

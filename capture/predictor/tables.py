@@ -12,6 +12,7 @@ import numpy as np
 from capture.errors import CaptureError, ProfileError, plain
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.memo import memo
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
 from capture.predictor import mixture
@@ -46,24 +47,16 @@ class ComponentTables:
         self.profile = profile
         passes = PASSES + SPLIT_PASSES * profile.splits_backward
         self.components, self.num_passes = (*passes, *UPDATES), len(passes)
-        self._graphs: dict[int, LayerGraph] = {}
-        self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
-        self._most: dict[ParamSplit, np.ndarray] = {}
-        self._whole: dict[ParamSplit, list[int]] = {}
-        self._parts: dict[tuple[StageChoice, int], Windows] = {}
         self._crossing: dict[tuple[tuple[int, int], int], np.ndarray] = {}
-        self._kept_whole: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._between: dict[tuple[tuple[int, int], int], np.ndarray] = {}
 
+    @memo
     def _windows(self, choice: StageChoice, microbatch_size: int) -> Windows:
         """Return the components of measured windows."""
-        key = (choice, microbatch_size)
-        if key not in self._parts:
-            self._parts[key] = {
-                window: self._components(*window, *key, cost)
-                for window, cost in self.profile.windows[key].items()
-            }
-        return self._parts[key]
+        return {
+            window: self._components(*window, choice, microbatch_size, cost)
+            for window, cost in self.profile.windows[choice, microbatch_size].items()
+        }
 
     @cached_property
     def _sizes(self) -> Mapping[StageChoice, Sequence[int]]:
@@ -73,10 +66,9 @@ class ComponentTables:
             found.setdefault(choice, []).append(size)
         return found
 
+    @memo
     def graph(self, microbatch_size: int) -> LayerGraph:
-        if microbatch_size not in self._graphs:
-            self._graphs[microbatch_size] = self.profile.graph_at(microbatch_size)
-        return self._graphs[microbatch_size]
+        return self.profile.graph_at(microbatch_size)
 
     def _components(
         self, first: int, stop: int, choice: StageChoice, microbatch_size: int, cost: StageCost
@@ -141,19 +133,16 @@ class ComponentTables:
         like = {deferred: kept, weights: backward}
         return extend_split(windows, graph.num_layers, keys, inputs=inputs, like=like)
 
+    @memo
     def _most_held(self, split: ParamSplit) -> np.ndarray:
         """The most that gradients of shared parameters wait in, of every stage."""
-        if split not in self._most:
-            # A gradient is whole until replicas have added theirs.
-            whole = [
-                min(split[1] * int(nbytes), param.nbytes)
-                for nbytes, param in zip(
-                    self.param_bytes(split), self.profile.graph.params, strict=True
-                )
-            ]
-            self._whole[split] = whole
-            self._most[split] = held_gradients(self.profile.graph, whole)
-        return self._most[split]
+        return held_gradients(self.profile.graph, self._whole(split))
+
+    @memo
+    def _whole(self, split: ParamSplit) -> list[int]:
+        """Bytes of every gradient, which is whole until replicas have added theirs."""
+        pairs = zip(self.param_bytes(split), self.profile.graph.params, strict=True)
+        return [min(split[1] * int(nbytes), param.nbytes) for nbytes, param in pairs]
 
     def _held(self, choice: StageChoice, microbatch_size: int) -> dict[int, np.ndarray]:
         """What gradients of shared parameters wait in and measured windows do not show, by row of
@@ -176,7 +165,7 @@ class ComponentTables:
         graph, stays = self.profile.graph, self.profile.target == "cpu"
         added = {row: added_bytes(windows, graph.num_layers, row) for row in self._adding}
         return {
-            row: held_gradients(graph, self._whole[split], known if stays else None)
+            row: held_gradients(graph, self._whole(split), known if stays else None)
             for row, known in added.items()
         }
 
@@ -260,35 +249,33 @@ class ComponentTables:
         stage, so sums over windows say too much. Without that choice, the largest part counts so.
         """
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
-        key = (whole, microbatch_size)
-        if key not in self.profile.windows:
+        if (whole, microbatch_size) not in self.profile.windows:
             return largest_part(known) / choice.tensor_parallel
-        if key not in self._kept_whole:
-            table, _ = self._measured_table(*key)
-            self._kept_whole[key] = table[self.components.index("kept")]
-        return self._kept_whole[key] / choice.tensor_parallel
+        return self._kept_whole(whole, microbatch_size) / choice.tensor_parallel
 
+    @memo
+    def _kept_whole(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        table, _ = self._measured_table(choice, microbatch_size)
+        return table[self.components.index("kept")]
+
+    @memo
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
 
         Raises:
             ProfileError: ``profile-choice`` if the choice was not profiled, ``profile-missing``.
         """
-        key = (choice, microbatch_size)
-        if key not in self._tables:
-            sizes = self._sizes.get(choice, ())
-            if microbatch_size in sizes:
-                windows = self._windows(*key)
-                total, drift = self._measured_table(choice, microbatch_size)
-                drift = self._add_held(drift, windows, self._held(choice, microbatch_size))
-                self._tables[key] = self._drifted(total, drift, windows)
-            elif sizes:
-                self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
-            elif len(choice.measured) > 1:
-                self._tables[key] = self._mixed_table(choice, microbatch_size)
-            else:
-                raise self._not_profiled(choice)
-        return self._tables[key]
+        sizes = self._sizes.get(choice, ())
+        if microbatch_size in sizes:
+            windows = self._windows(choice, microbatch_size)
+            total, drift = self._measured_table(choice, microbatch_size)
+            drift = self._add_held(drift, windows, self._held(choice, microbatch_size))
+            return self._drifted(total, drift, windows)
+        if sizes:
+            return self._table_off_sizes(choice, sizes, microbatch_size)
+        if len(choice.measured) > 1:
+            return self._mixed_table(choice, microbatch_size)
+        raise self._not_profiled(choice)
 
     def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         num_layers, num_full = self.profile.graph.num_layers, num_full_layers(choice.remat)

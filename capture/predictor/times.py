@@ -9,6 +9,7 @@ import numpy as np
 from capture.errors import ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
+from capture.memo import memo
 from capture.plan.choices import StageChoice, num_full_layers
 from capture.plan.stages import Plan
 from capture.predictor import mixture
@@ -68,40 +69,29 @@ class TimePredictor:
                 "profile-no-times",
             )
         self.profile, self.model = profile, TimeModel(rates, devices_per_node)
-        self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
-        self._sums: dict[tuple[StageChoice, int], np.ndarray] = {}
-        self._tables: dict[tuple[StageChoice, int], StageTable] = {}
 
+    @memo
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Seconds of every stage.
 
         Raises:
             ProfileError: ``profile-choice`` if the choice was not profiled.
         """
-        key = (choice, microbatch_size)
-        if key not in self._tables:
-            table = self._summed(choice, microbatch_size).copy()
-            for config, cost in self.profile.verified.items():
-                if (config.choice, config.microbatch_size) != key:
-                    continue
-                if (seconds := self.model.stage_times(cost)) is not None:
-                    row = _row(seconds)
-                    if self.profile.splits_backward and cost.split is None:
-                        row[3:] = table[3:, config.first, config.stop]
-                    table[:, config.first, config.stop] = row
-            self._tables[key] = StageTable(*_possible(table))
-        return self._tables[key]
+        table = self._summed(choice, microbatch_size).copy()
+        for config, cost in self.profile.verified.items():
+            if (config.choice, config.microbatch_size) != (choice, microbatch_size):
+                continue
+            if (seconds := self.model.stage_times(cost)) is not None:
+                row = _row(seconds)
+                if self.profile.splits_backward and cost.split is None:
+                    row[3:] = table[3:, config.first, config.stop]
+                table[:, config.first, config.stop] = row
+        return StageTable(*_possible(table))
 
+    @memo
     def _summed(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """As ``_of_windows``, added up once: mixtures are of the same two."""
-        key = (choice, microbatch_size)
-        if key not in self._sums:
-            self._sums[key] = self._of_windows(choice, microbatch_size)
-        return self._sums[key]
-
-    def _of_windows(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """``table`` as one array, without the stages that were compiled: a sum of what layers take
-        is no longer one where some of it is known better."""
+        is no longer one where some of it is known better. Mixtures are of the same two."""
         if self._rows(choice, microbatch_size):
             return self._extended(choice, microbatch_size)
         known = (each for each in self.profile.windows if each[0] == choice)
@@ -130,18 +120,17 @@ class TimePredictor:
         is compiled, and ``look_at_parts`` was called."""
         return StageTable(*_possible(self._mixed(choice, microbatch_size, mixed)))
 
+    @memo
     def _rows(self, choice: StageChoice, microbatch_size: int) -> dict[tuple[int, int], np.ndarray]:
         """Return the seconds of measured windows whose work was counted."""
-        key = (choice, microbatch_size)
-        if key not in self._windows:
-            self._windows[key] = windows = {}
-            rows: dict[int, np.ndarray] = {}  # windows that are alike often have the same object
-            for window, cost in self.profile.windows.get(key, {}).items():
-                if id(cost) not in rows and (seconds := self.model.stage_times(cost)) is not None:
-                    rows[id(cost)] = _row(seconds)
-                if id(cost) in rows:
-                    windows[window] = rows[id(cost)]
-        return self._windows[key]
+        windows: dict[tuple[int, int], np.ndarray] = {}
+        rows: dict[int, np.ndarray] = {}  # windows that are alike often have the same object
+        for window, cost in self.profile.windows.get((choice, microbatch_size), {}).items():
+            if id(cost) not in rows and (seconds := self.model.stage_times(cost)) is not None:
+                rows[id(cost)] = _row(seconds)
+            if id(cost) in rows:
+                windows[window] = rows[id(cost)]
+        return windows
 
     def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         windows, num_layers = self._rows(choice, microbatch_size), self.profile.graph.num_layers

@@ -26,6 +26,7 @@ from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
 from capture.measured.store import Store
+from capture.memo import memo
 from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.partition.sharding import ModelSharding
@@ -96,7 +97,6 @@ class CompileBackend:
         self.target = Target.load("cpu") if target is None else target
         self.compiles = TargetCompiler(self.target, count_work=self.target.rates is not None)
         self._traced: dict[int, TracedModel] = {}
-        self._shardings: dict[int, ModelSharding] = {}
         self._updates: dict[tuple[tuple[int, ...], bool], StageUpdate] = {}
 
     def compiler_of(self, config: StageConfig, name_buffers: bool = False) -> AnyCompiler:
@@ -145,13 +145,10 @@ class CompileBackend:
         is known once the model is traced."""
         return self._num_layers
 
+    @memo
     def sharding(self, microbatch_size: int) -> ModelSharding:
         """How its parameters are split."""
-        if microbatch_size not in self._shardings:
-            self._shardings[microbatch_size] = ModelSharding(
-                self.traced(microbatch_size), self._rule
-            )
-        return self._shardings[microbatch_size]
+        return ModelSharding(self.traced(microbatch_size), self._rule)
 
     def _update_of(self, config: StageConfig) -> StageUpdate:
         """Return the optimizer's slice of a stage: other stages need values of it even where it

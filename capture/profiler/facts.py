@@ -30,6 +30,7 @@ from typing import Any
 from capture.environment import jax_release, without_collecting
 from capture.measured.profile import StageConfig, rescaled
 from capture.measured.stage_cost import StageBounds, StageCost
+from capture.memo import memo
 from capture.model.graph import LayerGraph
 from capture.partition.sharding import ModelSharding
 from capture.plan.choices import ParamSplit, StageChoice, is_cut
@@ -109,9 +110,6 @@ class LayerFacts:
         self._ends: dict[tuple[Window, StageChoice], EndBounds] = {}
         self._found: dict[tuple[Window, StageChoice, int], StageBounds] = {}
         self._together: dict[Hashable, StageBounds] = {}
-        self._graphs: dict[int, LayerGraph] = {}
-        self._of_replicas: dict[Window, StageBounds] = {}
-        self._param_bytes: dict[ParamSplit, tuple[int, ...]] = {}
 
     @cached_property
     def windows(self) -> dict[Window, Window]:
@@ -148,17 +146,15 @@ class LayerFacts:
     def _sharding(self) -> ModelSharding:
         return self._backend.sharding(self.graph.microbatch_size)
 
+    @memo
     def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
         """Of every parameter, per device."""
-        if split not in self._param_bytes:
-            self._param_bytes[split] = self._sharding.param_bytes(split)
-        return self._param_bytes[split]
+        return self._sharding.param_bytes(split)
 
+    @memo
     def graph_at(self, microbatch_size: int) -> LayerGraph:
         """The layers at another micro-batch size."""
-        if microbatch_size not in self._graphs:
-            self._graphs[microbatch_size] = rescaled(self.graph, microbatch_size)
-        return self._graphs[microbatch_size]
+        return rescaled(self.graph, microbatch_size)
 
     def graph_of(self, choices: Iterable[StageChoice]) -> LayerGraph:
         """The graph that knows how stages with these choices split what passes between them."""
@@ -423,18 +419,17 @@ class LayerFacts:
 
         return any(kept(window, fewest) != kept(window, size) for window in layers)
 
+    @memo
     def _split_params(self, window: Window) -> StageBounds:
         """Passes of a window whose parameters are split over replicas: with the fewest examples
         what they need at least, and with the most what they are expected to, as products of few
         examples are small, and nothing is gathered for those."""
-        if window not in self._of_replicas:
-            choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
-            few, many = (
-                self._bounds.of_passes(StageConfig(*window, choice, self._size(examples)), NO_END)
-                for examples in (min(self._sizes), max(self._sizes))
-            )
-            self._of_replicas[window] = replace(few, most=many.most)
-        return self._of_replicas[window]
+        choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
+        few, many = (
+            self._bounds.of_passes(StageConfig(*window, choice, self._size(examples)), NO_END)
+            for examples in (min(self._sizes), max(self._sizes))
+        )
+        return replace(few, most=many.most)
 
     def _end(self, window: Window, choice: StageChoice) -> EndBounds:
         """Of the end of a step, which is the same for replicas that share nothing."""

@@ -22,6 +22,7 @@ from capture.machine.target import Target
 from capture.measured.layer_profile import Casts
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
+from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
@@ -80,8 +81,6 @@ class LayerBackend:
         self.compiler.traced(REFERENCE_SIZE)  # which decides how a model without marks is cut
         self.workload, self._memory_limit_bytes = workload, memory_limit_bytes
         self._machine = None if target is not None else machine or machine_here()
-        self._decomposed: dict[int, Decomposed] = {}
-        self._keys: dict[LayerPass, str] = {}
 
     @property
     def store(self) -> Store:
@@ -96,11 +95,10 @@ class LayerBackend:
             facts = self._machine.provenance
         return {**facts, "layer_version": LAYER_VERSION}
 
+    @memo
     def layers(self, microbatch_size: int) -> Decomposed:
         """The model at a micro-batch size."""
-        if microbatch_size not in self._decomposed:
-            self._decomposed[microbatch_size] = Decomposed(self.compiler.traced(microbatch_size))
-        return self._decomposed[microbatch_size]
+        return Decomposed(self.compiler.traced(microbatch_size))
 
     def graph(self, microbatch_size: int = REFERENCE_SIZE) -> LayerGraph:
         """Its layers."""
@@ -165,13 +163,9 @@ class LayerBackend:
 
     # ---- measurements ----------------------------------------------------------------------------
 
+    @memo
     def key(self, what: LayerPass) -> str:
         """Content hash of everything that can change a measurement."""
-        if what not in self._keys:
-            self._keys[what] = self._key(what)
-        return self._keys[what]
-
-    def _key(self, what: LayerPass) -> str:
         facts: list[Any] = [self.provenance, what.direction]
         if what.direction == "add":
             structs = self._gradients(what.layer)

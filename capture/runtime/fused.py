@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from capture.errors import WorkloadError
+from capture.memo import memo
 from capture.model.graph import content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
@@ -75,13 +76,11 @@ class Fuser:
         own = shared_params(self.traced, shared) if shared else frozenset()
         self.optimizer = LayerwiseOptimizer(workload, self.traced, own)
         self.shared_batches, self.bundle_bytes = shared_batches, bundle_bytes
-        self._fused: dict[int, FusedArray] = {}
 
+    @memo
     def of(self, num_models: int) -> FusedArray:
         """So many models, fused."""
-        if num_models not in self._fused:
-            self._fused[num_models] = self._array(num_models)
-        return self._fused[num_models]
+        return self._array(num_models)
 
     def key(self, num_models: int) -> str:
         """Hash of all that their joint step is traced from."""

@@ -30,6 +30,7 @@ from jax.experimental import compute_on
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
+from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
 from capture.runtime.dispatch import Call
@@ -175,7 +176,6 @@ class PackPrograms:
         self._graph = next(iter(traced.values())).graph
         self._sizes, self._update_of = sizes, update
         self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
-        self._shardings: dict[Place, NamedSharding] = {}
         self._compiled: dict[Any, Executable] = {}
 
     def of(self, step: Step) -> PackPrograms:
@@ -218,15 +218,14 @@ class PackPrograms:
 
     # ---- arrays ----------------------------------------------------------------------------------
 
+    @memo
     def sharding(self, place: Place) -> NamedSharding:
         """Whole on the device of a place, or in the memory of its host."""
-        if place not in self._shardings:
-            (device,) = place.devices
-            one = self._host if self._stands_in(place) else self._devices[device]
-            mesh = Mesh(np.asarray([one]), ("device",))
-            kind = None if place.host is None else HOST_MEMORY
-            self._shardings[place] = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        return self._shardings[place]
+        (device,) = place.devices
+        one = self._host if self._stands_in(place) else self._devices[device]
+        mesh = Mesh(np.asarray([one]), ("device",))
+        kind = None if place.host is None else HOST_MEMORY
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
 
     def _stands_in(self, place: Place) -> bool:
         """Whether what is there is compiled for another host."""

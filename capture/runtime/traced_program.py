@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from capture.memo import memo
 from capture.partition.spread import Spread
 from capture.runtime.opaque import OpaqueProducts
 from capture.runtime.views import Views
@@ -228,7 +229,6 @@ class Opaque:
     def __init__(self, program: TracedProgram, products: frozenset[int]):
         self._program, self.products = program, products
         self._made = {v for at in products for v in program.equations[at].outvars}
-        self._needed: dict[int, Needed] = {}
 
     @cached_property
     def computing(self) -> Sequence[TracedOperation]:
@@ -253,13 +253,9 @@ class Opaque:
         made = [v for e in self._program.equations for v in e.outvars]
         return [(v, readers.get(v, ())) for v in reversed(made)]
 
+    @memo
     def needed(self, product: int) -> Needed:
         """While a product runs, by position."""
-        if product not in self._needed:
-            self._needed[product] = self._found_needed(product)
-        return self._needed[product]
-
-    def _found_needed(self, product: int) -> Needed:
         program, equations = self._program, self._program.equations
         before, groups = self._before[product], _Groups(self._joined_before[product])
         later = set(equations[product].outvars)

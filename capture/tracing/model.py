@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from capture.environment import without_collecting
 from capture.errors import TracingError
+from capture.memo import memo
 from capture.model.graph import Layer, LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.plan.sharding import ParameterLeaf
@@ -63,7 +64,6 @@ class TracedModel:
     _takes_key: bool
     _calls: tuple[LayerCall, ...]
     growth: Growth
-    _slices: dict[tuple[int, int], StageSlice] = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
@@ -130,6 +130,7 @@ class TracedModel:
             else jax.random.wrap_key_data(key),
         ]
 
+    @memo
     def slice(self, first: int, stop: int) -> StageSlice:
         """Layers [first, stop) as one pure function.
 
@@ -143,9 +144,7 @@ class TracedModel:
                 f"give 0 <= first < stop <= {self.graph.num_layers}.",
                 "trace-slice",
             )
-        if (first, stop) not in self._slices:
-            self._slices[first, stop] = _stage_slice(self.graph, self._calls, first, stop)
-        return self._slices[first, stop]
+        return _stage_slice(self.graph, self._calls, first, stop)
 
 
 @without_collecting()

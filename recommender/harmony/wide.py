@@ -12,6 +12,7 @@ from itertools import islice, pairwise, takewhile
 import numpy as np
 
 from capture.measured.layer_passes import Pass, SizedLayers
+from capture.memo import memo
 from capture.plan.task_graph import Configuration, Packs, Span, microbatches
 from recommender.harmony.packing import CUTS, LeastMaxTime, fewest_packs
 from recommender.harmony.problem import PackedConfiguration, PacksProblem
@@ -38,7 +39,6 @@ class _Wide:
         self._shares = devices if problem.swaps.sharded else 1
         self._delete = server.delete_seconds.value
         self._share, self._extra = problem.shares[0], _ROUNDS * devices
-        self._known: dict[tuple[Pass, int], tuple[np.ndarray, LeastMaxTime]] = {}
 
     def choices(self) -> list[PackedConfiguration]:
         """A bound on the sum of what all ranks do comes first: it is a sum over both directions, so
@@ -113,24 +113,21 @@ class _Wide:
             if found > self._extra:
                 return
 
+    @memo
     def _balanced(self, which: Pass, size: int) -> tuple[np.ndarray, LeastMaxTime]:
         """[first, stop] whether a task of these layers is below the limit, and what packs such."""
-        key = which, size
-        if key not in self._known:
-            layers = self._layers(which, size)
-            x = np.array(layers.inputs)
-            inner = np.array(layers.inner_sums)
-            c = inner[None, :] - inner[:, None] + x[:, None]
-            if which == "forward":
-                need = x[:, None] + c + x[None, :]
-            else:
-                need = (
-                    2 * x[:, None] + x[None, :] + c + np.where(np.arange(len(x)) > 0, x, 0)[:, None]
-                )
-            above = np.tri(len(x), dtype=bool)  # a pack has layers
-            fits = (need <= self._problem.limit_bytes) & ~above
-            self._known[key] = fits, LeastMaxTime(layers, fits)
-        return self._known[key]
+        layers = self._layers(which, size)
+        x = np.array(layers.inputs)
+        inner = np.array(layers.inner_sums)
+        c = inner[None, :] - inner[:, None] + x[:, None]
+        if which == "forward":
+            need = x[:, None] + c + x[None, :]
+        else:
+            behind = np.where(np.arange(len(x)) > 0, x, 0)
+            need = 2 * x[:, None] + x[None, :] + c + behind[:, None]
+        above = np.tri(len(x), dtype=bool)  # a pack has layers
+        fits = (need <= self._problem.limit_bytes) & ~above
+        return fits, LeastMaxTime(layers, fits)
 
     def _stashes_fit(self, configuration: Configuration) -> bool:
         """Whether forward tasks are below the limit with what they keep."""
