@@ -18,7 +18,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayTask
-from capture.profiler.array_pass import ArrayNeeds, ArrayShape
+from capture.profiler.asked import ArrayNeeds, ArrayShape
 from profiling_runs.batch import Batch, Progress
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.machine import machine_of_workers

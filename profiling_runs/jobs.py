@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
-from capture.profiler.array_pass import ArrayShape
+from capture.profiler.asked import ArrayShape
 
 Part = Literal[
     "stage",

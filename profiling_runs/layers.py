@@ -19,7 +19,7 @@ from capture.measured.layer_passes import Pass, PassProfile
 from capture.measured.layer_profile import LayerProfile
 from capture.measured.store import Store
 from capture.plan.packs import PacksPlan
-from capture.profiler.layer_pass import Direction, LayerNeeds, LayerPass
+from capture.profiler.asked import Direction, LayerNeeds, LayerPass
 from capture.step.times import TimeModel
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Job, Setting

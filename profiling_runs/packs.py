@@ -14,7 +14,7 @@ from capture.memo import memo
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import step_bytes
-from capture.profiler.pack_program import PackNeeds
+from capture.profiler.asked import PackNeeds
 from capture.step.ledger import Ledger
 from profiling_runs.batch import Batch, Progress
 from profiling_runs.jobs import Job, Setting

@@ -27,7 +27,7 @@ from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec, named_workload
 from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
-from capture.profiler.array_pass import ArrayShape
+from capture.profiler.asked import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.difference import DiffReport, unequal
 from capture.report.explanation import ExplainReport, PageReport

@@ -36,7 +36,7 @@ from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
-from capture.profiler.array_pass import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
+from capture.profiler.asked import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
 from capture.profiler.compile import CompileBackend
 from capture.profiler.executing import ExecutingMachine
 from capture.profiler.host_copies import COPY_BYTES, copies_of, copy_seconds, rows_of

@@ -15,10 +15,10 @@ from jax.sharding import SingleDeviceSharding
 
 from capture.compiler.executable import HOST_MEMORY
 from capture.machine.link_fit import MeasuredCopies
-from capture.profiler.array_pass import Direction, HostCopy
+from capture.profiler.asked import CopyWay, HostCopy
 from capture.profiler.timing import median_seconds
 
-DIRECTIONS: tuple[Direction, ...] = ("to device", "to host", "both")
+DIRECTIONS: tuple[CopyWay, ...] = ("to device", "to host", "both")
 #: To which a link is fitted.
 COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
 

@@ -26,9 +26,9 @@ from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
+from capture.profiler.asked import LayerNeeds, LayerPass
 from capture.profiler.compile import CompileBackend
 from capture.profiler.executing import ExecutingMachine
-from capture.profiler.layer_pass import LayerNeeds, LayerPass
 from capture.profiler.timing import OUT_OF_MEMORY, filled, machine_here, median_seconds
 from capture.quantities import format_bytes
 from capture.runtime.decomposer import Decomposed, LayerProgram

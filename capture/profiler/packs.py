@@ -15,8 +15,8 @@ from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.packs import PacksPlan
+from capture.profiler.asked import PackNeeds, PackProgram
 from capture.profiler.compile import CompileBackend
-from capture.profiler.pack_program import PackNeeds, PackProgram
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger
 from capture.step.program import replay

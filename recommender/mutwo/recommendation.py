@@ -23,7 +23,7 @@ from capture.plan.array import (
     tasks_of,
 )
 from capture.plan.why import Why
-from capture.profiler.array_pass import ArrayShape
+from capture.profiler.asked import ArrayShape
 from capture.quantities import bytes_of, format_bytes, format_seconds
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named

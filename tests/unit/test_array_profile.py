@@ -13,7 +13,7 @@ from capture.machine.link_fit import MeasuredCopies, fit_host_link
 from capture.measured.store import Store
 from capture.profiler import array as profiler
 from capture.profiler.array import ArrayBackend, ArrayProfile
-from capture.profiler.array_pass import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
+from capture.profiler.asked import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
 from capture.runtime.array_programs import program_name
 from capture.step.sub_array import Call
 from profiling_runs.arrays import _Jobs

@@ -32,7 +32,7 @@ from recommender.mutwo.problem import ArrayProblem, Chosen, Space
 
 if TYPE_CHECKING:
     from capture.profiler.array import ArrayProfile, What
-    from capture.profiler.array_pass import ArrayNeeds
+    from capture.profiler.asked import ArrayNeeds
 
 ZOO = Path(__file__).parents[3] / "models"
 RESULTS = Path(__file__).parents[2] / "results"

@@ -1,0 +1,181 @@
+"""What is measured beside stages of pipelines, and what came of it, as plain data: layers, programs
+of packs and of arrays of models, and copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from capture.measured.work import ProgramWork
+from capture.plan.array import BUNDLE_BYTES, Shared
+from capture.plan.packs import PacksPlan
+from capture.step.sub_array import Call
+
+#: ``update``: of its parameters, on the host; ``add``: of gradients to the sum of other
+#: micro-batches, on the device.
+Direction = Literal["forward", "backward", "update", "add"]
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One layer alone, in one direction at one micro-batch size.
+
+    Attributes:
+        layer: Of the model.
+        direction: Of the pass.
+        microbatch_size: Examples; any for updates and sums, which have none.
+    """
+
+    layer: int
+    direction: Direction
+    microbatch_size: int
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Passes of one size share what is traced."""
+        return (self.microbatch_size,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        about = {"layers": [self.layer, self.layer], "direction": self.direction}
+        return {**about, "microbatch_size": self.microbatch_size}
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """What was measured of a layer.
+
+    Attributes:
+        nbytes: At the peak, the input aside: weights, the gradient that arrives, temporaries and
+            results, as the compiler of the device reports them. None of updates and sums.
+        seconds: Median of the executions after one that is not counted; None where nothing was
+            executed, or none came to its end.
+        work: What the program computes, where it was compiled for a target with rates.
+        failure: Why it could not be executed: out of memory. Empty otherwise.
+    """
+
+    nbytes: int | None = None
+    seconds: float | None = None
+    work: ProgramWork | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class PackProgram:
+    """One program of a plan of packs.
+
+    Attributes:
+        plan: Of packs, for a target.
+        name: Of the program, in the plan's step.
+    """
+
+    plan: PacksPlan = field(compare=False)
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """All programs of a plan share what is traced."""
+        return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        return {"program": self.name}
+
+
+@dataclass(frozen=True)
+class PackNeeds:
+    """What was compiled of a program of packs.
+
+    Attributes:
+        transient_bytes: Temporaries and results, less what they are written over.
+    """
+
+    transient_bytes: int
+
+
+#: Copies between a device and its host; ``both`` begin together.
+CopyWay = Literal["to device", "to host", "both"]
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """What beside a task decides which programs its sub-arrays have.
+
+    Attributes:
+        batch_size, num_layers, shared, shared_batches, bundle_bytes: As in the plan; what is shared
+            may be a predicate.
+    """
+
+    batch_size: int
+    num_layers: int = 0
+    shared: Shared = ()
+    shared_batches: bool = False
+    bundle_bytes: int = BUNDLE_BYTES
+
+
+@dataclass(frozen=True)
+class ArrayCall:
+    """A program of a sub-array.
+
+    Attributes:
+        num_models: That are fused.
+        call: Of it.
+    """
+
+    num_models: int
+    call: Call
+    part: ClassVar[Literal["segment"]] = "segment"
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Programs of as many models share what is traced."""
+        return (self.num_models,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        return {"models": self.num_models, "pass": self.call.kind, "segment": self.call.segment}
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy between a device and the memory of its host.
+
+    Attributes:
+        direction: Of the copy, or both at once.
+        nbytes: In each direction.
+    """
+
+    direction: CopyWay
+    nbytes: int
+    part: ClassVar[Literal["copy"]] = "copy"
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Copies in one direction belong together."""
+        return (self.direction,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is measured, for people and the store."""
+        return {"direction": self.direction, "nbytes": self.nbytes}
+
+
+@dataclass(frozen=True)
+class ArrayNeeds:
+    """What was measured of a program of an array, or of a copy.
+
+    Attributes:
+        transient_bytes: Of a program, as its compiler reports them: temporaries + outputs - aliased
+            inputs.
+        seconds: Median of the executions after one that is not counted; None where nothing was
+            executed, or none came to its end.
+        work: What a program computes, where it was compiled for a target with rates.
+        failure: Why it could not be executed: out of memory. Empty otherwise.
+    """
+
+    transient_bytes: int = 0
+    seconds: float | None = None
+    work: ProgramWork | None = None
+    failure: str = ""
