@@ -309,8 +309,18 @@ def _wrong_fields(value: Any, kind: type, path: str, strict: bool) -> Iterator[s
             yield f"{_at(path, field.name)} is missing"
     for key in value if strict else ():
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            yield f"{_at(path, key)} is no field{f'; {near[0]!r} is' if near else ''}"
+            yield f"{_at(path, key)} is no field{_meant(key, hints)}"
+
+
+def _meant(key: str, hints: Mapping[str, Any]) -> str:
+    """Return where a name that is no field belongs, or what it is like, as the end of a
+    sentence."""
+    for name, hint in hints.items():
+        items = [kind for kind in get_args(hint) if is_dataclass(kind)]
+        if any(key == field.name for kind in items for field in fields(kind)):
+            return f"; each of {name!r} may have it"
+    near = difflib.get_close_matches(key, hints, 1)
+    return f"; {near[0]!r} is" if near else ""
 
 
 def _wrong_items(value: Any, kinds: Sequence[Any], path: str, strict: bool) -> Iterator[str]:

@@ -142,7 +142,7 @@ def as_text(report: DiffReport) -> Iterator[str]:
     names = dict.fromkeys([*one, *other])
     yield table(["", "A", "B"], [[n, one.get(n, "-"), other.get(n, "-")] for n in names])
     if devices and None in [needs.step_seconds for needs in report.plans]:
-        yield "\nStep times need measurements of an accelerator: --profile FILE."
+        yield "\nStep times need measurements for an accelerator (--profile FILE), not for a CPU."
 
 
 def _or_dash(value: Any) -> str:

@@ -193,7 +193,7 @@ headroom at worst            11.6 GB            5.05 GB
 verdict                         fits               fits
 pipeline bubble     25% (unit times)    0% (unit times)
 
-Step times need measurements of an accelerator: --profile FILE.
+Step times need measurements for an accelerator (--profile FILE), not for a CPU.
 """
 
 

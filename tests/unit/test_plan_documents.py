@@ -141,6 +141,7 @@ def test_a_missing_field_is_named():
         (("workload",), {"location": "models/gpt.py"}, "workload.function is missing"),
         (("stages", 0, "remt"), "full", "stages[0].remt is no field; 'remat' is"),
         (("xyz",), "red", "xyz is no field"),
+        (("offload",), ["activations"], "offload is no field; each of 'stages' may have it"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
