@@ -68,8 +68,7 @@ class Line:
         #: Of those that are not traced, the two that are known to be on a line with them.
         self._ends: dict[int, tuple[int, int]] = {}
         examples = sorted(configs)
-        for each in {examples[0], examples[-1]}:
-            self._numbers(each)
+        self._trace(*{examples[0], examples[-1]})
         self._look_between(examples[0], examples[-1], {configs[examples[0]].microbatch_size})
 
     def follows(self, examples: int) -> bool:
@@ -88,6 +87,9 @@ class Line:
         if not inside:
             return
         sizes.add(self._configs[high].microbatch_size)
+        if len(inside) == 1:  # nothing can follow from it
+            sizes.add(self._configs[inside[0]].microbatch_size)
+            return self._trace(*inside)
 
         def rank(each: int) -> tuple[bool, float]:
             """Programs of a size that is traced already are traced in less time."""
@@ -99,10 +101,14 @@ class Line:
         sizes.add(self._configs[middle].microbatch_size)
         if _agree(self._on_line(middle, low, high), self._numbers(middle)):
             self._ends |= dict.fromkeys((each for each in on_line if each != middle), (low, high))
-            all(map(self._numbers, set(inside) - set(on_line)))
+            self._trace(*{*inside} - {*on_line})
         else:
             self._look_between(low, middle, sizes)
             self._look_between(middle, high, sizes)
+
+    def _trace(self, *examples: int) -> None:
+        for each in examples:
+            self._traced(self._configs[each])
 
     def _on_line(self, examples: int, low: int, high: int) -> _Numbers | None:
         return _between(self._numbers(low), self._numbers(high), (examples - low, high - low))

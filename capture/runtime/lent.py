@@ -50,6 +50,7 @@ def held_results(
         nbytes: Bytes per device of each result, at least.
     """
     left, found = list(range(len(donated))), dict[int, int]()
+    sizes = [*map(shard_bytes, donated)]
     kinds: tuple[Callable[[Any, int], Any], ...] = (
         lambda struct, _: (struct.shape, struct.dtype),
         lambda struct, _: math.prod(struct.shape),
@@ -58,11 +59,11 @@ def held_results(
     for kind in kinds:
         there = defaultdict[Any, list[int]](list)
         for i in left:
-            there[kind(donated[i], shard_bytes(donated[i]))].append(i)
+            there[kind(donated[i], sizes[i])].append(i)
         for i, result in enumerate(results):
             if i not in found and (same := there[kind(result, nbytes[i])]):
                 left.remove(argument := same.pop())
-                found[i] = shard_bytes(donated[argument])
+                found[i] = sizes[argument]
     return found
 
 
