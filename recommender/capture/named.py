@@ -20,6 +20,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.capture import grouped
+from recommender.capture.estimates import Ratios, estimates, proposed, ratios, slowness
 from recommender.capture.lowest_peak import between, expected, open_others
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import Found, OpenPart, Part, posed, posed_at_most
@@ -27,13 +28,8 @@ from recommender.capture.problem import SearchProblem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
     NEARLY,
-    Ratios,
     Timed,
-    estimates,
-    proposed,
-    ratios,
     seconds_of,
-    slowness,
 )
 from recommender.capture.throughput import throughput
 

@@ -46,7 +46,8 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
     has_every = counts == [m for m in range(1, batch + 1) if batch % m == 0]
     left_out += ["other micro-batches"] * (not has_every and (len(counts) > 1 or not tried))
     one = by("schedule") * (len(schedules) == 1)
-    fixed.append("all schedules" if _has_all(schedules) else f"{_either(map(str.upper, schedules))}{one}")
+    names = _either(map(str.upper, schedules))
+    fixed.append("all schedules" if _has_all(schedules) else f"{names}{one}")
     left_out += ["other schedules"] * (not _has_all(schedules))
     sharded = [
         name

@@ -1,0 +1,113 @@
+"""What the stages of a part are estimated to take: what tracing expects, times what compiled stages
+with the same choice took beyond it, and what is sent; and the plans that a closed form over these
+proposes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from capture.plan.choices import StageChoice
+from recommender.capture import grouped
+from recommender.capture.counted import sends_seconds, with_sends
+from recommender.capture.lowest_peak import between, expected
+from recommender.capture.pareto import pareto
+from recommender.capture.parts import Found, OpenPart, compiled_in, posed, posed_at_most
+from recommender.capture.problem import SearchProblem, together
+from recommender.capture.throughput import throughput
+
+#: Per degree and choice, what stages take over what they are expected to.
+Ratios = tuple[tuple[float, ...], ...]
+
+
+def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
+    """By choice, what the compiled stages of the part's micro-batch size take over what they are
+    expected to."""
+    known, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
+    for config, cost in part.known.verified.items():
+        times = part.expected.model.stage_times(cost)
+        if config.microbatch_size == part.size and times is not None:
+            table = part.expected.table(config.choice, config.microbatch_size)
+            known[config.choice] += table.at(config.first, config.stop).microbatch_seconds
+            real[config.choice] += times.microbatch_seconds
+    return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
+
+
+def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
+    """What stages are taken to take over what they are expected to, per degree and choice: as known
+    at their micro-batch size, or at another, or the least of those with as many devices to a
+    replica, or of all."""
+    maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
+    every = [each for found in maps for each in found.items()]
+
+    def ratio(choice: StageChoice) -> float:
+        if (same := next((found[choice] for found in maps if choice in found), None)) is not None:
+            return same
+        parts = [found[part] for part in choice.measured for found in maps if part in found]
+        if parts:  # of a mixture
+            return max(parts)
+        alike = [r for c, r in every if c.tensor_parallel == choice.tensor_parallel]
+        return min(alike or [r for _, r in every], default=1.0)
+
+    if not part.is_plain:
+        return (tuple(map(ratio, part.known.choices)),)
+    return tuple(tuple(map(ratio, choices)) for choices in part.once(posed).choices.values())
+
+
+def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
+    """Per degree, the seconds of what stages send by choice, (num_choices, L + 1)."""
+    graph, cluster = part.known.graph_at(part.size), part.question.cluster
+    known = dict[tuple[int, tuple[int, int]], np.ndarray]()
+
+    def sent(choice: StageChoice) -> np.ndarray:
+        of = choice.num_devices, choice.value_split
+        if of not in known:
+            known[of] = sends_seconds(graph, cluster, choice)
+        return known[of]
+
+    return {
+        d: np.stack([sent(choice) for choice in choices])
+        for d, choices in part.once(posed).choices.items()
+    }
+
+
+def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
+    """The problem with what stages are estimated to need and take, or need ``at_most``, and those
+    that are compiled do."""
+    problem, other = together(part.once(posed), part.once(posed_at_most))
+    assert other.seconds is not None, "it has times"
+    seconds = {
+        d: other.seconds[d] * np.array(of_choices)[:, None]
+        for d, of_choices in zip(problem.choices, ratios, strict=True)
+    }
+    for d, choice, kind in compiled_in(problem, part):
+        seconds[d][choice, kind] = other.seconds[d][choice, kind]
+    estimated = other if at_most else between(problem, other)
+    estimated = replace(estimated, seconds=seconds, update_seconds=other.update_seconds)
+    return with_sends(estimated, part.once(_sent))
+
+
+def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
+    """The plan that is estimated to be fastest; where none is expected to fit, that of the least
+    bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at most, if
+    any does."""
+    if not part.is_plain:
+        return grouped.fastest(part, ratios[0], part.question.limit_bytes)
+    problem = part.once(estimates, ratios)
+    tried = [part.once(estimates, ratios, True)] * is_last + [problem]
+    found = next((found for each in tried if (found := throughput(each)).status == "ok"), None)
+    if found is None:
+        least, problem = together(part.once(posed), problem)
+        found = throughput(replace(problem, cost=least.cost))
+    return [Found(part, expected(part, found))]
+
+
+def estimated_front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
+    """The front as it is estimated; where none is expected to fit, the plan of ``proposed``."""
+    if not part.is_plain:
+        return grouped.front(part, ratios[0])
+    points = pareto(part.once(estimates, ratios, is_last)).points
+    return [Found(part, expected(part, point)) for point in points] or proposed(part, ratios)
