@@ -7,6 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from osdp_problems import machine
 
 from capture.machine.rates import Sourced
@@ -14,8 +16,14 @@ from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
 from capture.step.attribution import attribute_operators
 from capture.step.operator_cost import StepCost
-from capture.step.program import Free, Step, replay
-from capture.step.sharded import OperatorBytes, build_step, peak_bytes, step_seconds
+from capture.step.program import Feed, Free, Step, replay
+from capture.step.sharded import (
+    OperatorBytes,
+    build_step,
+    build_training,
+    peak_bytes,
+    step_seconds,
+)
 from capture.step.timeline import Seconds, simulate_step
 from tests.step_judge import judge
 
@@ -159,3 +167,20 @@ def test_what_every_operator_takes_of_a_device(seed):
         assert not (cost.remat and taken.tail)
     prefetched = any(slot.what == "prefetched" for slot in step.slots)
     assert prefetched == (cost.overlap_fraction > 0 and any(mode.num_sharded for mode in modes))
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=5, max_size=5), *[st.integers(1, 4)] * 3)
+def test_a_step_as_it_is_executed_needs_what_it_reads_and_what_its_program_needs(
+    sizes, num_devices, num_params, num_leaves
+):
+    *nbytes, transient = sizes
+    step = build_training(num_devices, num_params, num_leaves, nbytes, transient)
+    judge(step)
+    ledger, (params, state, batch, loss) = replay(step), nbytes
+    peak = params + state + batch + max(transient, loss)
+    assert ledger.peak_bytes_per_device == (peak,) * num_devices
+    assert {ledger.live_bytes[device] for device in range(num_devices)} == {params + state}
+    (fed,), (run,) = step.all_of(Feed), step.runs
+    assert fed.batch == tuple(range(num_leaves)) and fed.microbatch == 0
+    assert run.donated == tuple(step.persistent.values()) == run.outputs[:2]
+    assert step.reported == [run.outputs[2]]
