@@ -214,7 +214,7 @@ def enter_copy(folder: str) -> None:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copy / name)
     os.chdir(copy)
-    for module in ("pytest", "hypothesis", "numpy"):
+    for module in ("pytest", "hypothesis", "numpy", "sklearn.linear_model"):
         importlib.import_module(module)
 
 

@@ -68,8 +68,8 @@ class Answer(Generic[P, S]):
 
     @property
     def extrapolated(self) -> bool:
-        """Whether the numbers are of a micro-batch size that was not profiled, and the plan was not
-        compiled either."""
+        """Whether the numbers are of a micro-batch size or degrees that were not profiled, and the
+        plan was not compiled either."""
         return self.prediction is not None and self.prediction.extrapolated and not self.compiled
 
     @property

@@ -20,8 +20,8 @@ class PlanReport:
         kind: Kind of the plan: stages, sharding, packs or array.
         status: ``"ok"``, or ``"infeasible"`` if nothing fits.
         compiled: Whether the peaks are the compiler's of the plan itself.
-        extrapolated: Whether they are of a micro-batch size that was not profiled, and not compiled
-            either.
+        extrapolated: Whether they are of a micro-batch size or degrees that were not profiled, and
+            not compiled either.
         needs: What the plan needs; None without a plan.
         plan: As its file has it; of those that do not fit, the nearest. None where no plan exists.
         search: How it was found, and how far that is proven.

@@ -108,10 +108,7 @@ class Planted:
         return Profile(
             graph=rescaled(self.graph, max(sizes), f"hash{max(sizes)}"),
             measurements={config: self.cost(config) for config in configs},
-            param_bytes={
-                (tp, replicas): tuple(-(-p.nbytes // replicas) for p in self.graph.params)
-                for tp, replicas in {(tp, 1) for tp in degrees} | {c.param_split for c in choices}
-            },
+            param_bytes={(tp, 1): tuple(p.nbytes for p in self.graph.params) for tp in degrees},
             provenance={"backend": "planted", "target": "cpu"},
             microbatch_sizes=tuple(sizes),
             model_hashes={size: f"hash{size}" for size in sizes},

@@ -193,8 +193,8 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
     guessed = [str(s) for s, predicted in enumerate(stages) if predicted.extrapolated]
     if guessed:
         lines.append(
-            f"predictions of stages {', '.join(guessed)} are extrapolated: a micro-batch size that "
-            "was not profiled"
+            f"predictions of stages {', '.join(guessed)} are extrapolated: degrees or a "
+            "micro-batch size that were not profiled"
         )
     return "\n".join(lines)
 

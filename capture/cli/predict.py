@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the plan with its prediction, for capture run",
     )
+    parser.add_argument(
+        "--extrapolate",
+        action="store_true",
+        help="also predict degrees that were not profiled, with a wider interval",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -37,14 +42,14 @@ def main(options: argparse.Namespace) -> int:
 
     plan = of_stages(load_plan(options.plan))
     profile = Profile.load(options.profile)
-    prediction = AdditivePredictor(profile).predict(plan)
+    prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
     plan = plan.with_(prediction=prediction)
     shown = plan.with_(verification=None)
     lines = [stage_table(shown, prediction.stages), peak_line(shown, prediction)]
     if prediction.extrapolated:
         lines.append(
-            "extrapolated: the micro-batch size was not profiled; capture verify PLAN compiles the "
-            "stages of the plan"
+            "extrapolated: degrees or the micro-batch size were not profiled; capture verify PLAN "
+            "compiles the stages of the plan"
         )
     written = {}
     if options.output is not None:

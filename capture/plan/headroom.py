@@ -23,8 +23,8 @@ class Peaks:
         how: Where the peaks are from, for people: "compiled", "predicted", ...
         coverage: Calibrated probability that a device stays within its interval; None without
             calibration, 1 for compiled peaks.
-        extrapolated: Whether the peaks are of a micro-batch size that was not profiled, and not
-            compiled either.
+        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled,
+            and not compiled either.
     """
 
     per_device: tuple[int, ...]

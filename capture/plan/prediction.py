@@ -21,7 +21,7 @@ class StagePrediction:
         parts_bytes: By category; they sum to ``peak_bytes``.
         layers_bytes: Per layer of the stage, the same by category; they sum to ``parts_bytes`` but
             for what passes between stages.
-        extrapolated: Whether the micro-batch size was not profiled.
+        extrapolated: Whether a degree or a micro-batch size was not profiled.
         verified: Whether the stage was compiled as it is: its peak is the compiler's.
     """
 
@@ -58,7 +58,8 @@ class Prediction:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether the micro-batch size was not profiled, and some stage not compiled as it is."""
+        """Whether some stage has a degree or a micro-batch size that was not profiled, and was not
+        compiled as it is."""
         return any(stage.extrapolated for stage in self.stages)
 
     @property

@@ -1,39 +1,90 @@
-"""Least squares over measurements at a few sizes, of all stages and components at once."""
+"""The regressions: a straight line over the micro-batch, a + b / k over the degree, and the paper's
+logarithm.
+
+Each fits all stages and components at once (scikit-learn's multi-output least squares).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 
+def _regress(
+    features: Sequence[Sequence[float]], targets: Sequence[np.ndarray], at: Sequence[float]
+) -> np.ndarray:
+    """Least squares with an intercept, sampled at one point; of the shape of a target. NaN stays
+    NaN."""
+    # A second to import, and most plans need no fit.
+    from sklearn.linear_model import LinearRegression
+
+    shape = targets[0].shape
+    flat = np.stack([np.asarray(t, np.float64).ravel() for t in targets])
+    valid = ~np.isnan(flat).any(axis=0)
+    result = np.full(flat.shape[1], np.nan)
+    if not valid.any():
+        return result.reshape(shape)
+    model = LinearRegression().fit(np.asarray(features, np.float64), flat[:, valid])
+    result[valid] = model.predict(np.asarray([at], np.float64))[0]
+    return result.reshape(shape)
+
+
 def fit_line(sizes: Sequence[float], tables: Sequence[np.ndarray], at: float) -> np.ndarray:
-    """Return a straight line over the (micro-)batch size; in proportion if a single size is known.
+    """A straight line over the (micro-)batch size; in proportion if a single size is known.
 
     Source: CAPTURE III-B2, Description 2.
     """
     if len(sizes) == 1:
         return tables[0] * (at / sizes[0])
-    return regress(sizes, tables, at)
+    return _regress([[size] for size in sizes], tables, [at])
 
 
-def regress(known: Sequence[float], tables: Sequence[np.ndarray], at: float) -> np.ndarray:
-    """Return least squares with an intercept, sampled at one point; NaN stays NaN.
+def fit_degree(
+    degrees: Sequence[float],
+    values: Sequence[np.ndarray],
+    at: float,
+    transform: Callable[[float], float],
+) -> np.ndarray:
+    """a + b * transform(k) through values at some degrees, sampled at another.
 
     Args:
-        known: Where values are known, at least two points.
-        tables: The values at each, of one shape.
-        at: The point.
+        degrees: k; at least two.
+        values: One array per degree.
+        at: The degree to predict.
+        transform: ``inverse`` (a + b / k) or ``np.log`` (the paper's).
+
+    Source: CAPTURE III-B3; READINGS.md, C-h: its own analytic models are a + b / k.
 
     Example:
-        >>> regress([2, 4], [np.array([6.0, 1.0]), np.array([8.0, 1.0])], 8).round(6).tolist()
-        [12.0, 1.0]
+        >>> float(fit_degree([2, 4], [np.array(6.0), np.array(4.0)], 8, inverse).round(6))
+        3.0
     """
-    points, values = np.asarray(known, np.float64)[:, None], np.stack(tables)
-    flat = values.reshape(len(points), -1)
-    middle, means = points.mean(axis=0), flat.mean(axis=0)
-    valid = ~np.isnan(means)
-    result = np.full(flat.shape[1], np.nan)
-    slopes, *_ = np.linalg.lstsq(points - middle, (flat - means)[:, valid], rcond=None)
-    result[valid] = (np.array([[at]]) @ slopes + (means[valid] - middle @ slopes))[0]
-    return result.reshape(values.shape[1:])
+    return _regress([[transform(k)] for k in degrees], values, [transform(at)])
+
+
+def inverse(k: float) -> float:
+    """1 / k."""
+    return 1 / k
+
+
+def fit_degrees(tables: Mapping[tuple[int, int], np.ndarray], at: tuple[int, int]) -> np.ndarray:
+    """A table for a (data, tensor) degree pair that was not profiled, from those that were.
+
+    Along one axis where two degrees of at least 2 are known on it (a single device is not on the
+    curve: it has no buffer for the sum of gradients); else over both axes with a product term.
+    """
+    for axis in (0, 1):
+        line = {
+            k[axis]: t for k, t in tables.items() if k[1 - axis] == at[1 - axis] and k[axis] >= 2
+        }
+        if len(line) >= 2:
+            return fit_degree(list(line), list(line.values()), at[axis], inverse)
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+
+    def features(degrees: tuple[int, int]) -> list[float]:
+        dp, tp = degrees
+        return [1 / dp, 1 / tp, 1 / (dp * tp)]
+
+    return _regress([features(k) for k in tables], list(tables.values()), features(at))

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from capture.errors import CaptureError, ProfileError, plain
+from capture.errors import ProfileError, plain
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.memo import memo
@@ -17,7 +17,7 @@ from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
 from capture.predictor import mixture
 from capture.predictor.alike import Kinds
-from capture.predictor.fit import fit_line
+from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.held_gradients import Windows, added_bytes, held_beyond, held_gradients
 from capture.predictor.mixture import Mixed
@@ -37,14 +37,16 @@ class ComponentTables:
 
     Args:
         profile: Measured windows of layers.
+        allow_extrapolation: Predict degrees that were not profiled by ``a + b / k``; refused
+            otherwise.
 
     Attributes:
         components: Rows of a table.
         num_passes: The first of them, which grow with the examples.
     """
 
-    def __init__(self, profile: Profile):
-        self.profile = profile
+    def __init__(self, profile: Profile, *, allow_extrapolation: bool = False):
+        self.profile, self._extrapolates = profile, allow_extrapolation
         passes = PASSES + SPLIT_PASSES * profile.splits_backward
         self.components, self.num_passes = (*passes, *UPDATES), len(passes)
         self._crossing: dict[tuple[tuple[int, int], int], np.ndarray] = {}
@@ -197,7 +199,9 @@ class ComponentTables:
 
     def param_bytes(self, split: ParamSplit) -> np.ndarray:
         """Of every parameter, per device."""
-        return np.array(self.profile.param_bytes[split], np.int64)
+        if split in self.profile.param_bytes:
+            return np.array(self.profile.param_bytes[split], np.int64)
+        return _fit_sizes(self.profile.param_bytes, split)
 
     def _bound_parts(
         self,
@@ -263,7 +267,8 @@ class ComponentTables:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
 
         Raises:
-            ProfileError: ``profile-choice`` if the choice was not profiled, ``profile-missing``.
+            ProfileError: ``profile-choice`` if the choice was not profiled and extrapolation is not
+                allowed, ``profile-missing``.
         """
         sizes = self._sizes.get(choice, ())
         if microbatch_size in sizes:
@@ -275,7 +280,7 @@ class ComponentTables:
             return self._table_off_sizes(choice, sizes, microbatch_size)
         if len(choice.measured) > 1:
             return self._mixed_table(choice, microbatch_size)
-        raise self._not_profiled(choice)
+        return self._extrapolated_table(choice, microbatch_size)
 
     def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         num_layers, num_full = self.profile.graph.num_layers, num_full_layers(choice.remat)
@@ -382,22 +387,25 @@ class ComponentTables:
             return False
         return True
 
-    def _not_profiled(self, choice: StageChoice) -> CaptureError:
-        alike = sorted(
-            (known.data_parallel, known.tensor_parallel)
+    def _extrapolated_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        alike = {
+            (known.data_parallel, known.tensor_parallel): known
             for known in self.profile.choices
             if _kind(known) == _kind(choice)
-        )
-        profiled = ", ".join(f"{dp}x{tp}" for dp, tp in alike)
-        degrees = f"profiled degrees: {profiled}" if alike else "no degrees were profiled so"
-        return ProfileError.of(
-            f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} "
-            f"with remat={choice.remat!r}, "
-            f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params}, "
-            f"sequence_parallel={choice.sequence_parallel} was not profiled ({degrees}); "
-            "profile it, or compile the plan's stages (capture verify).",
-            "profile-choice",
-        )
+        }
+        if not self._extrapolates or not alike:
+            profiled = ", ".join(f"{dp}x{tp}" for dp, tp in sorted(alike))
+            degrees = f"profiled degrees: {profiled}" if alike else "no degrees were profiled so"
+            raise ProfileError.of(
+                f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} "
+                f"with remat={choice.remat!r}, "
+                f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params}, "
+                f"sequence_parallel={choice.sequence_parallel} was not profiled ({degrees}); "
+                f"profile it{', or allow extrapolation' if alike else ''}.",
+                "profile-choice",
+            )
+        tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}
+        return fit_degrees(tables, (choice.data_parallel, choice.tensor_parallel))
 
     def has_long_windows(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Whether all windows were measured at a size that are at the largest one."""
@@ -431,3 +439,19 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
 def _kind(choice: StageChoice) -> StageChoice:
     """What choices of other degrees have in common with this one."""
     return replace(choice, data_parallel=1, tensor_parallel=1)
+
+
+def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:
+    (tensor_parallel, replicas), known = (
+        split,
+        sorted(tp for tp, shared in param_bytes if shared == 1),
+    )
+    whole, most = (
+        np.array(param_bytes[known[0], 1], np.float64),
+        np.array(param_bytes[known[-1], 1], np.float64),
+    )
+    # A parameter that is split at the largest known degree is split at this one too, and nearly all
+    # are even over replicas.
+    return np.ceil(
+        np.where(most < whole, whole * known[0] / tensor_parallel, whole) / replicas
+    ).astype(np.int64)

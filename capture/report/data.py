@@ -237,7 +237,7 @@ def report_facts(
 
 
 def is_extrapolated(plan: Plan) -> bool:
-    """Whether the plan's prediction is of a micro-batch size that was not profiled."""
+    """Whether the plan's prediction is of degrees or a micro-batch size that were not profiled."""
     return plan.prediction is not None and plan.prediction.extrapolated
 
 
@@ -245,15 +245,19 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     """Simulate the step with what the profile knows; one without compiled windows (executed runs
     alone) counts as none.
 
+    Of degrees that were not profiled no time is known: a plan predicted by extrapolation is drawn
+    in units.
+
     Raises:
         ProfileError: if the profile is of another model or target, or lacks what the plan's stages
             need.
     """
     if profile is None or not profile.measurements:
         return _clocks(plan) if plan.time is None else _saved(plan, plan.time)
-    predictor = AdditivePredictor(profile)
+    extrapolated = is_extrapolated(plan)
+    predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
-    if has_times(profile):
+    if has_times(profile) and not extrapolated:
         return _of_timeline("seconds", predicted_timeline(plan, profile), plan)
     program = build_step(predictor.interfaces(plan), plan.schedule_table)
     units = stage_seconds(program, [StageTimes(1, 1, 1, 1, 1, 1)] * plan.num_stages)

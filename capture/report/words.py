@@ -86,8 +86,8 @@ def _sure(facts: ReportFacts) -> list[str]:
         )
     if is_extrapolated(facts.plan):
         return [
-            f"{end}; the micro-batch size was not profiled: verify the plan to be sure (capture "
-            "verify)."
+            f"{end}; degrees or the micro-batch size were not profiled: verify the plan to be "
+            "sure (capture verify)."
         ]
     if facts.coverage is None:
         return [

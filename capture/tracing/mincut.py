@@ -163,7 +163,7 @@ class _Network:
     def sink_side(self) -> np.ndarray:
         """Per node, whether the sink can be reached in what a maximum flow leaves: the minimum cut
         that is nearest to the sink, and so runs least again."""
-        # Loading it takes a quarter of a second.
+        # scikit-learn's own dependency; loading it takes a quarter of a second.
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 

@@ -4,6 +4,7 @@ of other degrees and places."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -227,6 +228,33 @@ def test_more_neighbours_err_less_on_memory_that_is_not_additive():
 # ---- other degrees, other stages, other layers ---------------------------------------------------
 
 
+def test_parameters_at_a_degree_that_was_not_profiled():
+    """What four devices split is split by eight, also what two held whole; what they hold whole
+    stays whole; over replicas all are even."""
+    planted = Planted(3)
+    degrees = [ONE, StageChoice(1, 2), StageChoice(1, 4)]
+    profile = replace(
+        planted.profile([*degrees, StageChoice(2, 1, shard_params=True)]),
+        param_bytes={
+            (1, 1): (800, 400, 30),
+            (2, 1): (400, 400, 30),
+            (4, 1): (200, 100, 30),
+            (1, 2): (5, 5, 5),
+        },
+    )
+    predictor = AdditivePredictor(profile, allow_extrapolation=True)
+    readers = [layer.params for layer in planted.graph.layers]
+    for choice, expected in (
+        (StageChoice(1, 8), (100, 50, 30)),
+        (StageChoice(2, 8, shard_params=True), (50, 25, 15)),
+        (StageChoice(1, 2), (400, 400, 30)),
+    ):
+        params = predictor.memory(choice, 16).params
+        for first, stop in combinations(range(4), 2):
+            read = {p for layer in readers[first:stop] for p in layer}
+            assert params[first, stop] == sum(expected[p] for p in read), choice
+
+
 def test_what_was_compiled_of_a_stage_is_known_of_the_same_program_elsewhere():
     """Layers 1 to 6 of 8 are equal: of stages of three of them what the passes need, of itself
     all."""
@@ -279,14 +307,15 @@ def test_how_peaks_depend_on_cuts_behind_a_stage():
         assert AdditivePredictor(profile).depends_on_cuts_behind(ONE, 16) == depends
 
 
-def test_an_interval_is_wider_at_sizes_that_were_not_profiled():
+def test_an_interval_is_wider_by_sizes_or_by_degrees_that_were_not_profiled():
     profile = Planted(4, 8).profile([ONE, StageChoice(1, 2)], errors=[0.0] * 60)
-    (stage,) = AdditivePredictor(profile).predict(make_plan([4], [ONE], size=32)).stages
-    low, _ = profile.calibration.interval(StageConfig(0, 4, ONE, 32), 4)
-    assert stage.extrapolated
-    assert stage.interval_bytes[0] == pytest.approx(
-        stage.peak_bytes * (low - UNCALIBRATED_FRACTION), rel=1e-3
-    )
+    predictor = AdditivePredictor(profile, allow_extrapolation=True)
+    calibration, beyond = profile.calibration, UNCALIBRATED_FRACTION
+    for choice, size, width in ((ONE, 32, beyond), (StageChoice(1, 4), 16, 0.17)):
+        (stage,) = predictor.predict(make_plan([4], [choice], size=size)).stages
+        low, _ = calibration.interval(StageConfig(0, 4, choice, size), 4)
+        assert stage.extrapolated
+        assert stage.interval_bytes[0] == pytest.approx(stage.peak_bytes * (low - width), rel=1e-3)
 
 
 def test_the_interval_is_wider_at_the_size_that_has_no_long_windows():

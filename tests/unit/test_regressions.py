@@ -1,5 +1,4 @@
-"""Regressions over sizes, and over degrees as in the paper; degrees that were not profiled are
-refused."""
+"""Regressions over degrees: exact on a + b/k, refused where they would guess."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from hypothesis import strategies as st
 from synthetic_profiles import Planted, hybrid, make_plan
 
 from capture.errors import ProfileError
-from capture.papers.capture.predictor import fit_degree, inverse
+from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.predictor import AdditivePredictor
 from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION
-from capture.predictor.fit import fit_line
+from capture.predictor.fit import fit_degree, fit_degrees, fit_line, inverse
 
 # ---- the regressions -----------------------------------------------------------------------------
 
@@ -71,6 +70,29 @@ def test_a_straight_line_keeps_what_is_missing_missing():
     assert fit_line([4], [np.array([10.0])], 8).tolist() == [20.0]
 
 
+def test_degree_pairs_are_fitted_along_one_axis_or_over_both():
+    def memory(dp, tp):
+        return np.array([7 + 16 / dp + 32 / tp + 64 / (dp * tp)])
+
+    known = {(dp, tp): memory(dp, tp) for dp, tp in [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)]}
+    assert fit_degrees(known, (8, 1)) == pytest.approx(memory(8, 1))
+    assert fit_degrees(known, (1, 16)) == pytest.approx(memory(1, 16))
+    assert fit_degrees({**known, (2, 2): memory(2, 2)}, (4, 4)) == pytest.approx(memory(4, 4))
+    assert fit_degrees({(2, 1): np.array([5.0])}, (8, 1)).tolist() == [5.0]
+
+
+def test_a_single_device_is_not_on_the_curve_of_its_axis():
+    """It has no buffer for the sum of gradients: 5 + 16 / k through 2 and 4 ways, whatever one
+    device needs."""
+    known = {
+        (1, 1): np.array([1000.0]),
+        (2, 1): np.array([13.0]),
+        (4, 1): np.array([9.0]),
+        (1, 2): np.array([50.0]),
+    }
+    assert fit_degrees(known, (8, 1)) == pytest.approx([7])
+
+
 def test_a_degree_that_was_not_profiled_is_refused():
     profile = Planted(4).profile(hybrid(4))
     with pytest.raises(ProfileError) as error:
@@ -78,24 +100,35 @@ def test_a_degree_that_was_not_profiled_is_refused():
     assert str(error.value) == (
         "data_parallel=8 x tensor_parallel=1 with remat='none', shard_optimizer=False, "
         "shard_params=False, sequence_parallel=False was not profiled "
-        "(profiled degrees: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1); profile it, or compile the plan's "
-        "stages (capture verify). [profile-choice]"
+        "(profiled degrees: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1); profile it, or allow extrapolation. "
+        "[profile-choice]"
     )
     with pytest.raises(ProfileError) as error:
-        AdditivePredictor(profile).predict(make_plan([4], [StageChoice(1, 1, "full")]))
+        AdditivePredictor(profile, allow_extrapolation=True).predict(
+            make_plan([4], [StageChoice(1, 1, "full")])
+        )
     assert str(error.value) == (
         "data_parallel=1 x tensor_parallel=1 with remat='full', shard_optimizer=False, "
         "shard_params=False, sequence_parallel=False was not profiled (no degrees were profiled "
-        "so); profile it, or compile the plan's stages (capture verify). [profile-choice]"
+        "so); profile it. "
+        "[profile-choice]"
     )
 
 
-def test_a_size_that_was_not_profiled_has_a_wider_interval():
-    profile = Planted(4, 2).profile(hybrid(4), errors=[0.01] * 100)
-    predictor = AdditivePredictor(profile)
+def test_extrapolation_is_exact_on_a_plus_b_over_k_with_a_wider_interval():
+    planted = Planted(4, 2)
+    profile = planted.profile(hybrid(4), errors=[0.01] * 100)
+    predictor = AdditivePredictor(profile, allow_extrapolation=True)
+    choice = StageChoice(8, 1)
+    truth = planted.components(StageConfig(1, 3, choice, 16))
+    assert predictor.table(choice, 16)[1:, 1, 3] == pytest.approx(truth[1:], rel=1e-6)
+    wide = predictor.predict(make_plan([4], [choice])).stages[0]
     narrow = predictor.predict(make_plan([4], [StageChoice(4, 1)])).stages[0]
-    assert not narrow.extrapolated and all(
+    assert (wide.extrapolated, narrow.extrapolated) == (True, False)
+    assert all(
         abs(x / narrow.peak_bytes - 1) < UNSEEN_TEMPORARIES_FRACTION for x in narrow.interval_bytes
     )
+    low, high = (x / wide.peak_bytes for x in wide.interval_bytes)
+    assert low < 0.83 and high > 1.18
     at_24 = predictor.predict(make_plan([4], [ONE], size=24)).stages[0]
     assert at_24.extrapolated and at_24.interval_bytes[0] < 0.83 * at_24.peak_bytes

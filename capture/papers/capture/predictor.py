@@ -11,7 +11,7 @@ logarithm that turns negative at high degrees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from capture.papers.capture.profile import PaperStatistics
 from capture.plan.choices import StageChoice
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.stages import Plan
-from capture.predictor.fit import fit_line, regress
+from capture.predictor.fit import fit_degree, fit_line, inverse
 from recommender.capture.problem import NEVER
 
 MAX_PROFILED_DEGREE = 4
@@ -49,34 +49,6 @@ def predictor_of(profile: Profile) -> PaperPredictor:
             "profile-paper",
         )
     return PaperPredictor(PaperStatistics.from_json(profile.paper))
-
-
-def fit_degree(
-    degrees: Sequence[float],
-    values: Sequence[np.ndarray],
-    at: float,
-    transform: Callable[[float], float],
-) -> np.ndarray:
-    """Return a + b * transform(k) through values at some degrees, sampled at another.
-
-    Args:
-        degrees: k; at least two.
-        values: One array per degree.
-        at: The degree to predict.
-        transform: ``inverse`` (a + b / k) or ``np.log`` (the paper's).
-
-    Source: CAPTURE III-B3; READINGS.md, C-h: its own analytic models are a + b / k.
-
-    Example:
-        >>> float(fit_degree([2, 4], [np.array(6.0), np.array(4.0)], 8, inverse).round(6))
-        3.0
-    """
-    return regress([transform(k) for k in degrees], values, transform(at))
-
-
-def inverse(k: float) -> float:
-    """1 / k."""
-    return 1 / k
 
 
 class PaperPredictor:

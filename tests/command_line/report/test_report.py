@@ -25,6 +25,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import CompiledPlans, Why
+from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline, time_summary
 from capture.report.data import envelope, levels, report_facts
 from capture.report.difference import needs_of
@@ -34,25 +35,22 @@ from profiling_runs.explain import Explanation
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
-def test_a_plan_of_degrees_that_were_not_profiled_is_refused(profile, degrees):
+def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, degrees):
     plan = predicted_plan(profile, [4, 4], (4,), StageChoice(2, 1), num_microbatches=8)
     stages = tuple(
         Stage(stage.first, stage.stop, range(4 * i, 4 * i + 4), StageChoice(*degrees))
         for i, stage in enumerate(plan.stages)
     )
     wide = plan.with_(cluster=Cluster((8,), profile.target), stages=stages)
-    with pytest.raises(CaptureError, match="compile the plan's stages"):
+    with pytest.raises(CaptureError, match="allow extrapolation"):
         report_facts(wide, profile)
-
-
-def test_a_plan_of_a_size_that_was_not_profiled_is_drawn_in_seconds_and_says_so(profile):
-    plan = predicted_plan(profile, [4, 4], (4,), StageChoice(2, 1), size=24, num_microbatches=8)
-    assert plan.prediction.extrapolated and 24 not in profile.microbatch_sizes
-    facts = report_facts(plan, profile, memory_limit_bytes=1 << 50)
-    assert facts.schedule.clock == "seconds"
-    said = paragraph(facts)
-    assert said.startswith("The plan fits by extrapolation.")
-    assert "the micro-batch size was not profiled: verify the plan to be sure" in said
+    wide = wide.with_(prediction=AdditivePredictor(profile, allow_extrapolation=True).predict(wide))
+    assert report_facts(wide, profile).schedule.clock == "units"
+    said = paragraph(report_facts(wide, profile, memory_limit_bytes=1 << 50))
+    assert (
+        said.startswith("The plan fits by extrapolation.")
+        and "were not profiled: verify the plan to be sure" in said
+    )
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -395,7 +393,10 @@ def test_the_table_needs_neither_jax_nor_plotly(files):
         "import sys\nfrom capture.cli.main import main\nmain(['report', 'plan.json', '--profile', "
         "'profile.json'])\n"
     )
-    code += "print(*(name for name in ('jax', 'plotly') if name in sys.modules), file=sys.stderr)"
+    code += (
+        "print(*(name for name in ('jax', 'sklearn', 'plotly') if name in sys.modules), "
+        "file=sys.stderr)"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.run(
         [sys.executable, "-c", code],
