@@ -147,7 +147,7 @@ def train(
         document["saved"] = saved
     replayed, target, predicted = step.replay(), plan.target_name, plan.predicted_bytes_per_device
     platform = jax.devices()[0].platform
-    planned = target if plan.cluster is None else Target.load(target).platform
+    planned = target if plan.cluster is None else Target.load(plan.cluster.target).platform
     document |= {
         "kind": plan.FORMAT.kind,
         "predicted_peak_bytes_per_device": predicted and list(predicted),
