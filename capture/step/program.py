@@ -116,7 +116,7 @@ class Slot:
     holds: Any = None
 
 
-class _Instruction:
+class _AnyInstruction:
     @property
     def made(self) -> tuple[int, ...]:
         """The slots that it writes: they come to life, or are changed in their place."""
@@ -144,7 +144,7 @@ class _Instruction:
 
 
 @dataclass(frozen=True)
-class Feed(_Instruction):
+class Feed(_AnyInstruction):
     """``batch`` are leaves of the batch; ``microbatch`` numbers the parts that it was cut into."""
 
     slot: int
@@ -158,7 +158,7 @@ class Feed(_Instruction):
 
 
 @dataclass(frozen=True)
-class Run(_Instruction):
+class Run(_AnyInstruction):
     """``inputs`` are the argument groups of the program, each a tuple of slots; ``outputs`` the
     slots of its results."""
 
@@ -191,7 +191,7 @@ class Run(_Instruction):
 
 
 @dataclass(frozen=True)
-class Copy(_Instruction):
+class Copy(_AnyInstruction):
     """Out, in, or from device to device, as the places of the slots say. ``nbytes`` is what the
     busier side sends or receives, per device; ``index`` selects an array of the source, or some."""
 
@@ -222,7 +222,7 @@ class Copy(_Instruction):
 
 
 @dataclass(frozen=True)
-class Wait(_Instruction):
+class Wait(_AnyInstruction):
     """For the copy that makes a slot. With a place, it is the devices of that place that wait: what
     comes behind it for others, and for nothing that waits for these, may be issued before."""
 
@@ -235,7 +235,7 @@ class Wait(_Instruction):
 
 
 @dataclass(frozen=True)
-class Free(_Instruction):
+class Free(_AnyInstruction):
     slots: tuple[int, ...]
 
 
