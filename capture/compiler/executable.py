@@ -97,12 +97,14 @@ class Compiler:
         count_work: Also find out what a program computes, reads and sends.
         name_buffers: Also find out what buffers a program holds at its peak.
         options: XLA's compile options, by name.
+        folder: Has the files that the options name, and is there as long as the compiler.
     """
 
     fast_compile: bool = False
     count_work: bool = False
     name_buffers: bool = False
     options: Mapping[str, Any] | None = None
+    folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __call__(
         self,

@@ -53,15 +53,18 @@ class TargetCompiler:
         if self._stops_at_report:
             return ReportCompiler(self._target, name_buffers=name_buffers)
         options: dict[str, Any] = {} if self._are_there else dict(self._target.compiler_options)
+        folder = None
         if self._target.platform == "cuda" and not self._are_there:
             # What a kernel is made into has no part in any measurement: it is not assembled.
+            folder = self._scratch
             options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
-            options |= environment.kernel_cache_options(Path(self._scratch.name, kernels))
+            options |= environment.kernel_cache_options(Path(folder.name, kernels))
         return Compiler(
             fast_compile=True,
             count_work=self._count_work,
             name_buffers=name_buffers,
             options=options,
+            folder=folder,
         )
 
     @contextmanager

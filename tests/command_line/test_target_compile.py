@@ -8,9 +8,11 @@ devices.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from processes import QUICK_CODE, REPOSITORY, environment_apart, output_of
@@ -18,6 +20,7 @@ from processes import QUICK_CODE, REPOSITORY, environment_apart, output_of
 from capture.compiler.kernels import shape_bytes
 from capture.compiler.report import MemoryReport, parse_report, read_report
 from capture.compiler.report_compiler import ReportCompiler
+from capture.compiler.target_compiler import TargetCompiler
 from capture.compiler.work import LocalFlops, group_of, work_of_text
 from capture.documents import read
 from capture.errors import TargetError
@@ -36,6 +39,12 @@ QUICK = environment_apart(xla_flags=QUICK_CODE)
 #: A TPU's compiler takes several times as long as the others'.
 V5E = pytest.param("v5e", marks=pytest.mark.exhaustive)
 TARGETS = ["cpu", "h100", V5E]
+
+
+def test_files_that_options_name_are_there_as_long_as_the_compiler():
+    compiler = TargetCompiler(Target.load("h100")).compiler()
+    gc.collect()
+    assert Path(compiler.options["xla_gpu_cuda_data_dir"]).exists()
 
 
 def require(platform: str) -> None:
