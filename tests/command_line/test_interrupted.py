@@ -22,11 +22,10 @@ from timeouts import TIMEOUT_SECONDS
 
 import capture.runtime.multiplexed
 import capture.runtime.training
-from capture.cli import array, run, sharding
+from capture.cli import array, run
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.kinds import load_plan
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 
@@ -136,14 +135,12 @@ def test_what_was_saved_is_said(capsys, monkeypatch, options, saved, says):
     assert interrupted(monkeypatch, capsys, *options, saved=saved) == says
 
 
-@pytest.mark.parametrize("verb", [array, sharding])
-def test_plans_that_save_at_the_end_alone_or_never(capsys, monkeypatch, verb):
+def test_plans_that_save_at_the_end_alone(capsys, monkeypatch):
     def train(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verb, "run", train)
-    plan = array_plan() if verb is array else load_plan(FILES / "sharding.plan.json")
-    plan.save(Path("other.json"))
+    monkeypatch.setattr(array, "run", train)
+    array_plan().save(Path("other.json"))
     code, _, err = run_here(capsys, "run", "other.json")
     assert code == 130
     assert err == "interrupted; nothing was saved. To start again: capture run other.json\n"
