@@ -104,16 +104,16 @@ class _Gathered(NamedTuple):
     """What is made whole.
 
     Attributes:
-        nbytes: Of the whole.
+        nbytes: At least, where it is.
+        expected_bytes: As expected; 0 where something else is expected to be sent in its place.
         others: Of what might be sent in its place.
         level: How many come before it.
-        is_expected: Whether nothing is expected to be sent in its place.
     """
 
     nbytes: int
+    expected_bytes: int
     others: float = math.inf
     level: int = 0
-    is_expected: bool = True
 
 
 class Exchanges:
@@ -150,7 +150,7 @@ class Exchanges:
         ]
         gathers = [
             Sent("all-gather", nbytes, level)
-            for nbytes, others, level, _ in self._gathers
+            for nbytes, _, others, level in self._gathers
             if _FEWEST_BYTES <= nbytes <= others
         ]
         return self._collectives([*sums, *gathers])
@@ -162,9 +162,9 @@ class Exchanges:
             for each in self._sums
         ]
         gathers = [
-            Sent("all-gather", each.nbytes, each.level)
+            Sent("all-gather", each.expected_bytes, each.level)
             for each in self._gathers
-            if each.is_expected
+            if each.expected_bytes
         ]
         return self._collectives([*sums, *gathers])
 
@@ -289,7 +289,8 @@ class Exchanges:
                 if is_whole and self._is_operand(out):
                     base = self._program.views.of(value).base
                     if base not in known:
-                        yield _Gathered(self._whole_bytes(value), math.inf, before)
+                        nbytes = self._whole_bytes(value)
+                        yield _Gathered(nbytes, nbytes, level=before)
                     known.add(base)
                     before += 1
             if before:
@@ -328,11 +329,12 @@ class Exchanges:
                     continue
                 known.add(base)
                 activations = min(self._whole_bytes(other), self._whole_bytes(product.result))
-                is_whole = shared != ("rows", "columns")[side]
-                yield _Gathered(self._whole_bytes(value), activations, is_expected=is_whole)
+                is_whole, nbytes = shared != ("rows", "columns")[side], self._whole_bytes(value)
+                yield _Gathered(nbytes, nbytes * is_whole, activations)
 
     def _updated(self) -> Iterator[_Gathered]:
-        """Results that are whole, made of arguments that are split."""
+        """Results that are whole, made of arguments that are split; these may be less, as sums over
+        rows and columns are, and are not expected to be sent instead."""
         dims, flow, asked = self._axis.dims, self._program.flow, self._axis.asked
         whole = [v for v, is_split in asked.items() if not is_split and dims.get(v) is not None]
         if not (whole := [v for v in whole if v not in self._program.given]):
@@ -341,7 +343,8 @@ class Exchanges:
         sources = flow.propagate({flow.inputs[i]: frozenset([i]) for i in split})
         for value in whole:
             states = sum(self._whole_bytes(flow.inputs[i]) for i in sources[value])
-            yield _Gathered(min(states, self._whole_bytes(value)))
+            nbytes = self._whole_bytes(value)
+            yield _Gathered(min(states, nbytes), nbytes)
 
 
 def _has_constraints(program: TracedProgram) -> bool:

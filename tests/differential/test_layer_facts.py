@@ -227,13 +227,15 @@ def normalized(params, x):
     return jnp.mean(x**2)
 
 
-def wide(loss, width, target):
+def wide(loss, width, target, optimizer=None):
     """The facts of two layers of one width, and what traces them by themselves."""
 
     def init(key):
         return [jax.random.normal(each, (width, width)) for each in jax.random.split(key)]
 
-    model = Workload(loss, init, lambda key, n: jax.random.normal(key, (n, width)), optax.sgd(0.1))
+    model = Workload(
+        loss, init, lambda key, n: jax.random.normal(key, (n, width)), optimizer or optax.sgd(0.1)
+    )
     backend = CompileBackend(
         model, store=Store(), target=Target.load(target), num_devices=NUM_DEVICES
     )
@@ -280,6 +282,23 @@ def test_split_parameters_are_expected_to_be_gathered_whole():
             assert sent == [4 * 1024**2], (size, work.collectives)
         least = found.least.forward_work.collectives
         assert sum(each.nbytes for each in least) <= 4 * 1024**2
+
+
+def test_whole_updates_of_split_states_are_expected_to_be_gathered():
+    """Also where the state is sums over rows and columns, which is what might be sent instead."""
+
+    def loss(params, x):
+        for weights in params:
+            x = mark(jnp.tanh(x @ weights))
+        return jnp.mean(x**2)
+
+    facts, _ = wide(loss, 1024, "h100", optax.adafactor(0.1))
+    found = facts.bounds((1, 2), StageChoice(2, 1, "none", shard_optimizer=True), 256)
+    least, most = (
+        sum(each.nbytes for each in of.update_work.collectives if each.kind == "all-gather")
+        for of in (found.least, found.most)
+    )
+    assert least < 2**16 and most >= 4 * 1024**2
 
 
 def test_few_examples_keep_no_more_than_a_cut_of_their_own():
