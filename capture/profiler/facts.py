@@ -421,15 +421,23 @@ class LayerFacts:
 
     @memo
     def _split_params(self, window: Window) -> StageBounds:
-        """Passes of a window whose parameters are split over replicas: with the fewest examples
-        what they need at least, and with the most what they are expected to, as products of few
-        examples are small, and nothing is gathered for those."""
-        choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
-        few, many = (
-            self._bounds.of_passes(StageConfig(*window, choice, self._size(examples)), NO_END)
-            for examples in (min(self._sizes), max(self._sizes))
-        )
-        return replace(few, most=many.most)
+        """Passes of a window whose parameters are split over replicas, with the fewest examples;
+        what they are expected to need with the most, where products of few examples are so small
+        that hardly any parameter is gathered for them."""
+
+        def passes(examples: int) -> StageBounds:
+            choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
+            return self._bounds.of_passes(
+                StageConfig(*window, choice, self._size(examples)), NO_END
+            )
+
+        few = passes(min(self._sizes))
+        work = few.most.forward_work
+        sent = work.collectives if work is not None else ()
+        gathered = sum(one.nbytes for one in sent if one.kind == "all-gather")
+        if 4 * gathered >= self._largest_layer(window, StageChoice()):
+            return few
+        return replace(few, most=passes(max(self._sizes)).most)
 
     def _end(self, window: Window, choice: StageChoice) -> EndBounds:
         """Of the end of a step, which is the same for replicas that share nothing."""
