@@ -13,7 +13,8 @@ What splits parameters over replicas (ZeRO) or activations along the sequence fo
                 layer beside it. Traffic of parameters and gradients is no part of the least
                 seconds. What replicas send each other is known of one trace without tensor
                 parallelism: the same for any examples, and an even part of it where tensors are
-                split
+                split. Where hardly a parameter is gathered for few examples, as for experts, one
+                with more says what is expected
     sequence    an even part of what the layer needs on one device, and of the traffic of those that
                 do not split the sequence
 """

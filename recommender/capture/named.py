@@ -41,7 +41,7 @@ _NUM_LIMITS = 7
 FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.1, 6
 #: Plans that were expected to be faster and are not, one after the other: where estimates are too
 #: low, there are many of them. After so many the other names come first, and after so many, these
-#: included, nothing more is expected to be faster.
+#: included, no more are compiled (``missed``).
 PATIENCE, MOST_MISSED = 2, 6
 #: Rounds of layers that are compiled alone, begun before they are asked for.
 _ROUNDS_AHEAD = 2
@@ -85,7 +85,7 @@ class Named(Timed):
 
     def _next_faster(self, search: Search, look: Look) -> Found | None:
         if search.effort.within_fraction and self._num_missed(search) >= MOST_MISSED:
-            self._knows_fastest = True
+            self._knows_fastest, self.nothing_left = True, "missed"
         found = None if self._knows_fastest else self._faster(search, look)
         self._knows_fastest = found is None and bool(search.fitting)
         return found

@@ -103,9 +103,15 @@ Corner = tuple[float, float]
 
 
 class Policy(ABC):
-    """What is searched for. ``objective``: of the question; None leaves it as it is."""
+    """What is searched for.
+
+    Attributes:
+        objective: Of the question; None leaves it as it is.
+        nothing_left: Why a search ends that has nothing left to compile (``Proven.ended``).
+    """
 
     objective: str | None = None
+    nothing_left = "search"
 
     @abstractmethod
     def corner(self, nbytes: int, seconds: float) -> Corner:
@@ -233,7 +239,7 @@ class Search:
                 if self._look.bracket is None and not self.compiled:
                     raise
                 ended = "interrupted"
-        if ended == "search":
+        if ended == self._policy.nothing_left:
             self.by_layers = self._policy.by_layers(self)
             self._see()
         return self._policy.answer(self, self._look, ended)
@@ -257,7 +263,7 @@ class Search:
             self._learn(chosen.part.size, known)
         elif chosen is not None:
             self._compile(chosen)
-        return "" if chosen else "search"
+        return "" if chosen else self._policy.nothing_left
 
     def _see(self) -> Look:
         """What is known now, which is told."""

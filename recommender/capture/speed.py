@@ -252,10 +252,11 @@ class Timed(Policy):
         front = self.front(search) if self._has_front else None
         best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))
         by = "not proven" if within is None else f"proven within {within:.1%}"
+        are_plain = all(map(is_plain, search.questions))
         if front is not None:
             said = (
                 f", {len(front.points)} of them on the front; {by if within != 0 else 'proven'}: "
-                f"whichever plan{' of 1F1B' * self._knows_others} fits, one of them needs no more "
+                f"whichever plan{'' if are_plain else ' of 1F1B'} fits, one of them needs no more "
                 "bytes and seconds"
                 f"{' by more' * (within != 0)}, {NO_TRANSFERS}"
             )

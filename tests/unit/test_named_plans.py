@@ -179,6 +179,8 @@ def test_other_names_come_before_many_plans_that_are_not_faster(monkeypatch):
             patched.setattr(Named, "_named", counted)
             answer = planted.search(Effort(within_fraction=0.05, at_once=1))
         seconds = [value for _, value in planted.values(planted.compiler.compiled)]
+        assert (answer.why.proven.ended == "missed") == (most == 3)
+        assert answer.why.verified.settled == (most != 3), "some are still expected to be faster"
         found[patience, most] = numbers[0], seconds, answer.proof.step_seconds
     soon, late, few = found.values()
     assert soon[0] < late[0] and soon[0] < len(soon[1])

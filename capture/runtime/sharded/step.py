@@ -110,6 +110,10 @@ class ShardedStep(TrainStep):
         results = (*kept, [NamedSharding(self.sharded.mesh, PartitionSpec())])
         return self._compiler(step, arguments, donate=(0, 1), out_shardings=results)
 
+    def compile(self) -> None:
+        """Compile the program, which else is compiled when it is first needed."""
+        self._executable  # noqa: B018  # kept from then on
+
     @cached_property
     def program(self) -> Step:
         """The step's instructions; compiles the program."""
