@@ -57,7 +57,7 @@ class AlpaMemory:
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        """By device id."""
+        """The peak memory of each device in bytes, in order of device ids."""
         of_device = {
             device: peak.peak_bytes
             for devices, peak in zip(self.placement, self.stages, strict=True)
@@ -104,7 +104,7 @@ def alpa_memory(plan: Plan, profile: Profile, *, master_copy: bool = False) -> A
 def alpa_replay(
     plan: Plan, stages: Sequence[StageInterface], *, master_copy: bool = False
 ) -> AlpaMemory:
-    """Book a step as Alpa runs it.
+    """Return the peaks of a step as Alpa runs it, from a replay of its instructions.
 
     Args:
         plan: Its cluster, schedule, and numbers of devices and replicas.
@@ -131,8 +131,8 @@ def alpa_replay(
 def with_master_copy(
     params_bytes: Any, optimizer_bytes: Any, choice: StageChoice
 ) -> tuple[Any, Any]:
-    """Parameters and optimizer state per device in 16 bits with a float32 master copy; integers or
-    arrays of them.
+    """Return the bytes per device of parameters and optimizer state of a stage that trains in 16
+    bits with a float32 master copy; integers or arrays of them.
 
     Args:
         params_bytes: In float32; accumulated gradients take as much as parameters, before and

@@ -33,7 +33,7 @@ ALPA_VERSION = "0.2.3"
 
 @dataclass(frozen=True)
 class AlpaOptions:
-    """What ``alpa.PipeshardParallel`` is given.
+    """The arguments of ``alpa.PipeshardParallel`` that mean a plan, as plain data.
 
     Attributes:
         num_hosts, num_devices_per_host: Size of the mesh that it is for.
@@ -66,7 +66,7 @@ class AlpaOptions:
         return {"alpa_version": ALPA_VERSION, **asdict(self)}
 
     def build(self, devices: Any = None) -> Any:
-        """The real ``alpa.PipeshardParallel``.
+        """Build the real ``alpa.PipeshardParallel``.
 
         Args:
             devices: A ``VirtualPhysicalMesh``; None for the mesh that ``alpa.init`` made.
@@ -105,8 +105,8 @@ class AlpaOptions:
         )
 
     def source(self, about: str = "") -> str:
-        """One Python 3.8 file that imports alpa alone; its ``method()`` returns the real
-        ``PipeshardParallel``.
+        """Return the text of a Python 3.8 file that imports alpa alone; its ``method()`` returns
+        the real ``PipeshardParallel``.
 
         Args:
             about: What it is of: a line of its docstring.
@@ -183,8 +183,8 @@ def _listed(items: list[Any]) -> str:
 
 
 def to_alpa(plan: Plan) -> AlpaOptions:
-    """The arguments of ``alpa.PipeshardParallel`` that mean the plan; neither alpa nor JAX is
-    imported.
+    """Return the arguments of ``alpa.PipeshardParallel`` that mean the plan; neither alpa nor JAX
+    is imported.
 
     Args:
         plan: On equal nodes.
@@ -243,7 +243,8 @@ def _layer_option(plan: Plan) -> tuple[str, dict[str, Any]]:
 
 
 def violations(plan: Plan) -> list[Violation]:
-    """Every rule of Alpa's that a plan breaks; of a schedule that Alpa has not, that alone."""
+    """Return a violation for every rule of Alpa's that a plan breaks; only one if Alpa lacks its
+    schedule."""
     if found := foreign_schedule(plan):
         return found
     found = on_hosts(plan)

@@ -20,7 +20,7 @@ Shape = tuple[int, int]
 
 
 def physical_shape(num_devices: int, devices_per_node: int) -> Shape:
-    """(hosts, devices per host) of a submesh: a part of one host, or whole hosts.
+    """Return a submesh's (hosts, devices per host): a part of one host, or whole hosts.
 
     Raises:
         PlanError: ``alpa-submesh`` if it is neither.
@@ -42,7 +42,7 @@ def physical_shape(num_devices: int, devices_per_node: int) -> Shape:
 
 
 def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The device ids of every stage, node-major, as Alpa packs them.
+    """Return the device ids of every stage, node-major, as Alpa packs them.
 
     Args:
         cluster: Devices in equal nodes: Alpa's hosts.
@@ -87,7 +87,7 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
 
 
 def on_hosts(plan: Plan) -> list[Violation]:
-    """That Alpa keeps nothing on hosts: ``alpa-offload``."""
+    """Return an ``alpa-offload`` violation per stage that offloads: Alpa keeps all on devices."""
     return [
         Violation(
             f"stage {s} has offload={list(stage.offload)}, and Alpa keeps everything on devices; "
@@ -100,7 +100,7 @@ def on_hosts(plan: Plan) -> list[Violation]:
 
 
 def foreign_schedule(plan: Plan) -> list[Violation]:
-    """That Alpa has no such schedule: ``alpa-schedule``."""
+    """Return an ``alpa-schedule`` violation, unless the plan's schedule is one of Alpa's."""
     if plan.schedule in PLAIN_SCHEDULES:
         return []
     return [

@@ -30,7 +30,7 @@ _SAFE = {
 
 
 class _Shell:
-    """Stands for an object of a class that is not imported."""
+    """An empty stand-in for an object of a class that is not imported."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -59,7 +59,7 @@ def plan_from_alpa(
     num_micro_batches: int | None = None,
     pipeline_schedule: str | None = None,
 ) -> Plan:
-    """The plan that Alpa means.
+    """Return the plan that Alpa's own plan or options mean.
 
     Args:
         source: A ``ParallelPlan``, or the path or the bytes of a pickled one; or a mapping with the
@@ -156,7 +156,7 @@ def plan_from_alpa(
 def _degrees(
     stage: int, logical: Shape, settings: Mapping[str, Any], undecided: str | None
 ) -> tuple[int, int]:
-    """(data parallel, tensor parallel) of a stage."""
+    """Return the (data parallel, tensor parallel) degrees of a stage."""
     size = logical[0] * logical[1]
     if settings.get("force_data_parallel"):
         return size, 1

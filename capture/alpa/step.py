@@ -21,16 +21,17 @@ from capture.step.tasks import Round, Send, Task
 
 
 def build_alpa_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
-    """As ``capture.step.pipeline.build_step``."""
+    """Return the step of a pipeline as Alpa's runtime executes it, in our instructions."""
     return built(_AlpaPipeline(stages, schedule))
 
 
 class _AlpaPipeline(Pipeline):
-    """Values go from their maker to each reader, gradients back from reader to reader."""
+    """A pipeline whose values go from their maker to each reader, gradients back from reader to
+    reader."""
 
     def passes(self) -> Iterator[Round]:
-        """What a program makes is sent in the clock of the program that reads it, to the first
-        stage first."""
+        """Yield the tasks of each clock, after a round of all inputs. A value is sent in the clock
+        of the pass that reads it, to the first stage first."""
         tasks: list[Task | Send] = []
         for s in range(len(self.stages)):
             tasks += self.accumulators(s)

@@ -43,8 +43,8 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, target: str = "cpu") -> Cluster:
-        """``"NxG"``, also ``"N*G"`` (N nodes of G devices), or ``"4+2"`` (a list of nodes); spaces
-        and capitals do not matter.
+        """Parse ``"NxG"``, also ``"N*G"`` (N nodes of G devices), or ``"4+2"`` (a list of nodes);
+        spaces and capitals do not matter.
 
         Raises:
             ClusterError: ``cluster-syntax`` if the text is neither, ``cluster-nodes`` if a node is
@@ -80,7 +80,7 @@ class Cluster:
         return tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
 
     def group(self, size: int, stride: int = 1) -> Cluster:
-        """So many of the devices of equal nodes, a stride apart, as a cluster of their own.
+        """Return a cluster of ``size`` of the devices, which stand ``stride`` apart in equal nodes.
 
         Example:
             >>> Cluster((8, 8)).group(4).nodes, Cluster((8, 8)).group(4, stride=4).nodes
@@ -113,7 +113,7 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, dtype: str = "float32", precision: str = "default") -> Machine:
-        """The machine that a cluster's target describes, with all of the usable memory.
+        """Return the machine that a cluster's target describes, with all of the usable memory.
 
         Args:
             cluster: Devices in equal nodes.
@@ -159,20 +159,20 @@ class Machine:
 
     @cached_property
     def flops_per_second(self) -> float:
-        """That products reach."""
+        """The FLOPs per second that large products reach on one device."""
         return self.rates.reached_flops_per_second(self.computed_in)
 
     def with_limit(self, memory_limit_bytes: float) -> Machine:
-        """The same devices, less or more of whose memory may be used."""
+        """Return the same machine with another limit on the memory used of one device."""
         return replace(self, memory_limit_bytes=memory_limit_bytes)
 
     def group(self, size: int, stride: int = 1) -> Machine:
-        """Some of the devices (``Cluster.group``)."""
+        """Return the machine with only some of its devices (``Cluster.group``)."""
         return replace(self, cluster=self.cluster.group(size, stride))
 
 
 def _did_you_mean(spelled: str) -> str:
-    """A question with the nearest cluster, or nothing."""
+    """Return a question that names the nearest cluster, or an empty text."""
     if re.fullmatch(r"\d+(x\d+){2,}", spelled):
         nodes, *sizes = map(int, spelled.split("x"))
         return f" Did you mean {nodes}x{math.prod(sizes)}?"

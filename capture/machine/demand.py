@@ -30,7 +30,7 @@ ACCELERATOR_TYPES = {
 
 @dataclass(frozen=True)
 class Demand:
-    """What a process needs of its node.
+    """The processor, memory and accelerators that a process needs of its node in a Ray cluster.
 
     Attributes:
         memory_bytes: Memory on the host.
@@ -51,7 +51,7 @@ class Demand:
         accelerator_type: str | None,
         error: type[CaptureError],
     ) -> Demand:
-        """The same, on devices of a target.
+        """Return the demand with so many devices of a target; unchanged for a target of CPUs.
 
         Args:
             target: A name or a file.
@@ -79,14 +79,14 @@ class Demand:
         return replace(self, devices=devices, num_devices=num_devices, accelerator_type=kind)
 
     def offered(self, resources: Mapping[str, float]) -> bool:
-        """Whether a node has such devices at all."""
+        """Return whether a node has accelerators of the demanded kind at all."""
         return self.devices is None or (
             f"accelerator_type:{self.accelerator_type}" in resources
             and resources.get(self.devices, 0) >= 1
         )
 
     def room(self, resources: Mapping[str, float]) -> int:
-        """How many such processes a node has room for.
+        """Return how many such processes an empty node has room for.
 
         Example:
             >>> node = {"CPU": 8, "GPU": 5, "memory": 64e9}
@@ -104,7 +104,7 @@ class Demand:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray calls them."""
+        """The demand in Ray's resources: an amount by each resource's name."""
         # A node offers a whole one of its kind, to be shared by all that need it: an actor takes
         # next to nothing.
         kind = {f"accelerator_type:{self.accelerator_type}": 0.001} if self.accelerator_type else {}
@@ -112,7 +112,7 @@ class Demand:
         return {"CPU": 1, "memory": self.memory_bytes, **devices, **kind}
 
     def options(self) -> dict[str, Any]:
-        """What Ray is asked for, for an actor."""
+        """Return the options with which Ray starts an actor that has this demand."""
         own = dict(self.resources)
         return {
             "num_cpus": own.pop("CPU"),
@@ -128,7 +128,7 @@ class Demand:
 
 
 def resources_text(nodes: Sequence[Mapping[str, float]]) -> str:
-    """What nodes have, for people."""
+    """Return the resources of nodes as one line of an error message."""
     return "; ".join(
         ", ".join(
             f"{name} {amount:g}"

@@ -16,7 +16,7 @@ from capture.machine.rates import HostLink, Link, Sourced
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """One timing.
+    """A collective and the seconds that it took.
 
     Attributes:
         kind: ``all-gather``, ``reduce-scatter`` or ``all-reduce``.
@@ -38,7 +38,8 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class FittedLink:
-    """A link, and how well it explains the measurements (fractions of the measured seconds)."""
+    """A link, and the errors with which it explains the measurements (fractions of the measured
+    seconds)."""
 
     link: Link
     mean_error_fraction: float
@@ -46,7 +47,8 @@ class FittedLink:
 
 
 def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
-    """Least squares of the relative errors of  steps x (alpha + beta bytes / n), with alpha >= 0.
+    """Fit a link to collectives: least squares of the relative errors of  steps x (alpha + beta
+    bytes / n), with alpha >= 0.
 
     Args:
         measured: Collectives over one link, of two sizes or more.
@@ -83,7 +85,7 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
 def _fitted(
     columns: Sequence[tuple[float, float]], seconds: Sequence[float], source: str
 ) -> FittedLink:
-    """Of messages one after the other, and bytes."""
+    """Fit alpha and beta to seconds, from rows of (messages one after the other, bytes sent)."""
     measured = np.asarray(seconds)
     relative, ones = np.asarray(columns) / measured[:, None], np.ones(len(measured))
     alpha, beta = np.linalg.lstsq(relative, ones, rcond=None)[0]
@@ -123,7 +125,7 @@ class MeasuredCopies:
 
 @dataclass(frozen=True)
 class FittedHostLink:
-    """A host's link, and how well it explains the copies in each direction.
+    """A host's link, and the errors with which it explains the copies in each direction.
 
     Attributes:
         link: Fitted.
@@ -138,7 +140,8 @@ class FittedHostLink:
 
 
 def fit_host_link(measured: Sequence[MeasuredCopies], source: str) -> FittedHostLink:
-    """Each direction as ``fit_link`` does, of one message; both at once, if they hide each other.
+    """Fit each direction of a host's link as ``fit_link`` does, with one message per copy. It is
+    duplex if copies in both directions hide each other.
 
     Args:
         measured: Of two sizes or more.
@@ -175,8 +178,8 @@ def fit_host_link(measured: Sequence[MeasuredCopies], source: str) -> FittedHost
 def fit_overlap(
     compute_seconds: Sequence[float], sent_seconds: Sequence[float], step_seconds: Sequence[float]
 ) -> float:
-    """The fraction of  min(compute, communication)  that steps hid, kept in [0, 1]: least squares
-    of  compute + sent - fraction x min.
+    """Return the fraction of  min(compute, communication)  that steps hid, kept in [0, 1]: least
+    squares of  compute + sent - fraction x min.
 
     Example:
         >>> fit_overlap([4.0, 2.0], [3.0, 5.0], [7.0 - 1.5, 7.0 - 1.0])

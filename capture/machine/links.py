@@ -24,7 +24,7 @@ from capture.machine.rates import Link, Sourced
 
 
 def ring_steps(kind: str, group_size: int) -> int:
-    """Messages that every device of a ring sends, one after the other."""
+    """Return how many messages every device of a ring sends, one after the other."""
     return (group_size - 1) * (2 if kind == "all-reduce" else 1)
 
 
@@ -42,7 +42,7 @@ class Links:
     devices_per_node: int
 
     def seconds(self, kind: str, nbytes: float, group_size: int, stride: int = 1) -> float:
-        """One collective, alone on its links.
+        """Return the seconds of one collective, alone on its links.
 
         Args:
             kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
@@ -69,8 +69,8 @@ class Links:
         return _ring(kind, nbytes, inside, fast) + _ring(kind, share, nodes, slow)
 
     def slowest_of_ring(self, num_nodes: int) -> Link:
-        """The link of one ring through all devices of so many nodes: what enters and leaves a node
-        has the bandwidth of all of its devices (O-q)."""
+        """Return the link that limits one ring through all devices of so many nodes: what enters
+        and leaves a node has the bandwidth of all of its devices (O-q)."""
         if num_nodes == 1:
             return self.intra_node
         inside, between = self.intra_node.bytes_per_second, self.inter_node.bytes_per_second

@@ -24,7 +24,7 @@ class Sourced:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two devices, or a device and its host.
+    """A link between two devices, or between a device and its host, by the alpha-beta model.
 
     Attributes:
         latency_seconds: Alpha, of one message.
@@ -35,7 +35,7 @@ class Link:
     bytes_per_second: Sourced
 
     def seconds(self, nbytes: float) -> float:
-        """Time of one message: alpha + n * beta.
+        """Return the seconds of one message of n bytes: alpha + n * beta.
 
         Example:
             >>> Link(Sourced(1e-6, ""), Sourced(1e9, "")).seconds(1000)
@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What joins a device and the memory of its host.
+    """The link between a device and the memory of its host, in both directions.
 
     Attributes:
         to_device, to_host: Each direction while the other one is idle.
@@ -62,7 +62,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a process can use of a device's memory.
+    """The memory of a device, and what others than programs take of it.
 
     usable = capacity x allocator_fraction - context - collective
 
@@ -80,7 +80,7 @@ class DeviceMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """What programs may need at their peak."""
+        """The bytes of one device's memory that programs may need at their peak."""
         claimed = self.capacity_bytes.value * self.allocator_fraction.value
         return int(claimed - self.context_bytes.value - self.collective_bytes.value)
 
@@ -105,7 +105,7 @@ ASSUMED = "assumed: "
 
 @dataclass(frozen=True)
 class HostMachine:
-    """What the machine has that devices are in.
+    """The host machine that devices are in: its memory, and what its processes' messages cost.
 
     Attributes:
         memory_bytes: For each of its devices: for weights, optimizer state and what is kept for the
@@ -155,7 +155,7 @@ class Rates:
     cores: Sourced = Sourced(0, "none")
 
     def computed_in(self, dtype: str, precision: str) -> str:
-        """The data type whose rate products have.
+        """Return the data type whose rate products have.
 
         Args:
             dtype: Data type of their operands.
@@ -177,19 +177,20 @@ class Rates:
         )
 
     def rate_of(self, dtype: str, precision: str = "highest") -> Sourced:
-        """Specified FLOPs per second of products of a data type at a precision; an unlisted type
-        counts as float32."""
+        """Return the specified FLOPs per second of products of a data type at a precision; an
+        unlisted type counts as float32."""
         return self.flops_per_second.get(
             self.computed_in(dtype, precision), self.flops_per_second["float32"]
         )
 
     def reached_flops_per_second(self, dtype: str, precision: str = "highest") -> float:
-        """What large products reach of that rate."""
+        """Return the FLOPs per second that large products reach: specified rate x efficiency."""
         return self.rate_of(dtype, precision).value * self.compute_efficiency.value
 
     def needed_reuse(self, dtype: str, precision: str = "highest") -> float:
-        """How often tiles of products must use an element that they read, to reach their rate: as
-        often as those of 128 x 128 where products read most bytes per second, less elsewhere."""
+        """Return how often tiles of products must use an element that they read, to reach their
+        rate: as often as those of 128 x 128 where products read most bytes per second, less
+        elsewhere."""
         read = {
             name: rate.value * _BYTES.get(name, 4) for name, rate in self.flops_per_second.items()
         }
@@ -198,13 +199,13 @@ class Rates:
 
     @property
     def reached_bytes_per_second(self) -> float:
-        """What streaming reaches of the rate of the memory."""
+        """The bytes per second of device memory that streaming reaches: specified x efficiency."""
         return self.bytes_per_second.value * self.memory_efficiency.value
 
 
 @dataclass(frozen=True)
 class Products:
-    """What the compiler makes of matrix products and convolutions.
+    """The compiler's choices for matrix products and convolutions: their data types and fusion.
 
     Attributes:
         dtypes: By data type, the one in which products at default precision compute with it, where

@@ -49,7 +49,7 @@ class CallError(Exception):
 
 
 class RayCluster:
-    """A cluster that this process has joined.
+    """A Ray cluster that this process has joined.
 
     Args:
         address: ``"auto"`` for the cluster that this machine is a part of, ``"local"`` for one of
@@ -75,14 +75,15 @@ class RayCluster:
         self._joined = _join(address, error, num_processes, left_out)
 
     def close(self) -> None:
-        """Leave it, if it was joined here; one of this machine alone ends."""
+        """Leave the cluster, if it was joined here; one of this machine alone ends."""
         if self._joined:
             import ray
 
             ray.shutdown()
 
     def hears_head(self) -> bool:
-        """Whether its head answers; asked every few seconds, else it is said to.
+        """Return whether the cluster's head answers. Within two seconds of an answer it is not
+        asked again.
 
         Raises:
             CaptureError: ``ray-lost`` if it has not for long.
@@ -109,7 +110,7 @@ class RayCluster:
 
     @contextmanager
     def may_be_lost(self) -> Iterator[None]:
-        """Say it in our words when the cluster is gone."""
+        """Raise ``ray-lost`` in place of Ray's own errors if the cluster is gone."""
         import ray
 
         try:
@@ -122,18 +123,18 @@ class RayCluster:
             ) from error
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Those that are alive: ``NodeID``, ``Resources`` and more."""
+        """Return Ray's records of the nodes that are alive: ``NodeID``, ``Resources`` and more."""
         import ray
 
         with self.may_be_lost():
             return [node for node in ray.nodes() if node["Alive"]]
 
     def alive(self) -> set[str]:
-        """Ids of the nodes."""
+        """Return the ids of the nodes that are alive."""
         return {node["NodeID"] for node in self.nodes()}
 
     def check(self, demand: Demand) -> Demand:
-        """What a process will ask for: not more devices than a node has.
+        """Return the demand with no more devices than the best node has.
 
         Raises:
             CaptureError: ``ray-resources`` if no node has room for one.
@@ -153,7 +154,7 @@ class RayCluster:
         return demand
 
     def ready(self, references: Sequence[Any], timeout_seconds: float) -> list[Any]:
-        """Calls of which the results are there; waits for one, but not longer than that."""
+        """Return the calls whose results are there; wait for a first one, at most the timeout."""
         import ray
 
         with self.may_be_lost():
@@ -163,7 +164,7 @@ class RayCluster:
             return ray.wait(list(references), num_returns=len(references), timeout=0)[0]
 
     def result(self, reference: Any) -> Any:
-        """What a call gave.
+        """Wait for a call and return its result.
 
         Raises:
             CaptureError: that it raised, of any kind.
@@ -187,7 +188,7 @@ class RayCluster:
             raise ProcessLostError(said, silent) from None
 
     def reserve(self, demands: Sequence[Demand], apart: bool, seconds: float) -> ClusterRoom:
-        """Room for processes that run together.
+        """Reserve room for processes that run together.
 
         Args:
             demands: Of the processes.
@@ -217,7 +218,8 @@ class RayCluster:
         return room
 
     def _missing(self, demands: Sequence[Demand], apart: bool, seconds: float) -> str:
-        """What the cluster lacks for processes that were not placed."""
+        """Return an error message that says what the cluster lacks for processes that found no
+        room."""
         found = [node["Resources"] for node in self.nodes()]
         lacking = [
             f"process {number} needs {demand}, which no node has"
@@ -237,7 +239,7 @@ class RayCluster:
 
 
 class ClusterRoom:
-    """Where processes of a cluster will be: a placement group of Ray's.
+    """The room reserved for processes on the nodes of a cluster: a placement group of Ray's.
 
     Args:
         group: Ray's.
@@ -249,7 +251,7 @@ class ClusterRoom:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """What Ray is asked for, for the actor of each."""
+        """The options with which Ray starts the actor of each process in its part of the room."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Place
 
         return [
@@ -258,7 +260,7 @@ class ClusterRoom:
         ]
 
     def release(self) -> None:
-        """Give it back; what is in it ends."""
+        """Give the room back; processes in it end."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -282,7 +284,7 @@ class Actor:
         self._actor = remote_class.options(max_concurrency=num_threads, **options).remote()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """A reference to what a method of the object will give."""
+        """Begin a call of a method of the object and return a reference to its result."""
         return getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:
@@ -318,14 +320,14 @@ def _kill(process: int) -> None:
 
 
 def node_of_this_process() -> str:
-    """Id of the node, in a process of a cluster."""
+    """Return Ray's id of the node of this process, which runs in a cluster."""
     import ray
 
     return ray.get_runtime_context().get_node_id()
 
 
 def address_of_this_process() -> str:
-    """By which other nodes reach this one."""
+    """Return the IP address by which other nodes reach the node of this process."""
     import ray
 
     return ray.util.get_node_ip_address()
@@ -354,7 +356,7 @@ def check_travels(paths: Sequence[str], error: type[CaptureError]) -> None:
 def _join(
     address: str, error: type[CaptureError], num_processes: int, left_out: Sequence[str]
 ) -> bool:
-    """False if this process has done so before."""
+    """Join a cluster; return False if this process has joined one before."""
     try:
         environment.prepare_ray(local=address == "local")
         import ray

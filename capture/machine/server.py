@@ -66,7 +66,7 @@ class Server:
 
     @classmethod
     def load(cls, name: str) -> Server:
-        """A shipped server by name, or the file at a path that ends in ``.json``.
+        """Load a shipped server by name, or the file at a path that ends in ``.json``.
 
         Raises:
             ClusterError: ``server-unknown``, ``server-file``, ``server-schema``,
@@ -77,7 +77,7 @@ class Server:
 
     @classmethod
     def of(cls, cluster: Cluster, host_memory_bytes: int | None = None) -> Server:
-        """That of a target: one node of its devices.
+        """Return the server that one node of a target's devices makes.
 
         Args:
             cluster: One node.
@@ -114,7 +114,7 @@ class Server:
         )
 
     def document(self) -> dict[str, Any]:
-        """Its file."""
+        """Return the server as its file has it."""
         return SERVER.write(documents.fields_of(self))
 
     @property
@@ -138,7 +138,7 @@ class Server:
         usable_bytes: int | None = None,
         host_memory_bytes: int | None = None,
     ) -> Server:
-        """The same with other sizes; None keeps one."""
+        """Return the server with other sizes; None keeps one."""
         given = {
             "num_devices": num_devices,
             "usable_bytes": usable_bytes,
@@ -204,7 +204,7 @@ def _read(data: Any) -> Server:
 
 
 def _without_rate(data: Any) -> list[Violation]:
-    """Of a file, the bandwidths that it does not say."""
+    """Return a violation for each bandwidth that a server file does not say."""
     known = data if isinstance(data, dict) else {}
     return [
         Violation(

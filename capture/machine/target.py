@@ -100,8 +100,8 @@ class Target:
 
     @classmethod
     def load(cls, name: str) -> Target:
-        """A shipped target by name (in any spelling that ``known_name`` knows), or the file at a
-        path that ends in ``.json``.
+        """Load a shipped target by name (in any spelling that ``known_name`` knows), or the file at
+        a path that ends in ``.json``.
 
         Raises:
             TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON,
@@ -112,8 +112,8 @@ class Target:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What of the target can change a compiled program's memory: part of the key of every
-        measurement."""
+        """The parts of the target that can change a compiled program's memory: part of the key of
+        every measurement."""
         return {
             "platform": self.platform,
             "compiler": {k: v for k, v in self.compiler.items() if not k.endswith("source")},
@@ -142,8 +142,8 @@ def check_compiler(target: Target) -> None:
 
 
 def relative_target(name: str, directory: Path) -> str:
-    """The same target, the path of a file written relative to a directory (that of a plan or a
-    profile)."""
+    """Return the name of a target, the path of a file written relative to a directory (that of a
+    plan or a profile)."""
     return (
         os.path.relpath(Path(name).resolve(), directory.resolve())
         if name.endswith(".json")
@@ -152,12 +152,12 @@ def relative_target(name: str, directory: Path) -> str:
 
 
 def resolved_target(name: str, directory: Path) -> str:
-    """The inverse of ``relative_target``: relative to the working directory."""
+    """Return a target's path relative to the working directory: undo ``relative_target``."""
     return os.path.relpath((directory / name).resolve()) if name.endswith(".json") else name
 
 
 def same_target(one: str, other: str) -> bool:
-    """Whether two names mean the same target, however the path of a file is written."""
+    """Return whether two names mean the same target, however the path of a file is written."""
     return one == other or (
         one.endswith(".json")
         and other.endswith(".json")
@@ -166,7 +166,8 @@ def same_target(one: str, other: str) -> bool:
 
 
 def known_name(name: str) -> str:
-    """The shipped target that is meant by another spelling of its name; any other name as it is.
+    """Return the shipped target that is meant by another spelling of its name; any other name as it
+    is.
 
     Example:
         >>> spelled = ("H100", "A100-80GB", "NVIDIA A100 80GB", "TPU v5e", "a100")
@@ -181,7 +182,7 @@ def known_name(name: str) -> str:
 
 
 def _did_you_mean(name: str) -> str:
-    """A question with the nearest names of shipped targets, or nothing."""
+    """Return a question with the nearest names of shipped targets, or an empty text."""
     kind, colon, count = name.lower().partition(":")
     if colon and count.isdecimal() and known_name(kind) in target_names():
         return f" Did you mean --target {known_name(kind)} --cluster 1x{count}?"

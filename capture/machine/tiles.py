@@ -44,7 +44,7 @@ def tiled_seconds(
     needed_reuse: float,
     bytes_per_second: float,
 ) -> float:
-    """A product alone on its device, by its tiles.
+    """Return the seconds of a product alone on its device, by its tiles.
 
     Args:
         shape: (batches, rows, columns) of its results.

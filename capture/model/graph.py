@@ -38,7 +38,7 @@ _ITEM_BYTES = {
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype given by name.
+    """Return the bytes of one element of a dtype given by name.
 
     Example:
         >>> item_bytes("float32"), item_bytes("bfloat16"), item_bytes("bool")
@@ -78,8 +78,8 @@ class Tensor:
         return self.size * item_bytes(self.dtype)
 
     def shard_bytes(self, data_parallel: int) -> int:
-        """Bytes per device when the batch dimension is split; whole where it cannot be split
-        evenly."""
+        """Return the bytes per device when the batch dimension is split; all where it cannot be
+        split evenly."""
         if self.batch_dim is None or self.shape[self.batch_dim] % data_parallel:
             return self.nbytes
         return self.nbytes // data_parallel
@@ -148,11 +148,12 @@ class LayerGraph:
         return {value: layer.layer_id for layer in self.layers for value in layer.inputs}
 
     def producer(self, value: int) -> int:
-        """The layer that makes a value."""
+        """Return the id of the layer that makes a value."""
         return self._producer[value]
 
     def crossing(self, cut: int) -> tuple[int, ...]:
-        """Values made by layers before ``cut`` and read by layers from ``cut`` on, ascending.
+        """Return the values made by layers before ``cut`` and read by layers from ``cut`` on,
+        ascending.
 
         A skip connection over several layers crosses every cut in between: it passes through the
         stages there.
@@ -168,7 +169,7 @@ class LayerGraph:
         )
 
     def value_dim(self, value: int, split: tuple[int, int]) -> int | None:
-        """The dimension of a value that is cut along the sequence; None if none is.
+        """Return the dimension of a value that is cut along the sequence; None if none is.
 
         Args:
             value: Index into ``values``.
@@ -178,13 +179,14 @@ class LayerGraph:
         return None if dims is None else dims[value]
 
     def value_bytes(self, value: int, split: tuple[int, int]) -> int:
-        """Bytes per device of a value that passes between stages; arguments as of ``value_dim``."""
+        """Return the bytes per device of a value that passes between stages; arguments as of
+        ``value_dim``."""
         nbytes = self.values[value].shard_bytes(split[0])
         return nbytes if self.value_dim(value, split) is None else nbytes // split[1]
 
     def stage_params(self, first: int, stop: int) -> tuple[int, ...]:
-        """Parameters of layers [first, stop), each once, in the order in which the layers first
-        read them.
+        """Return the parameters of layers [first, stop), each once, in the order in which the
+        layers first read them.
 
         Not by index: a tree sorts ``block_10`` before ``block_9``, and equal stages should see
         equal orders.
@@ -192,11 +194,11 @@ class LayerGraph:
         return tuple(dict.fromkeys(p for layer in self.layers[first:stop] for p in layer.params))
 
     def stage_batch(self, first: int, stop: int) -> tuple[int, ...]:
-        """Batch leaves that layers [first, stop) read, each once, ascending."""
+        """Return the batch leaves that layers [first, stop) read, each once, ascending."""
         return tuple(sorted({b for layer in self.layers[first:stop] for b in layer.batch}))
 
     def param_owner(self, param: int) -> int:
-        """The first layer that reads a parameter: its stage updates it."""
+        """Return the first layer that reads a parameter: its stage updates it."""
         return self._owners[param]
 
     @cached_property
@@ -204,7 +206,7 @@ class LayerGraph:
         return {p: layer.layer_id for layer in reversed(self.layers) for p in layer.params}
 
     def param_readers(self, param: int) -> tuple[int, ...]:
-        """The layers that read a parameter, ascending; several share it."""
+        """Return the layers that read a parameter, ascending; several share it."""
         return self._param_readers.get(param, ())
 
     @cached_property
@@ -237,8 +239,8 @@ class LayerGraph:
 
 
 def agreed_value_dims(graphs: Iterable[LayerGraph]) -> dict[int, tuple[int | None, ...]]:
-    """Of graphs of one model, at several micro-batch sizes or for several choices: a value stays
-    whole where those that know a split differ."""
+    """Return, by number of ways, the dimension that each value is cut along (``value_dims``); None
+    where graphs of one model differ. Graphs without that number of ways do not count."""
     found: dict[int, tuple[int | None, ...]] = {}
     for graph in graphs:
         for ways, dims in graph.value_dims.items():
@@ -248,7 +250,7 @@ def agreed_value_dims(graphs: Iterable[LayerGraph]) -> dict[int, tuple[int | Non
 
 
 def content_hash(data: Any) -> str:
-    """Short hash of a JSON-serialisable value, stable over processes and versions."""
+    """Return a short hash of a JSON-serialisable value, stable over processes and versions."""
     return hashlib.sha256(
         json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()[:16]

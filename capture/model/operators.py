@@ -93,7 +93,7 @@ class Operator:
         return self.kind != "other"
 
     def violations(self) -> Iterator[Violation]:
-        """What is wrong with it."""
+        """Yield a violation for an unknown kind and for each negative size of the operator."""
         if self.kind not in get_args(Kind):
             yield Violation(
                 f"operator {self.name!r} has kind={self.kind!r}; use one of "

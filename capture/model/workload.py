@@ -34,7 +34,7 @@ _Cached = type(lru_cache(len))
 
 @runtime_checkable
 class WorkloadProtocol(Protocol):
-    """Whatever a workload function returns must have these four members."""
+    """The four members that whatever a workload function returns must have."""
 
     loss_fn: Callable[..., Any]
     init: Callable[[Any], PyTree]
@@ -81,14 +81,14 @@ class LoadedWorkload(Workload):
 
 
 def name_of(workload: WorkloadProtocol) -> str:
-    """How a workload was named; one that was made in Python has no name."""
+    """Return the name of a workload for messages; one made in Python is ``this model``."""
     return workload.name if isinstance(workload, LoadedWorkload) else "this model"
 
 
 def named_workload(
     name: str, given: Mapping[str, WorkloadProtocol], named_by: str = "", *, trust: bool = False
 ) -> WorkloadProtocol:
-    """The workload of a name: one that is given, or what ``WorkloadSpec`` loads.
+    """Return the workload of a name: one that is given, or what ``WorkloadSpec`` loads.
 
     Args:
         name: Of a workload.
@@ -113,7 +113,7 @@ def named_workload(
 
 
 def takes_key(workload: WorkloadProtocol) -> bool:
-    """Whether the loss has a third positional parameter: the random key of a micro-batch."""
+    """Return whether the loss has a third positional parameter: the random key of a micro-batch."""
     parameters = inspect.signature(workload.loss_fn).parameters.values()
     positional = [
         p
@@ -124,7 +124,7 @@ def takes_key(workload: WorkloadProtocol) -> bool:
 
 
 def check_workload(workload: Any, source: str) -> WorkloadProtocol:
-    """The workload itself, if it has the four members.
+    """Return the workload itself; refuse an object without the four members.
 
     Raises:
         WorkloadError: ``workload-members`` naming what is missing, ``workload-optimizer`` if the
@@ -178,7 +178,7 @@ class WorkloadSpec:
 
     @classmethod
     def parse(cls, text: str) -> WorkloadSpec:
-        """Read a name.
+        """Parse the name of a workload.
 
         Raises:
             WorkloadError: ``workload-name`` if it has no ``:function``, or an argument without
@@ -209,7 +209,7 @@ class WorkloadSpec:
         return f"{self.location}:{self.function}" + (f"?{query}" if query else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The three fields that a document has."""
+        """Return the location, function and arguments, which are all that a document has."""
         arguments = dict(self.arguments)
         return {"location": self.location, "function": self.function, "arguments": arguments}
 
@@ -218,7 +218,8 @@ class WorkloadSpec:
         return self.location.endswith(".py")
 
     def in_file(self, named_by: Path | str) -> WorkloadSpec:
-        """The same workload, as a file names it."""
+        """Return the same workload, as a file names it, which makes it need trust
+        (``admitted``)."""
         return replace(self, named_by=str(named_by))
 
     def admitted(self, trust: bool = False) -> WorkloadSpec:
@@ -257,7 +258,7 @@ class WorkloadSpec:
         return replace(self, named_by="")
 
     def relative_to(self, directory: Path) -> WorkloadSpec:
-        """The same workload, its path written relative to a directory (that of the plan file)."""
+        """Return the workload, its path written relative to a directory (that of the plan file)."""
         if not self.is_file:
             return self
         return replace(
@@ -265,7 +266,7 @@ class WorkloadSpec:
         )
 
     def resolved_from(self, directory: Path) -> WorkloadSpec:
-        """The inverse of ``relative_to``."""
+        """Return the workload, its path relative to the working directory: undo ``relative_to``."""
         if not self.is_file or Path(self.location).is_absolute():
             return self
         return replace(self, location=os.path.relpath(os.path.realpath(directory / self.location)))
@@ -402,7 +403,7 @@ def _cut(text: str, most: int = 300) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A text of a stranger's, so that a terminal shows it and does nothing else."""
+    """Escape the characters of a stranger's text that a terminal would not only show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
