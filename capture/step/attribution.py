@@ -44,7 +44,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class StageBuffers:
-    """What the groups of bytes in a ``StageCost`` consist of.
+    """The buffers that the groups of bytes in a ``StageCost`` consist of.
 
     Attributes:
         optimizer: State of the owned parameters.
@@ -64,7 +64,7 @@ class StageBuffers:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The peak of a stage's devices, taken apart.
+    """The peak memory of a stage's devices, split into buffers.
 
     Attributes:
         peak: As the ledger found it.
@@ -77,12 +77,12 @@ class Attribution:
 
     @property
     def attributed_fraction(self) -> float:
-        """Share of the peak that is known to be of a layer."""
+        """The share of the peak's bytes that is known to belong to a layer."""
         return sum(b.bytes for b in self.buffers if b.layer is not None) / self.peak.peak_bytes
 
     @property
     def layers(self) -> dict[int, dict[str, int]]:
-        """Bytes by category, per layer."""
+        """The bytes of each layer in the peak, by category."""
         found: dict[int, dict[str, int]] = {}
         for buffer in self.buffers:
             if buffer.layer is not None:
@@ -117,7 +117,7 @@ class BufferGroup:
 
 
 def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
-    """Buffers that are alike together, the most bytes first.
+    """Group buffers that are alike; the group with the most bytes is first.
 
     Example:
         >>> [alike] = group(
@@ -156,7 +156,7 @@ def attribute(
     graph: LayerGraph,
     buffers: Sequence[StageBuffers],
 ) -> list[Attribution]:
-    """Take the peak of every stage apart.
+    """Return the peak of every stage, split into the buffers that are live then.
 
     Args:
         step: The plan's.
@@ -199,7 +199,8 @@ def attribute(
 
 
 def attribute_operators(step: Step) -> Attribution:
-    """Take the peak of all devices apart, of a step whose slots hold what is of an operator."""
+    """Return the peak of the devices, split into buffers by operator; for a step whose slots each
+    hold what is of one operator."""
     peak, by_slot = replay(step).peaks[0], replay(step, by_slot=True).peaks[0]
     slots = {slot.name: slot for slot in step.slots}
     running = {i.label: i for i in step.runs}
@@ -222,7 +223,7 @@ def _of_slot(
     graph: LayerGraph,
     buffers: StageBuffers,
 ) -> list[Buffer]:
-    """The buffers of a slot."""
+    """Return the buffers that a slot consists of, with their layers and names."""
     first, stop = layers
 
     def reader(of: Callable[[Any], Sequence[int]], key: int) -> int | None:

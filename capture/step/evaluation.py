@@ -19,7 +19,8 @@ from capture.step.tasks import Round, Send, Task
 
 
 def build_evaluation(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
-    """As ``capture.step.pipeline.build_step``."""
+    """Return the step that computes a pipeline's loss: forward passes alone; arguments as of
+    ``capture.step.pipeline.build_step``."""
     nothing_kept = [
         replace(stage, kept_inputs=(), kept_outputs=(), kept_batch=()) for stage in stages
     ]
@@ -27,7 +28,7 @@ def build_evaluation(stages: Sequence[StageInterface], schedule: Schedule) -> St
 
 
 class _Evaluation(Pipeline):
-    """Forward passes, each followed by what it sends."""
+    """A pipeline of forward passes alone, each followed by what it sends."""
 
     def passes(self) -> Iterator[Round]:
         for clock in self.schedule.forward_clocks:

@@ -57,7 +57,7 @@ class Leaves:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """What a stage keeps of a pass and the layer graph does not name: a field of
+    """The activations of one pass that a stage keeps and the layer graph does not name: a field of
     ``capture.step.attribution.StageBuffers``."""
 
     part: Literal["residuals", "held", "deferred"]

@@ -18,8 +18,8 @@ from capture.plan.stages import Plan
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """What a stage holds between the gradients of its inputs and those of its weights, for one
-    micro-batch.
+    """The arrays that a stage holds, per micro-batch, between the two parts of a split backward
+    pass: gradients of its inputs first, of its weights later.
 
     Attributes:
         inputs, outputs, batch, cotangents: Of what the backward pass reads, in ids of the layer
@@ -38,8 +38,8 @@ class SplitBackward:
 
 @dataclass(frozen=True)
 class StageInterface:
-    """What a stage reads and writes, in ids of the layer graph, and how many bytes per device each
-    group takes.
+    """The tensors that a stage reads and writes, in ids of the layer graph, and the bytes per
+    device of each group of them.
 
     Attributes:
         devices: Device ids of the stage.

@@ -32,42 +32,45 @@ Node = tuple[int, int, int]
 
 
 class Listener(Protocol):
-    """Told what a step issues, in the order of issue; bundles by sub-array and number."""
+    """The receiver of what a step issues, in the order of issue; bundles by sub-array and
+    number."""
 
     def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
-        """A program, for the segment of a node."""
+        """Note that a program runs for the segment of a node."""
         ...
 
     def feed(self, a: int, number: int, batch: int) -> None: ...
 
     def drop(self, a: int, number: int, batch: int) -> None:
-        """No sub-array reads a batch of all of them again."""
+        """Note that the last sub-array has read a batch that all of them read."""
         ...
 
     def fetch(self, a: int, number: int) -> None:
-        """A copy from the host begins."""
+        """Note that a copy from the host begins."""
         ...
 
     def arrived(self, a: int, number: int) -> None:
-        """It has ended, and the host's bytes are free."""
+        """Note that a copy from the host has ended; the host's bytes are free."""
         ...
 
     def swap_out(self, a: int, number: int) -> None:
-        """A copy to the host begins."""
+        """Note that a copy to the host begins."""
         ...
 
     def left(self, a: int, number: int) -> None:
-        """It has ended, and the device's bytes are free."""
+        """Note that a copy to the host has ended; the device's bytes are free."""
         ...
 
     def stays(self, a: int, number: int) -> None:
-        """It has ended, and the host's bytes are free: nobody needed its room."""
+        """Note that a copy to the host has ended and the bundle stays on the device: nobody needed
+        its room. The host's bytes are free."""
         ...
 
     def free(self, a: int, numbers: Sequence[int]) -> None: ...
 
     def has_left(self, a: int, number: int, since: int) -> bool:
-        """Whether a copy to the host has ended, as far as is known ``since`` so many segments."""
+        """Return whether a copy to the host is known to have ended ``since`` segments after it
+        began."""
         ...
 
 
@@ -110,13 +113,14 @@ class Order:
     carries: bool = False
 
     def fed_to_all(self) -> list[dict[int, str]]:
-        """By sub-array, bundles of a batch that all of them read, and their names."""
+        """Return, per sub-array, the bundles of a batch that all sub-arrays read, with their
+        names."""
         found = [life.sub_array.bundles for life in self.arrays]
         return [{n: b.name for n, b in enumerate(own) if b.feed and b.shared} for own in found]
 
 
 class Issue:
-    """Issues a step.
+    """The issue of a step: decides when bundles come, go and are waited for, and counts bytes.
 
     Args:
         order: Its segments.
@@ -180,8 +184,8 @@ class Issue:
             self._left(*key)
 
     def _last_read(self) -> dict[int, list[tuple[int, int]]]:
-        """Place in the order -> sub-arrays and bundles of batches that nobody reads after it: not
-        those of which the last sub-array is still to come, in the step that follows."""
+        """Return, by place in the order, the (sub-array, bundle) of batches that nobody reads after
+        it. Batches that the last sub-array still reads in the step that follows are left out."""
         found: dict[tuple[str, int], tuple[int, int, int]] = {}
         for a, common in enumerate(self._common):
             for number, name in common.items():
@@ -238,7 +242,7 @@ class Issue:
     # ---- what comes in ---------------------------------------------------------------------------
 
     def _readied(self, a: int, numbers: Sequence[int], batch: int) -> None:
-        """What a program reads is on the device, and has arrived."""
+        """Feed, fetch and await what a program reads, so that all of it is on the device."""
         here, coming, leaving = self._here[a], self._coming[a], self._leaving
         common = self._common[a]
         for number in numbers:
@@ -267,8 +271,8 @@ class Issue:
                 self._listener.arrived(a, number)
 
     def _ahead(self, a: int, issued: Issued) -> None:
-        """What is used soon comes early, if it has room now, and beside all that runs until it is
-        used: for what comes early nothing is waited for."""
+        """Prefetch what is used soon, if it fits now and beside all that runs until it is used: for
+        what comes early nothing is waited for."""
         for use, number in issued.soon:
             if number not in self._here[a] and (a, number) not in self._asked:
                 self._asked.add((a, number))
@@ -308,7 +312,7 @@ class Issue:
     # ---- what goes out ---------------------------------------------------------------------------
 
     def _room(self, nbytes: int) -> None:
-        """Wait for what is going out, the oldest first, until so much fits."""
+        """Wait for swap-outs that are under way, the oldest first, until ``nbytes`` fit."""
         if self._leaving and self._live + nbytes > self._limit:
             for key in list(self._leaving):
                 self._left(*key)
@@ -332,8 +336,8 @@ class Issue:
 
 
 class Clock:
-    """A listener that knows when everything ends: what ``simulate_step`` says of the instructions
-    of the step, to the last bit (``tests/property/test_array_step.py``).
+    """A listener that knows when everything ends: the seconds that ``simulate_step`` finds for the
+    same instructions, to the last bit (``tests/property/test_array_step.py``).
 
     Args:
         arrays: Sub-arrays, decided.

@@ -29,7 +29,7 @@ def is_device(memory: Memory) -> TypeGuard[int]:
 
 
 def name_of(memory: Memory) -> str:
-    """For people."""
+    """Return the name of a memory for messages: ``device 0`` or that of a host."""
     return f"device {memory}" if is_device(memory) else str(memory)
 
 
@@ -54,7 +54,7 @@ _NOTHING = Peak(0, "", {})
 
 @dataclass
 class Ledger:
-    """Live bytes per memory and category, and the peak so far.
+    """The live bytes per memory and category, and the peak so far.
 
     Args:
         num_devices: Devices 0 to num_devices - 1 are there even if nothing is booked on them.
@@ -72,8 +72,8 @@ class Ledger:
         self._peaks: dict[Memory, Peak] = defaultdict(lambda: _NOTHING)
 
     def hold(self, memories: Iterable[Memory], nbytes: int, category: str, label: str = "") -> None:
-        """A buffer of ``nbytes`` in each of the memories comes to life; one that is named twice
-        holds two."""
+        """Book that a buffer of ``nbytes`` comes to life in each of the memories; one that is named
+        twice holds two."""
         live, parts, most = self._live, self._parts, self._most
         for memory in memories:
             live[memory] += nbytes
@@ -82,7 +82,7 @@ class Ledger:
                 self._mark(memory, 0, label)
 
     def drop(self, memories: Iterable[Memory], nbytes: int, category: str) -> None:
-        """The buffer is released."""
+        """Book that a buffer is released in each of the memories."""
         for memory in memories:
             self._live[memory] -= nbytes
             self._parts[memory][category] -= nbytes
@@ -93,7 +93,8 @@ class Ledger:
                 self.timeline.append((f"free {category}", memory, self._live[memory]))
 
     def execute(self, memories: Iterable[Memory], transient_bytes: int, label: str) -> None:
-        """A program runs and needs so much in each of the memories beside what is live."""
+        """Book that a program runs and needs so much in each of the memories beside what is
+        live."""
         live, most = self._live, self._most
         for memory in memories:
             if live[memory] + transient_bytes > most[memory] or self.record_timeline:
@@ -124,7 +125,7 @@ class Ledger:
 
     @property
     def peaks(self) -> tuple[Peak, ...]:
-        """Peaks of the devices, in order."""
+        """The peaks of the devices, in order of their ids."""
         return tuple(self.peak_of(device) for device in range(self.num_devices))
 
     def peak_of(self, memory: Memory) -> Peak:

@@ -64,7 +64,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class ArraySteps:
-    """What trains an array. Slots hold bundles (``HeldBundle``), programs are calls
+    """The steps that train an array. Slots hold bundles (``HeldBundle``), programs are calls
     (``SegmentCall``).
 
     Attributes:
@@ -82,12 +82,12 @@ class ArraySteps:
         return tuple(one for one in (self.prologue, self.body, self.epilogue) if one is not None)
 
     def replay(self, *, record_timeline: bool = False) -> tuple[Ledger, ...]:
-        """The ledgers of all of them."""
+        """Return the ledger of each of the steps, replayed."""
         return tuple(replay(one, record_timeline=record_timeline) for one in self.all)
 
 
 def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
-    """What decisions mean for a sub-array.
+    """Return when a sub-array's bundles are used under a plan's decisions to swap or recompute.
 
     Raises:
         PlanError: ``array-bundle`` for bundles that it has not, or that cannot be moved so.
@@ -117,7 +117,7 @@ def _names(sub_array: SubArray, numbers: set[int]) -> list[str]:
 
 
 def orders(arrays: Sequence[Lifetimes], turns: Turns) -> tuple[Order, Order | None, Order | None]:
-    """What is issued: the body, and the prologue and the epilogue where there are some."""
+    """Return the segments in order of issue: the body, and prologue and epilogue if multiplexed."""
     layers = [life.sub_array.num_layers for life in arrays]
     if turns == "in turn":
         nodes = [(a, segment, 0) for a, count in enumerate(layers) for segment in range(2 * count)]
@@ -140,8 +140,8 @@ def orders(arrays: Sequence[Lifetimes], turns: Turns) -> tuple[Order, Order | No
 
 
 def _beside(backward: Sequence[Node], forward: Sequence[Node]) -> list[Node]:
-    """One of each in turn, or of passes of other lengths as evenly; what gives memory back goes
-    first."""
+    """Interleave the segments of two passes in proportion to their lengths; a backward segment goes
+    first, since it gives memory back."""
     of_both = [((2 * n + 1) * len(forward), 0, node) for n, node in enumerate(backward)]
     of_both += [((2 * n + 1) * len(backward), 1, node) for n, node in enumerate(forward)]
     return [node for _, _, node in sorted(of_both)]
@@ -154,7 +154,7 @@ def build_array(
     memory_limit_bytes: int | None = None,
     host_memory_bytes: int | None = None,
 ) -> ArraySteps:
-    """The steps of sub-arrays in an order.
+    """Return the steps of sub-arrays in an order.
 
     Args:
         arrays: Sub-arrays, decided.
@@ -190,7 +190,7 @@ def _written(
 
 
 class _Writer:
-    """Writes what is issued as instructions.
+    """A listener that writes what is issued as instructions.
 
     Args:
         order: Of the step.
@@ -228,7 +228,7 @@ class _Writer:
             (self._there if host else self._here)[0, number] = slot
 
     def end(self) -> Step:
-        """The step, when everything is issued."""
+        """Return the step, when everything is issued."""
         step = self._step
         if step.reported:
             self._add(Free(tuple(step.reported)))
@@ -254,7 +254,8 @@ class _Writer:
         return slot
 
     def _new(self, key: Key, host: bool) -> int:
-        """A slot for a bundle."""
+        """Return a new slot for a bundle, or the slot it had before the step if it outlives the
+        step."""
         if (key, host) in self._again:
             return self._again[key, host]
         bundle, place = self._bundle(key), self._host if host else self._device
@@ -341,24 +342,25 @@ class _Writer:
 
 
 def program_seconds(step: Step) -> dict[str, float]:
-    """By program of a step of an array, as its calls are known to take."""
+    """Return the seconds of each program of an array's step, as its calls are known to take."""
     return {name: program.call.seconds for name, program in step.programs.items()}
 
 
 def swapped_bytes(steps: ArraySteps) -> int:
-    """Copied to the host in one body."""
+    """Return the bytes that one body copies to the host."""
     slots = steps.body.slots
     return sum(each.nbytes for each in steps.body.copies if slots[each.target].place.host)
 
 
 def recomputed_bytes(arrays: Sequence[Lifetimes]) -> int:
-    """Made again in one body."""
+    """Return the bytes of the bundles that one body makes again."""
     return sum(
         life.sub_array.bundles[number].nbytes for life in arrays for number in life.recomputed
     )
 
 
 def peak_of(ledgers: Sequence[Ledger], memory: int | str) -> tuple[int, str, Mapping[str, int]]:
-    """The most of several steps: bytes, at which instruction, and by category."""
+    """Return the highest peak of several steps in one memory: bytes, at which instruction, and by
+    category."""
     peak = max((ledger.peak_of(memory) for ledger in ledgers), key=lambda peak: peak.peak_bytes)
     return peak.peak_bytes, peak.instant, peak.parts

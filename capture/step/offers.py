@@ -29,7 +29,7 @@ from capture.step.program import Copy, Free, Place, Run, Step, Wait
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a copy between processes offers.
+    """The offers of one copy between processes.
 
     Attributes:
         pairs: (sender, receiver), by number of the process.
@@ -58,7 +58,7 @@ class OfferedStep:
 
 
 def with_offers(step: Step, crossings: Mapping[int, Crossing], window: int) -> OfferedStep:
-    """Insert the waits into a step.
+    """Return a step with waits for what its processes offer each other.
 
     All that was offered in the passes is acknowledged before the updates, and all of a step at its
     end.

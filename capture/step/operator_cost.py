@@ -30,7 +30,7 @@ PAPER_GRANULARITY = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What one operator costs every device in one step.
+    """The memory and time that one operator takes of every device in one step.
 
     Attributes:
         resident_bytes: Held through the step: adds up over operators.
@@ -44,7 +44,7 @@ class Cost:
 
 
 class Collectives(NamedTuple):
-    """Seconds of what an operator sends.
+    """The seconds of the collectives of one operator.
 
     Attributes:
         replicated: The all-reduce of the gradients of what is replicated.
@@ -61,7 +61,7 @@ class Collectives(NamedTuple):
 
 
 class CostModel(Protocol):
-    """What searches ask."""
+    """The interface through which searches ask for costs of operators."""
 
     @property
     def machine(self) -> Machine: ...
@@ -70,12 +70,12 @@ class CostModel(Protocol):
     def model(self) -> OperatorModel: ...
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
-        """Modes to choose from."""
+        """Return the modes to choose from for an operator."""
         ...
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
-        """What an operator costs, for so many examples per device (a number, or an array of
-        numbers)."""
+        """Return what an operator costs every device, for so many examples per device (a number, or
+        an array of numbers)."""
         ...
 
 
@@ -85,8 +85,8 @@ def sliced_modes(
     groups: tuple[int | None, ...] = (None,),
     partly: bool = True,
 ) -> tuple[Mode, ...]:
-    """DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j). Not
-    partly: k is g.
+    """Return DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j).
+    Not partly: k is g.
 
     An operator without parameters has nothing to shard, one that cannot be split has DP and ZDP.
 
@@ -109,7 +109,7 @@ def sliced_modes(
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step, with what the paper's model leaves out.
+    """The cost model of a step, with what the paper's model leaves out.
 
     * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S
       / g bytes, and another S / g where the next slice may be gathered meanwhile (overlap); less
@@ -194,14 +194,14 @@ class StepCost:
         return Cost(states + batch_size * held, transient, computed + sent - hidden)
 
     def exposed_fraction(self, operator: Operator, mode: Mode, batch_size: int) -> float:
-        """Of the seconds that an operator sends in a step, the part beside which nothing runs."""
+        """Return the part of an operator's communication seconds beside which nothing computes."""
         computed, sent = self._computed_and_sent(operator, mode, batch_size)
         return 1 - self.overlap_fraction * min(computed, sent) / sent if sent else 1.0
 
     def _computed_and_sent(
         self, operator: Operator, mode: Mode, batch_size: BatchSize
     ) -> tuple[Any, float]:
-        """Seconds of a step."""
+        """Return the seconds that an operator computes and the seconds that it sends in a step."""
         added = self.added_seconds(operator, mode, batch_size) * (2 if self.remat else 1)
         computed = compute_seconds(operator, self.machine, batch_size, self.remat) + added
         return computed, self._sent_seconds(operator, mode)
@@ -209,8 +209,8 @@ class StepCost:
     def transients(
         self, operator: Operator, mode: Mode, batch_size: BatchSize
     ) -> tuple[Any, Any, Any]:
-        """Bytes that come and go beside what is held: the product forwards, what follows it
-        backwards, the product backwards.
+        """Return the bytes that come and go beside what is held: the product forwards, what follows
+        it backwards, the product backwards.
 
         The product has its parameters gathered, and nothing is kept of the operations after it.
         Rematerialised, it goes forwards when the gradients of what later operators read are there;
@@ -252,8 +252,8 @@ class StepCost:
         return first - gone, second, third - gone
 
     def _on_chip(self, *arrays: Any) -> Any:
-        """Bytes that memory on the chip holds of arrays that are in use at once: of those that fit
-        into it."""
+        """Return the bytes that memory on the chip holds of arrays that are in use at once: of
+        those that fit into it."""
         capacity = self.machine.target.on_chip_bytes.value
         return (
             np.minimum(
@@ -266,28 +266,30 @@ class StepCost:
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:
-        """Additions of slices' results: those in DP mode are one product."""
+        """Return how many additions of slices' results there are: slices in DP mode are one
+        product."""
         return mode.num_sharded - (mode.num_sharded == mode.num_slices)
 
     def held_bytes(self, operator: Operator, mode: Mode) -> int:
-        """What is kept of an operator for its backward pass, per example."""
+        """Return the bytes per example that an operator keeps for its backward pass."""
         if self.remat:
             return operator.input_bytes
         return operator.activation_bytes - (0 if mode.num_sharded else operator.fused_bytes)
 
     def gathered_bytes(self, operator: Operator, mode: Mode) -> float:
-        """Parameters of a slice, as products read them; 0 if all slices are replicated."""
+        """Return the bytes of a slice's parameters, as products read them; 0 if all slices are
+        replicated."""
         if not mode.num_sharded:
             return 0.0
         return operator.parameter_bytes / mode.num_slices * operator.gathered_fraction
 
     def added_seconds(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Any:
-        """Seconds of adding up what slices give, in one forward pass."""
+        """Return the seconds of adding up the results of slices, in one forward pass."""
         nbytes = 3 * self._partial_sums(mode) * batch_size * operator.output_bytes
         return nbytes / self.machine.rates.reached_bytes_per_second
 
     def collectives(self, operator: Operator, mode: Mode) -> Collectives:
-        """What an operator sends in a step."""
+        """Return the seconds of each collective of an operator's step, in one slice and pass."""
         n, sent = self.machine.num_devices, self.machine.links.seconds
         group = mode.group_size or n
         slice_bytes = operator.parameter_bytes / mode.num_slices
@@ -313,8 +315,8 @@ class StepCost:
 def compute_seconds(
     operator: Operator, machine: Machine, batch_size: BatchSize, remat: bool
 ) -> Any:
-    """b gamma: forward, and backward twice as long; rematerialised, forward once more (a third: the
-    paper's "roughly 30%", 2.3)."""
+    """Return the seconds b gamma that an operator computes in a step: forward, and backward twice
+    as long; rematerialised, forward once more (a third: the paper's "roughly 30%", 2.3)."""
     gamma = operator.gamma_seconds
     if gamma is None:
         gamma = 3 * operator.flops / machine.flops_per_second

@@ -17,8 +17,8 @@ PassSeconds = Callable[[Task, int], float]
 
 
 def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
-    """When passes begin: a device takes its tasks in order, and a micro-batch begins when the
-    station before has made all of its examples.
+    """Return when each pass begins if copies take no time. A device takes its tasks in order; a
+    micro-batch begins when the station before has made all of its examples.
 
     Args:
         graph: Tasks of all ranks.
@@ -51,8 +51,8 @@ def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
 
 
 def as_the_first(graph: TaskGraph, begins: Begins) -> Begins:
-    """In data parallelism all devices do as the first, which has the most examples: one that runs
-    ahead would hold the weights of the next pack beside those that wait for the sum."""
+    """Give every data-parallel device the beginnings of the first, which has the most examples. One
+    that runs ahead would hold the weights of the next pack beside those that wait for the sum."""
     if graph.mode != "dp":
         return begins
     first = {

@@ -29,7 +29,8 @@ share, ``gather`` makes weights whole, and ``scatter`` adds gradients. The other
 
 @dataclass(frozen=True)
 class PackLayers:
-    """What layers read, in packs of layers [first, stop).
+    """The parameters, values and batch leaves that each layer reads, for packs of layers [first,
+    stop).
 
     A parameter belongs to the first layer that reads it, and is *shared* in the packs of others.
 
@@ -48,7 +49,7 @@ class PackLayers:
 
     @classmethod
     def of(cls, graph: LayerGraph, casts: Iterable[int] = ()) -> PackLayers:
-        """Return those of a layer graph."""
+        """Return the layers of a graph as packs read them."""
         layers, values = graph.layers, map(graph.crossing, range(graph.num_layers + 1))
         params = tuple(layer.params for layer in layers)
         return cls(params, tuple(values), tuple(one.batch for one in layers), frozenset(casts))
@@ -63,23 +64,23 @@ class PackLayers:
         return {param: layer for layer, params in numbered for param in params}
 
     def read(self, span: Span) -> Iterator[int]:
-        """The parameters that layers read, each once."""
+        """Yield the parameters that layers read, each once."""
         return iter(dict.fromkeys(p for params in self.params[slice(*span)] for p in params))
 
     def owned(self, span: Span) -> tuple[int, ...]:
-        """The parameters that belong to layers, as their weights hold them."""
+        """Return the parameters that belong to layers, as their weights hold them."""
         return tuple(p for p in self.read(span) if self.owner[p] >= span[0])
 
     def shared(self, span: Span) -> tuple[int, ...]:
-        """The parameters that layers read and that belong to earlier ones."""
+        """Return the parameters that layers read and that belong to earlier ones."""
         return tuple(p for p in self.read(span) if self.owner[p] < span[0])
 
     def cast(self, span: Span) -> tuple[int, ...]:
-        """The parameters that belong to layers and that devices get as casts."""
+        """Return the parameters that belong to layers and that devices get as casts."""
         return tuple(p for p in self.owned(span) if p in self.casts)
 
     def leaves(self, span: Span) -> tuple[int, ...]:
-        """The leaves of the batch that layers read."""
+        """Return the leaves of the batch that layers read."""
         return tuple(sorted({leaf for leaves in self.batch[slice(*span)] for leaf in leaves}))
 
 
@@ -108,10 +109,10 @@ class PackSizes(Protocol):
 
 @dataclass(frozen=True)
 class ProfileSizes:
-    """The bytes of a layer profile, which knows the sizes of layers and none of their arrays but
-    for the parameters that several layers read: to every layer belong two more, what devices get
-    as it is and what they get as casts. The batch is the input of the first layer. Buffers of
-    profiles that name no shared parameters belong to their layers.
+    """The bytes of packs from a layer profile, which knows the sizes of layers and none of their
+    arrays but for shared parameters. To every layer belong two more parameters: what devices get as
+    it is and what they get as casts. The batch is the input of the first layer. Buffers of profiles
+    that name no shared parameters belong to their layers.
 
     Attributes:
         profile: Of the layers.
@@ -137,13 +138,14 @@ class ProfileSizes:
         )
 
     def _own(self, layer: int) -> tuple[int, int]:
-        """What belongs to a layer beside what is shared: as it is, and what is sent as casts."""
+        """Return the ids of a layer's two unshared parameters: the one sent as it is, and the one
+        sent as casts."""
         first = len(self.profile.shared) + 2 * layer
         return first, first + 1
 
     @cached_property
     def _params(self) -> Mapping[int, Mapping[str, int]]:
-        """By parameter and form, its bytes."""
+        """The bytes of every parameter in each form (``Params.form``), by its id."""
         profile, sent = self.profile, self.profile.as_sent
         found: dict[int, Mapping[str, int]] = {
             p: {"whole": whole, "sent": as_sent, "alone": whole}
@@ -194,10 +196,11 @@ class ProfileSizes:
         return self.profile.batch or ((self.profile.x_bytes_per_sample[0], 0),)
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
-        """The peak of layers holds their weights and the input; backward, also their gradients,
-        which a pass that adds to those that are there makes layer by layer, as compiled programs
-        do; the released profiles are of a framework that adds in place. What is read of the batch
-        is there before, and compilers keep a little more in a pack than in its layers. An update
+        """Return the temporaries and results of a pass, less what they are written over, from the
+        peaks of its layers. A layer's peak holds its weights and input; backward, also its
+        gradients. A pass that adds to gradients makes them layer by layer, as compiled programs do;
+        the released profiles are of a framework that adds in place. What is read of the batch is
+        there before, and compilers keep a little more in a pack than in its layers. An update
         writes over what it reads; what reduces gradients does not."""
         if which in ("update", "reduce", "gather", "scatter"):
             return output_bytes

@@ -20,7 +20,7 @@ Values = tuple[Value, ...]
 
 
 class PackCall(NamedTuple):
-    """What a program of a step of packs computes.
+    """The computation of one program of a step of packs.
 
     Attributes:
         kind: What it does.
@@ -38,14 +38,15 @@ class PackCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The program's name: kind, layers, micro-batch size, device and pieces."""
         rows = "+".join(map(str, self.pieces)) if len(self.pieces) > 1 else ""
         first, stop = self.span
         return f"{self.kind} {first} {stop} {self.size} {self.device} {rows}".rstrip()
 
 
 class PackState:
-    """Weights and optimizer state, which rest on the host, and what becomes of gradients.
+    """The weights and optimizer state, which rest on the host, and the gradients on their way to
+    updates.
 
     Attributes:
         devices, hosts: By rank, the place, and that in the memory of its host.
@@ -100,13 +101,13 @@ class PackState:
         self._gathers: dict[tuple[str, int], tuple[Task, list[Values]]] = {}
 
     def _keep(self, what: str, category: str, holds: Any, rank: int, name: str) -> Value:
-        """A value that rests on a host."""
+        """Return a new value that rests on the host of a device."""
         kept = self.value(what, category, holds, home=self.hosts[rank], name=name)
         self.kept.append(kept)
         return kept
 
     def _keep_shares(self, what: str, run: Span, holds: Params, rank: int) -> Values:
-        """A value of each share of parameters."""
+        """Return a new value that rests on the host for each share of parameters."""
         count, name = self.graph.num_shares, f"{what} of {run[0]} to {run[1] - 1}"
         shares = [(holds, name)]
         if count > 1:
@@ -118,7 +119,8 @@ class PackState:
         return [run for run in self._runs if span[0] <= run[0] < span[1]]
 
     def _updated_by(self, param: int) -> Span:
-        """The pack that a parameter belongs to."""
+        """Return the backward pack that updates a parameter: the one that has the layer it belongs
+        to."""
         return next(span for span in self._owner if span[0] <= self.layers.owner[param] < span[1])
 
     def value(self, what: str, category: str, holds: Any, **more: Any) -> Value:
@@ -135,8 +137,9 @@ class PackState:
         made: Values = (),
         **more: Any,
     ) -> Task:
-        """``made``: results that are written over nothing, without the sum of the gradients. What a
-        program on a host needs beside its values is not booked."""
+        """Return a task with its temporaries booked. ``made``: results that are written over
+        nothing, without the sum of the gradients. What a program on a host needs beside its values
+        is not booked."""
         nbytes = sum(value.nbytes for value in made)
         nbytes = 0 if place.host else self.sizes.transient_bytes(*call[:3], nbytes)
         kind = "backward" if call.kind == "accumulate" else call.kind
@@ -145,7 +148,8 @@ class PackState:
     def _together(
         self, call: PackCall, reads: Mapping[int, Values], makes: Sequence[Values], **more: Any
     ) -> Task:
-        """A program of all devices, which takes over what each has and makes something of each."""
+        """Return a task of all devices, which takes over what each has and makes something of
+        each."""
         groups, takes, every = tuple(reads.values()), chain(*reads.values()), tuple(chain(*makes))
         ranks = [*zip(reads, groups, strict=True), *zip(reads, makes, strict=True)]
         more["at"] = {value: self.devices[rank] for rank, values in ranks for value in values}
@@ -154,7 +158,8 @@ class PackState:
     # ---- weights ---------------------------------------------------------------------------------
 
     def weights(self, task: Pack, label: str) -> tuple[Arrival, Values]:
-        """What a device gets of the weights of a pack, and what they come by."""
+        """Return how a device gets the weights of a pack, by copies or a gather, and their
+        values."""
         pack, key = (task.first, task.stop), (task.kind, task.station)
         if self.graph.num_shares == 1:
             parts = tuple(self._parts(pack))
@@ -170,7 +175,8 @@ class PackState:
         return gather if whole[0] else (), whole[task.rank]
 
     def _parts(self, pack: Span, share: int | None = None) -> Iterator[Value]:
-        """The values of a device, whole or a share of each, from those of the host."""
+        """Yield the values of a pack's weights on a device, whole or a share of each, from those of
+        the host."""
         layers = self.layers
 
         def part(what: str, holds: Params, sources: Values, index: Any = None) -> Value:
@@ -196,12 +202,12 @@ class PackState:
     # ---- gradients -------------------------------------------------------------------------------
 
     def summed(self, task: Pack) -> Values:
-        """The gradients that the task before, of the same pack, has made."""
+        """Return the gradients that the task before, of the same pack, has made."""
         return self._gradients[task.first, task.stop].pop(task.rank) if task.start else ()
 
     def sums(self, task: Pack) -> Values:
-        """New values for the gradients of what a pack owns, and of each parameter that it shares. A
-        sum over micro-batches is that of the parameters, which casts cannot hold."""
+        """Return new values for the gradients of what a pack owns, and of each parameter that it
+        shares. A sum over micro-batches is that of the parameters, which casts cannot hold."""
         span = task.first, task.stop
         alone = not task.start and task.last and len(task.sizes) == 1
         form: Any = "alone" if alone and self.graph.num_shares == 1 else "whole"
@@ -210,9 +216,9 @@ class PackState:
         return own, *(self.value("shared gradient", "gradients", holds) for holds in shared)
 
     def made(self, task: Pack, gradients: Values, label: str) -> tuple[Any, list[Task]]:
-        """Gradients of a task go to the host, but for those with which a device updates at once;
-        where devices have shares, when all have made theirs. Returns what rests behind the pass,
-        and what runs behind it."""
+        """Record a task's gradients; they go to the host, but for those with which a device updates
+        at once; where devices have shares, when all have made theirs. Returns what rests behind the
+        pass, and what runs behind it."""
         span = task.first, task.stop
         self._gradients[span][task.rank] = gradients
         if self.graph.num_shares > 1:
@@ -234,7 +240,8 @@ class PackState:
         return tuple(zip(gradients, places, strict=True))
 
     def _scatter(self, span: Span, label: str) -> Task:
-        """Each device gets its share of the sum of all gradients of a pack, for the host."""
+        """Return the task in which each device gets its share of the sum of all gradients of a
+        pack, for the host."""
         given = dict(sorted(self._gradients.pop(span).items()))
         made = [
             tuple(self.value(v.what, v.category, replace(v.holds, share=rank)) for v in values)
@@ -248,8 +255,9 @@ class PackState:
     # ---- updates ---------------------------------------------------------------------------------
 
     def update(self, task: Pack, label: str) -> Iterator[Round]:
-        """When the gradients of all ranks are there: on the host a pass later, so that nothing
-        waits for their copies; or on the devices. Not where they need those of all packs."""
+        """Yield the update of a pack when the gradients of all ranks are there: on the host a pass
+        later, so that nothing waits for their copies; or on the devices. Nothing where an update
+        needs the gradients of all packs."""
         span, on = (task.first, task.stop), self.graph.switches
         self._updates[span] -= 1
         if self._updates[span] or self._last:
@@ -263,8 +271,9 @@ class PackState:
             yield Round([self._on_first(span, rank, (), label)], rank, settled=True)
 
     def update_all(self) -> Iterator[Round]:
-        """After all passes, where an update needs the gradients of all packs: they have waited on
-        the host, which makes of each pack's the small value that the others need."""
+        """Yield all updates after the passes, where an update needs the gradients of all packs:
+        they have waited on the host, which makes of each pack's the small value that the others
+        need."""
         made, tasks = dict[Span, Value](), list[Task]()
         for span, rank in self._owner.items() if self._last else ():
             label = f"summarize gradients of layers {span[0]} to {span[1] - 1}"
@@ -285,11 +294,12 @@ class PackState:
                 yield Round([self._on_first(span, rank, others, label)], rank)
 
     def _weights_of(self, span: Span) -> Values:
-        """On the host."""
+        """Return the values of a pack's weights on the host."""
         return tuple(chain.from_iterable(self._weights[run] for run in self._of(span)))
 
     def _summands(self, span: Span) -> Values:
-        """Gradients of every rank, and those of other packs that read what this one owns."""
+        """Return the gradients of every rank, and those of other packs that read what this one
+        owns."""
         return (*chain(*self._gradients.pop(span).values()), *self._from_others(span))
 
     def _from_others(self, span: Span) -> Values:
@@ -297,8 +307,8 @@ class PackState:
         return tuple(value for param in shared for value in self._shared.pop(param))
 
     def _widened(self, span: Span, label: str) -> Iterator[Task]:
-        """Gradients of casts become those of parameters. The update adds nothing to that: it would
-        be another program, which may round otherwise."""
+        """Yield tasks that make gradients of casts those of parameters. The update adds nothing to
+        that: it would be another program, which may round otherwise."""
         call, whole = PackCall("widen", span, device=self._owner[span]), self._own(span)
         for rank, given in self._gradients[span].items():
             if given[0].nbytes < whole.nbytes and given[0].holds.form == "alone":
@@ -306,7 +316,7 @@ class PackState:
                 yield self.task(call, self.hosts[call.device], (given,), made, given, label=label)
 
     def _own(self, span: Span) -> Value:
-        """New gradients of what a pack owns."""
+        """Return a new value for the gradients of what a pack owns."""
         return self.value("gradients", "gradients", Params(self.layers.owned(span)))
 
     def _on_host(self, span: Span, summaries: Values, label: str) -> Iterator[Task]:
@@ -323,8 +333,8 @@ class PackState:
         return self.task(call, place, reads, changed, (*changed, *reads[2]), **more)
 
     def _on_devices(self, span: Span, label: str) -> Iterator[Round]:
-        """Every rank updates the weights that it has; those of the last go to the host, when nobody
-        reads there any more."""
+        """Yield the update of the weights that each rank has; those of the last go to the host,
+        when nobody reads there any more."""
         ranks, others = self._gradients.pop(span), self._from_others(span)
         if self.reduces:
             added, call = [(self._own(span),) for _ in ranks], PackCall("reduce", span)
@@ -336,7 +346,8 @@ class PackState:
             yield Round([self._on_device(span, rank, *groups, label=label, writes=last)], rank)
 
     def _on_first(self, span: Span, rank: int, summaries: Values, label: str) -> Task:
-        """On a device that has nothing of it."""
+        """Return the update of a pack on a device that first has to get its weights, state and
+        gradients."""
         weights = tuple(value for value in self._parts(span) if value.what != "shared")
         groups = weights, self._summands(span), summaries
         return self._on_device(span, rank, *groups, label=label, writes=True)

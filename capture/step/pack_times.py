@@ -12,8 +12,8 @@ from capture.step.timeline import Seconds
 
 
 def packs_seconds(step: Step, graph: TaskGraph, profile: LayerProfile, server: Server) -> Seconds:
-    """Times of its programs and copies: those of the profile, and bytes over the bandwidths that
-    the devices share."""
+    """Return the times of a step's programs and copies: those of the profile, and bytes over the
+    bandwidths that the devices share."""
     working = len({task.rank for task in graph.tasks})
     swap = server.swap_bytes_per_second.value / working
     p2p = server.p2p_bytes_per_second.value
@@ -47,9 +47,10 @@ def packs_seconds(step: Step, graph: TaskGraph, profile: LayerProfile, server: S
 
 
 def volumes_bytes(step: Step) -> dict[str, int]:
-    """What is copied over the hosts' links, by what the slots are and the direction; between
-    devices it is ``p2p``, and what comes from the batch ``batch in``. What devices get of each
-    other to make weights of shares is ``weights gathered``, and likewise of gradients."""
+    """Return the bytes copied over the hosts' links, by what the slots are and the direction;
+    between devices it is ``p2p``, and what comes from the batch ``batch in``. What devices get of
+    each other to make weights of shares is ``weights gathered``, and of gradients ``gradients
+    scattered``."""
     found: defaultdict[str, int] = defaultdict(int)
     for instruction in step.instructions:
         match instruction:

@@ -60,13 +60,13 @@ def build_step(graph: TaskGraph, sizes: PackSizes, server: Server, begins: Begin
 
 
 def lower(state: PackState, begins: Begins) -> Iterator[Round]:
-    """Return what runs where, in program order."""
+    """Yield what runs where, in program order."""
     return _Passes(state).rounds(begins)
 
 
 class _Pass(NamedTuple):
-    """A micro-batch of a task: its number there, its lane, its rows in pieces, and what it reads of
-    what is not there; ``label`` for people."""
+    """A micro-batch of a task: its number there, its lane, its rows in pieces; ``label`` for
+    people."""
 
     task: Pack
     i: int
@@ -80,7 +80,8 @@ class _Pass(NamedTuple):
 
 
 class _Passes:
-    """The forward and backward passes."""
+    """The lowering of the forward and backward passes, with the values that packs hand on and
+    keep."""
 
     def __init__(self, state: PackState):
         self._state, self._graph, self._layers = state, state.graph, state.layers
@@ -102,7 +103,8 @@ class _Passes:
         self._summed: dict[int, Values] = {}
 
     def rounds(self, begins: Begins) -> Iterator[Round]:
-        """At once begins, on all devices, what is behind a pass, before the next pack."""
+        """Yield the passes in the order of ``begins``. Tasks behind a pass, such as updates, begin
+        at once on all devices, before the next pack."""
         every = [(task, i) for task in self._graph.tasks for i in range(max(1, len(task.sizes)))]
         every.sort(key=lambda p: (begins[p[0].id, p[1]], p[0].station, p[0].id, p[1]))
         for task, i in every:
@@ -115,7 +117,8 @@ class _Passes:
         yield from self._state.update_all()
 
     def _lane(self, task: Pack) -> int:
-        """In data parallelism every rank has its own examples."""
+        """Return the lane of a task's examples: its rank in data parallelism, where every rank has
+        its own; else 0."""
         return task.rank if self._graph.mode == "dp" else 0
 
     def _round(self, task: Pack, i: int, label: str) -> Round:
@@ -133,7 +136,8 @@ class _Passes:
         return Round(self._backward(one, batch, x, dy), task.rank, (arrival, batch, x, dy))
 
     def _batch(self, one: _Pass) -> Values:
-        """The batch, which is on the host: it need not be kept for the backward pass."""
+        """Return the batch of a pass, which is on the host: it need not be kept for the backward
+        pass."""
         leaves = self._layers.leaves((one.task.first, one.task.stop))
         before = sum(len(cuts) for lane, cuts in self._cuts.items() if lane < one.lane)
         starts, new = (0, *self._cuts[one.lane]), self._state.value
@@ -144,8 +148,8 @@ class _Passes:
         )
 
     def _entering(self, one: _Pass) -> Values:
-        """What enters a pass: what the pack before handed on, or what the host keeps, at several
-        layers if values skip over some: of each, all pieces."""
+        """Return the values that enter a pass: those that the pack before handed on, or those that
+        the host keeps, at several layers if values skip over some; of each, all pieces."""
         first, lane = one.task.first, one.lane
         if first == 0:
             return ()
@@ -164,7 +168,7 @@ class _Passes:
         return self._state.value("activation", category, of, **more)
 
     def _rows(self, one: _Pass, layer: int, *, gradient: bool) -> Values:
-        """New values of what enters a layer, or of its gradient."""
+        """Return new values of what enters a layer, or of its gradient, one per piece."""
         of = [holds.Values(self._layers.values[layer], rows, gradient) for rows in one.rows]
         if not gradient:
             return tuple(map(self._activation, of))
@@ -172,8 +176,8 @@ class _Passes:
         return tuple(new("gradient", "cotangents", v, resting="activations") for v in of)
 
     def _keep(self, one: _Pass, layer: int, pieces: Values) -> Values:
-        """An input of a layer goes to the host, for the backward pass; but for what is there
-        already, since it has skipped over this layer and one before."""
+        """Return the copies of a layer's input that go to the host for the backward pass; but for
+        what is there already, since it has skipped over this layer and one before."""
         kept, entering = self._kept_at[layer], self._layers.values[layer]
         index = None if kept == entering else tuple(map(entering.index, kept))
         found = [
@@ -187,7 +191,8 @@ class _Passes:
         return tuple(found) if kept else ()
 
     def _give(self, one: _Pass, layer: int, pieces: Values, *, gradient: bool) -> Values:
-        """Pieces of a value for the next pack: they stay for its device, or go to the host."""
+        """Hand pieces of a value to the next pack: they stay for its device, or are returned to go
+        to the host."""
         sink = one.task.sink
         over_host = not self._graph.switches.p2p or (sink is not None and sink.medium == "swap")
         if over_host and not gradient and layer in self._kept_at:  # it is read there both times
@@ -239,7 +244,8 @@ class _Passes:
 def _microbatch_ends(
     graph: TaskGraph, lane_of: Callable[[Pack], int]
 ) -> tuple[dict[tuple[int, int], tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """Examples at which micro-batches end: by (lane, station), 0 first; by lane those of all."""
+    """Return the examples at which micro-batches end: by (lane, station), 0 first; by lane those of
+    all."""
     sizes: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for task in graph.tasks:
         if task.kind != "update":

@@ -46,7 +46,8 @@ Key = tuple[str, int, int, int]
 
 
 def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
-    """The instructions of one step: every clock's programs, then its transfers, then the updates.
+    """Return the instructions of one step: every clock's programs, then its transfers, then the
+    updates.
 
     Args:
         stages: In pipeline order.
@@ -56,7 +57,7 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
 
 
 def built(pipeline: Pipeline) -> Step:
-    """The step of a pipeline, whose tasks nobody has listed before."""
+    """Return the step of a pipeline, whose tasks nobody has listed before."""
     step = Step((*pipeline.places, *pipeline.hosts), pipeline.programs)
     turns = transfer(step, [*pipeline.passes(), Round([*pipeline.updates()])], pipeline.kept)
     if pipeline.hosts:
@@ -73,19 +74,19 @@ def built(pipeline: Pipeline) -> Step:
 
 
 class StageCall(NamedTuple):
-    """What a program of a pipeline computes: its kind, of the stage of that number."""
+    """The computation of a pipeline's program: its kind, and the number of its stage."""
 
     kind: str
     stage: int
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The program's name in a step: ``forward@0``."""
         return f"{self.kind}@{self.stage}"
 
 
 def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
-    """Seconds of every program of a pipeline's step.
+    """Return the seconds of every program of a pipeline's step, by its name.
 
     Args:
         step: As ``build_step`` makes it.
@@ -123,7 +124,7 @@ def plan_timeline(
 
 
 class Pipeline:
-    """Lists the tasks; remembers the values of every micro-batch.
+    """The lowering of a pipeline: lists the tasks, and remembers the values of every micro-batch.
 
     A value travels from stage to stage until its last reader, and its gradient goes back from
     reader to reader, each adding its own. Another runtime's habits override ``passes`` and the
@@ -182,7 +183,7 @@ class Pipeline:
     # ---- what another runtime does otherwise -----------------------------------------------------
 
     def passes(self) -> Iterator[Round]:
-        """The forward and backward passes, and when what they make is sent; once."""
+        """Yield the forward and backward passes, and when what they make is sent; once."""
         for passes in self.schedule.rounds:
             ordered = sorted(passes, key=_order_of_sends)
             tasks = [task for one in passes for task in self.run(one)]
@@ -195,7 +196,7 @@ class Pipeline:
             yield Round([*sends, *(rest for one in passes for rest in self._offloaded(one))])
 
     def _turn(self, task: Task) -> Round:
-        """A task, and what comes back for it."""
+        """Return the round of a task, with the values that come back from the host for it."""
         if task.program.kind == "zero_gradients":
             return Round([task])
         back = tuple(v for group in task.reads for v in group if v in self._away)
@@ -203,7 +204,7 @@ class Pipeline:
         return Round([task], min(task.program.place.devices), [back])
 
     def _offloaded(self, one: Pass) -> Iterator[Send]:
-        """What a pass keeps goes to rest, when all has been sent."""
+        """Yield the offload of what a forward pass keeps, which goes when all has been sent."""
         s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
         if one.kind != "forward" or (s, m) not in self._resting:
             return
@@ -220,8 +221,8 @@ class Pipeline:
             yield Send(value, self.hosts[s], label, rests=True)
 
     def _rests(self) -> set[tuple[int, int]]:
-        """Stages and micro-batches whose activations rest: where they are away for a pass, after
-        one during which they go and before one during which they come."""
+        """Return the (stage, micro-batch) whose activations rest on the host: where they are away
+        for a pass, after one during which they go and before one during which they come."""
         found = set[tuple[int, int]]()
         for order in self.schedule.orders:
             made = dict[tuple[int, int], int]()
@@ -234,21 +235,21 @@ class Pipeline:
         return found
 
     def received(self, s: int) -> tuple[int, ...]:
-        """Values that a stage gets from others."""
+        """Return the values that a stage gets from others."""
         return self.stages[s].received
 
     def receivers(self, s: int, v: int) -> Iterable[int]:
-        """Stages that get a value from stage s."""
+        """Return the stages that get a value from stage s."""
         return (s + 1,)
 
     def sender(self, s: int, v: int) -> int:
-        """The stage that gets the gradient of a value from stage s."""
+        """Return the stage that gets the gradient of a value from stage s."""
         return s - 1
 
     # ---- passes ----------------------------------------------------------------------------------
 
     def run(self, one: Pass) -> Iterator[Task]:
-        """A pass, and what has to be there for it."""
+        """Yield the task of a pass, after what has to be there for it."""
         s, m = one.stage_id, one.microbatch
         if one.kind in ("backward", "backward_weights"):
             yield from self.accumulators(s)
@@ -263,7 +264,8 @@ class Pipeline:
                 yield self._backward_weights(s, m)
 
     def sends(self, one: Pass) -> Iterator[Send]:
-        """What a pass has made for other stages, or what has passed through its own."""
+        """Yield the sends of what a pass has made for other stages, or what has passed through its
+        own."""
         s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
         for v in stage.sent if one.kind == "forward" else ():
             made = v in stage.outputs
@@ -276,8 +278,8 @@ class Pipeline:
                 yield from self._give((what, s, m, v), "cotangent", self.sender(s, v))
 
     def _give(self, key: Key, what: str, t: int, *, copied: bool = False) -> Iterator[Send]:
-        """Stage t gets a value: that itself, where both share their devices, and so split it alike;
-        or a copy."""
+        """Yield the send of a value to stage t; hand over the value itself, without a send, where
+        both share their devices, and so split it alike."""
         source, (_, s, m, v) = self._values[key], key
         if self.stages[s].devices == self.stages[t].devices and not copied:
             self._values[what, t, m, v] = source
@@ -288,7 +290,7 @@ class Pipeline:
         yield Send(value, self.places[t], f"send {of}{v}.{m} from stage {s} to {t}")
 
     def batch(self, s: int, m: int) -> Values:
-        """The leaves of a micro-batch that the stage reads."""
+        """Return the leaves of a micro-batch that the stage reads."""
         stage = self.stages[s]
         for b in stage.batch:
             if ("batch", s, m, b) not in self._values:
@@ -297,7 +299,8 @@ class Pipeline:
         return self._read("batch", s, m, stage.batch)
 
     def accumulators(self, s: int) -> Iterator[Task]:
-        """Zeros for the gradients of a stage's parameters, unless they are there already."""
+        """Yield the task that makes zeros for a stage's gradients, unless they are there
+        already."""
         if s not in self._gradients:
             names = ["gradients", *(f"gradient{p}" for p in self.stages[s].borrowed)]
             self._gradients[s] = tuple(
@@ -325,7 +328,8 @@ class Pipeline:
         nbytes: int = 0,
         **more: Any,
     ) -> Value:
-        """A value of a micro-batch; of one that passes between layers unless it is said."""
+        """Return a new value of a micro-batch; without ``holds``, one that passes between
+        layers."""
         if holds is None:
             holds, nbytes = Between((key,)), self.stages[s].value_bytes[key]
         value = Value(what, category, nbytes, holds, name=f"{what}{key}.{m}@{s}", **more)
@@ -378,7 +382,7 @@ class Pipeline:
         return self._task("backward", s, reads, makes, takes, f"backward {m} on stage {s}")
 
     def _backward_inputs(self, s: int, m: int) -> Task:
-        """The gradients that the stage before waits for."""
+        """Return the task of the gradients that the stage before waits for."""
         stage, split = self.stages[s], self.split(s)
         gone = (
             *self._read("input", s, m, _without(stage.kept_inputs, split.inputs)),
@@ -393,7 +397,7 @@ class Pipeline:
         return self._task("backward_inputs", s, reads, (*made, self._new(*of)), gone, label)
 
     def _backward_weights(self, s: int, m: int) -> Task:
-        """Those that nobody waits for."""
+        """Return the task of the gradients of weights, which no other stage waits for."""
         batch = self._read("batch", s, m, self.split(s).batch)
         held, deferred = self._held(s, m), self._read("deferred", s, m, [0])
         sums, label = self._gradients[s], f"gradients of weights {m} on stage {s}"
@@ -405,7 +409,8 @@ class Pipeline:
         return tuple(map(new, self.stages[s].input_gradients))
 
     def _held(self, s: int, m: int) -> Values:
-        """What the gradients of weights read of what the backward pass does, in their order."""
+        """Return what the gradients of weights read of the inputs, outputs, residuals and
+        cotangents of the backward pass, in this order."""
         split = self.split(s)
         return (
             *self._read("input", s, m, split.inputs),
@@ -415,14 +420,14 @@ class Pipeline:
         )
 
     def split(self, s: int) -> SplitBackward:
-        """What a stage holds between the two parts of its backward pass."""
+        """Return what a stage holds between the two parts of its split backward pass."""
         split = self.stages[s].split
         assert split is not None, f"stage {s} is not known with a split backward pass"
         return split
 
     def _residuals(self, s: int, m: int) -> Values:
-        """Those of a micro-batch; where the backward pass is split, what dies with its first part
-        and with its second."""
+        """Return new residuals of a micro-batch: one value, or two where the backward pass is
+        split, which die with its first and its second part."""
         splits, nbytes = self.schedule.splits_backward, self.stages[s].residual_bytes
         held = self.split(s).residual_bytes if splits else 0
         new = partial(self._new, category="activations", s=s, m=m, key=0)
@@ -434,8 +439,8 @@ class Pipeline:
     # ---- updates ---------------------------------------------------------------------------------
 
     def updates(self) -> Iterator[Task | Send]:
-        """Sum the gradients of shared parameters at their owner, update there, and send the new
-        values back."""
+        """Yield the sums of shared parameters' gradients at their owner, the updates there, and the
+        sends of the new values back."""
         stages, arrived = self.stages, dict[int, Values](dict.fromkeys(range(len(self.stages)), ()))
         for p, owner in sorted(self._owner.items()):  # as the owner's programs take them
             nbytes = stages[owner].param_bytes[p]
@@ -465,7 +470,8 @@ class Pipeline:
     def _summaries(
         self, reads: Sequence[tuple[Values, ...]], summaries: dict[int, Values]
     ) -> Iterator[Task | Send]:
-        """Small values that every stage's update needs of all others; a stage's own first."""
+        """Yield the tasks and sends of the small values that every stage's update needs of all
+        others; a stage's own first."""
         for s, stage in enumerate(self.stages):
             of = "summary", "optimizer", stage.summary_bytes, Summary(s)
             summaries[s] = (Value(*of, name=f"summary@{s}"),)
@@ -484,8 +490,8 @@ def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:
 
 
 def _order_of_sends(one: Pass) -> tuple[bool, int]:
-    """Activations from the last stage to the first, then gradients from the first to the last: a
-    stage hands on and frees what it made before it receives, except where two neighbours exchange
-    both in one clock."""
+    """Return a sort key: activations from the last stage to the first, then gradients from the
+    first to the last. A stage hands on and frees what it made before it receives, except where two
+    neighbours exchange both in one clock."""
     forward = one.kind == "forward"
     return not forward, -one.stage_id if forward else one.stage_id

@@ -78,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Program:
-    """What a ``Run`` names. Seconds are given at simulation, the executable at execution.
+    """A program that a ``Run`` names. Seconds are given at simulation, the executable at execution.
 
     Attributes:
         kind: What people call it, alike at all places: ``forward``.
@@ -223,8 +223,9 @@ class Copy(_AnyInstruction):
 
 @dataclass(frozen=True)
 class Wait(_AnyInstruction):
-    """For the copy that makes a slot. With a place, it is the devices of that place that wait: what
-    comes behind it for others, and for nothing that waits for these, may be issued before."""
+    """The host waits for the copy that makes a slot. With a place, it is the devices of that place
+    that wait: what comes behind it for others, and for nothing that waits for these, may be issued
+    before."""
 
     slot: int
     place: Place | None = None
@@ -316,18 +317,18 @@ class Step:
         }
 
     def slot(self, name: str, *of: Any, **more: Any) -> int:
-        """The number of a new ``Slot``, whose fields are given."""
+        """Add a ``Slot`` with the given fields and return its number."""
         self.slots.append(Slot(name, *of, **more))
         return len(self.slots) - 1
 
     def keep(self, name: str, *of: Any, **more: Any) -> int:
-        """That of one that lives from before the step to after it."""
+        """Add a slot that lives from before the step to after it, and return its number."""
         self.persistent[name] = self.slot(name, *of, **more)
         return self.persistent[name]
 
 
 def replay(step: Step, *, record_timeline: bool = False, by_slot: bool = False) -> Ledger:
-    """Book a step without allocating anything.
+    """Book a step in a ledger without allocating anything, and return the ledger.
 
     Args:
         step: The instructions, of any kind of plan.

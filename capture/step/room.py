@@ -11,7 +11,7 @@ from capture.step.tasks import Block, Turn
 
 
 class Room:
-    """Bytes by device.
+    """The bytes that are live and still free on each device, as turns are issued.
 
     Args:
         step: Its slots and programs.
@@ -53,16 +53,17 @@ class Room:
         return self._memories(self._step.slots[slot].place)
 
     def _memories(self, place: Place) -> tuple[int, ...]:
-        """The devices of a place, of which one may stand for others; none of a host."""
+        """Return the devices of a place, of which one may stand for others; none of a host."""
         return tuple(filter(is_device, self._step.memories[place.name]))
 
     def _out(self, each: Instruction) -> tuple[int, ...]:
-        """What a copy to a host reads."""
+        """Return the slots that a copy to a host reads; none for any other instruction."""
         to_host = any(self._step.slots[slot].place.host for slot in each.made)
         return each.copied if to_host else ()
 
     def _taken(self, block: Block) -> dict[int, tuple[int, int]]:
-        """By device, the most that a block takes there beside what is there, and what it leaves."""
+        """Return, by device, the most bytes that a block takes beside what is there, and those it
+        leaves."""
         most, held = dict[int, int](), Counter[int]()
         for each in block:
             if (program := self._step.program_of(each)) is not None:
@@ -87,8 +88,8 @@ class Room:
         return sorted({device for block in blocks for device in self._takes[id(block)]})
 
     def enter(self, each: Instruction) -> Iterator[tuple[int, int]]:
-        """Book an instruction, and the end of what only it has still used. Return what a copy to a
-        host uses on, with its device."""
+        """Book an instruction, and the end of what only it has still used. Yield (device, slot) of
+        what a copy to a host still uses."""
         made, gone = each.begun, each.consumed
         self.made.update(made)
         self.hold(made)
@@ -103,13 +104,13 @@ class Room:
                 self.hold([slot], -1)
 
     def hold(self, slots: Iterable[int], sign: int = 1) -> None:
-        """Slots come to life; with sign -1, they end."""
+        """Book that slots come to life; with sign -1, that they end."""
         for slot in slots:
             for device in self._on(slot):
                 self._live[device] += sign * self._step.slots[slot].nbytes
 
     def has(self, device: int, nbytes: int) -> bool:
-        """Whether a device has so much room."""
+        """Return whether a device has so much room."""
         return self._live[device] + nbytes <= self._limit
 
     def most(self, device: int, blocks: Iterable[Block], held: int = 0) -> tuple[int, int]:

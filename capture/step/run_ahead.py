@@ -34,7 +34,7 @@ from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
 
 
 def waits(step: Step, budget_bytes: Mapping[Memory, int]) -> list[tuple[int, ...]]:
-    """Per instruction, the slots whose arrays must be ready before it is issued.
+    """Return, per instruction, the slots whose arrays must be ready before it is issued.
 
     The first waits for all that outlives a step: the step before may still be running.
 
@@ -87,8 +87,8 @@ class _Issued:
 
 @dataclass
 class _Room:
-    """What may be allocated in a memory: ``live`` after all that has finished, and what the others
-    take."""
+    """The allocations in one memory: ``live`` bytes after all that has finished, and the bytes
+    ``taken`` by the instructions that may not have."""
 
     budget: float
     live: int = 0
@@ -100,13 +100,14 @@ class _Room:
         self.taken += takes
 
     def finish(self) -> None:
-        """The oldest."""
+        """Book that the oldest issued instruction has finished."""
         oldest = self.issued.popleft()
         self.taken -= oldest.takes
         self.live += oldest.change
 
     def free(self, nbytes: int) -> None:
-        """A slot that nothing reads any more, once those that read it have finished."""
+        """Book the end of a slot that nothing reads any more, once those that read it have
+        finished."""
         if self.issued:
             self.issued[-1].change -= nbytes
         else:
@@ -114,7 +115,7 @@ class _Room:
 
 
 class _Window:
-    """The instructions that are issued and not known to have finished, per memory, while a step is
+    """The instructions, per memory, that are issued and not known to have finished, while a step is
     gone through.
 
     An instruction is awaited through an array that it made, or, if those have been donated or freed
@@ -139,7 +140,7 @@ class _Window:
             self._rooms[memory].live += nbytes
 
     def _bytes_of(self, slots: Iterable[int]) -> Counter[Memory]:
-        """Per memory."""
+        """Return the bytes of slots per memory."""
         found = Counter[Memory]()
         for slot in slots:
             for memory in self._step.memories[self._slots[slot].place.name]:
@@ -147,7 +148,7 @@ class _Window:
         return found
 
     def issue(self, index: int, instruction: Instruction) -> tuple[int, ...]:
-        """Enter an instruction; what to wait for before it."""
+        """Enter an instruction; return the slots to wait for before it."""
         match instruction:
             case Feed(slot=slot):
                 return self._enter(index, (), (), (slot,), self._bytes_of([slot]))
@@ -195,8 +196,8 @@ class _Window:
         return (*awaited, *self._replace(donated, made, index))
 
     def _replace(self, gone: Sequence[int], made: Sequence[int], index: int) -> list[int]:
-        """Slots end and others begin; those that end and must be awaited before, because nothing
-        else would tell of their makers."""
+        """End slots and begin others; return those that end and must be awaited before, because
+        nothing else would tell of their makers."""
         makers = {slot: self._maker.pop(slot) for slot in gone if slot in self._maker}
         for slot, maker in makers.items():
             self._alive[maker].discard(slot)
@@ -216,7 +217,7 @@ class _Window:
         return awaited
 
     def _witness(self, index: int) -> int | None:
-        """The slot whose arrays tell that an instruction has finished."""
+        """Return the slot whose arrays tell that an instruction has finished."""
         ring, seen = [index], {index}
         while ring:
             maker = heapq.heappop(ring)
@@ -229,7 +230,7 @@ class _Window:
         return None
 
     def _finish(self, index: int) -> None:
-        """An instruction has finished, and so has everything that it needed."""
+        """Record that an instruction has finished, and so has everything that it needed."""
         found = [index]
         while found:
             if (one := found.pop()) not in self._finished:

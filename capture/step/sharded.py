@@ -51,7 +51,7 @@ _ROUNDING = 2**-10
 
 @dataclass(frozen=True)
 class OperatorBytes:
-    """What one operator in its mode takes of a device, in whole bytes.
+    """The memory that one operator in its mode takes of a device, in whole bytes.
 
     Attributes:
         parameters: Its part of them; its part of the gradients is as large.
@@ -85,7 +85,7 @@ class OperatorBytes:
 
 
 def peak_bytes(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> int:
-    """Peak of one device over a step.
+    """Return the peak memory of one device over a step.
 
     Args:
         cost: What a model's operators cost on the devices.
@@ -106,7 +106,7 @@ def peak_bytes(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> int:
 
 
 def _persistent_bytes(cost: StepCost, parameters: int) -> int:
-    """Bytes of parameters of so many bytes, and of their optimizer state."""
+    """Return the bytes of so many bytes of parameters and their optimizer state."""
     return _whole((cost.model.state_bytes_per_parameter_byte - 1) * parameters)
 
 

@@ -109,13 +109,13 @@ class MemoryUse:
 
     @property
     def final_bytes(self) -> int:
-        """What nothing freed."""
+        """The bytes still live after the last item: what nothing freed."""
         return self.samples[-1][1]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened when.
+    """The beginnings and ends of all items of work, and what devices hold over time.
 
     Attributes:
         work: The items, as given.
@@ -130,12 +130,12 @@ class Simulation:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first beginning to the last end: the makespan."""
+        """The makespan: seconds from the first beginning to the last end."""
         return max(self.ends, default=0)
 
     @cached_property
     def busy_seconds(self) -> Mapping[str, float]:
-        """Per stream, the sum of its items."""
+        """The sum of the seconds of each stream's items."""
         busy: dict[str, float] = {}
         for item in self.work:
             for stream in item.streams:
@@ -146,7 +146,7 @@ class Simulation:
 def simulate(
     work: Sequence[Work], *, capacity_bytes: Mapping[Memory, int] | None = None
 ) -> Simulation:
-    """Run items of work on their streams.
+    """Run items of work on their streams and return when each begins and ends.
 
     Args:
         work: In the order of issue.
@@ -190,7 +190,8 @@ def times(
     streams: Sequence[Sequence[Hashable]],
     granted: Callable[[int, float], float] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """When items begin and end, of which no more is known: what searches ask thousands of times.
+    """Return when items begin and end, from seconds, order and streams alone: what searches ask
+    thousands of times.
 
     Args:
         seconds, after, streams: Per item, as of ``Work``.
@@ -224,7 +225,7 @@ _Made = tuple[int, Buffer]
 
 
 def _check(work: Sequence[Work]) -> list[list[_Made]]:
-    """Per item the buffers that it frees; raises all violations at once."""
+    """Return, per item, the buffers that it frees; raise all violations at once."""
     violations: list[Violation] = []
     live: dict[str, _Made] = {}
     frees: list[list[_Made]] = []
@@ -276,7 +277,7 @@ def _allocate(
 
 
 def _keys(i: int, start: float, end: float) -> tuple[Key, Key, Key]:
-    """Where item i begins, releases and produces in the order of events."""
+    """Return the keys that sort item i's beginning, release and production among all events."""
     if end > start:
         return (start, 2, i, 0), (end, 0, i, 1), (end, 1, i, 2)
     return (start, 2, i, 0), (start, 2, i, 1), (start, 2, i, 2)
@@ -291,7 +292,8 @@ def _memory(
     starts: Sequence[float],
     ends: Sequence[float],
 ) -> dict[Memory, MemoryUse]:
-    """Book every beginning and end in a ledger, in the order of time."""
+    """Return the memory use over time: book every beginning and end in a ledger, in the order of
+    time."""
     samples: dict[Memory, list[tuple[float, int]]] = {}
     events: list[Key] = []
     for i, item in enumerate(work):
@@ -339,8 +341,8 @@ def _memory(
 
 
 class _Room:
-    """What the items so far hold on one device: the level after each of their beginnings and ends,
-    in the order of time."""
+    """The bytes that the items so far hold on one device: the level after each of their beginnings
+    and ends, in the order of time."""
 
     def __init__(self, capacity_bytes: int):
         self.capacity_bytes = capacity_bytes
@@ -348,8 +350,8 @@ class _Room:
         self._levels = [0]  # one before the first event
 
     def fits(self, keys: tuple[Key, Key, Key], running: int, kept: int) -> bool:
-        """Whether ``running`` bytes fit from the beginning to the release, and ``kept`` bytes from
-        the production on."""
+        """Return whether ``running`` bytes fit from the beginning to the release, and ``kept``
+        bytes from the production on."""
         begin, release, produce = (bisect(self._keys, key) for key in keys)
         return (
             max(
@@ -359,7 +361,7 @@ class _Room:
         )
 
     def next_change(self, seconds: float) -> float | None:
-        """The first later instant at which the level changes."""
+        """Return the first later instant at which the level changes; None if it never does."""
         at = bisect(self._keys, (seconds, 3, 0, 0))
         return self._keys[at][0] if at < len(self._keys) else None
 
@@ -380,7 +382,7 @@ def _granted(
     ready: float,
     rooms: Mapping[Memory, _Room],
 ) -> float:
-    """When item i may start, and the reservation of what it takes."""
+    """Return when item i may start, within the rooms, and reserve what it takes there."""
     item = work[i]
     running, released, kept = Counter[Memory](), Counter[Memory](), Counter[Memory]()
     for levels, sign, buffers in (
@@ -431,7 +433,7 @@ def _does_not_fit(
     nbytes: int,
     capacity_bytes: int,
 ) -> CaptureError:
-    """Names what is live on the device when all items before i have ended."""
+    """Return an error that names what is live on the device when all items before i have ended."""
     live: Counter[str] = Counter()
     for item, freed in zip(work[:i], frees[:i], strict=True):
         for buffer in (*item.allocates, *item.produces):

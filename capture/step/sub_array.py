@@ -93,15 +93,16 @@ class Call:
 
 
 class HeldBundle(NamedTuple):
-    """What a slot of the step of an array holds: a bundle, by its number, of a sub-array."""
+    """The bundle that a slot of an array's step holds: the sub-array, and the bundle's number in
+    it."""
 
     array: int
     bundle: int
 
 
 class SegmentCall(NamedTuple):
-    """What a program of the step of an array is: a call of the first sub-array that makes it, and
-    its seconds."""
+    """The computation of a program of an array's step: a call of the first sub-array that makes it,
+    and its seconds."""
 
     array: int
     call: Call
@@ -116,7 +117,7 @@ class SubArray(Protocol):
 
     @property
     def num_leaves(self) -> int:
-        """Of a batch; those of sub-array a follow those of a - 1."""
+        """The number of leaves of its batch; those of sub-array a follow those of a - 1."""
         ...
 
     @property
@@ -131,14 +132,14 @@ class SubArray(Protocol):
         ...
 
     def sources(self, targets: Sequence[int], available: frozenset[int]) -> tuple[int, ...]:
-        """What the slice of a forward segment reads that makes bundles of it again, from bundles
-        that are there."""
+        """Return what the slice of a forward segment reads to make bundles of it again, from
+        bundles that are there."""
         ...
 
 
 @dataclass(frozen=True)
 class ProgramFacts:
-    """What is known of a compiled program.
+    """The name, temporaries and seconds of a compiled program.
 
     Attributes:
         name: Equal for equal programs: one executable.
@@ -152,14 +153,15 @@ class ProgramFacts:
 
 
 class Programs(Protocol):
-    """Compiles the programs of sub-arrays, equal ones once."""
+    """The compiler of sub-arrays' programs, of which equal ones are compiled once."""
 
     def facts(self, sub_array: SubArray, call: Call) -> ProgramFacts: ...
 
 
 @dataclass(frozen=True)
 class Issued:
-    """What is issued for a segment, once it is decided what becomes of feature maps.
+    """The programs, prefetches, frees and swap-outs of one segment, for given decisions about
+    feature maps.
 
     Attributes:
         soon: Swapped bundles that may be fetched before it runs, with the segments that use them,
@@ -178,7 +180,7 @@ class Issued:
 
 
 class Uses:
-    """When the bundles of a sub-array are used, where all are retained: what is the same for all
+    """The segments at which a sub-array's bundles are used if all are retained: the same for all
     decisions, found once.
 
     Attributes:
@@ -216,7 +218,7 @@ class Uses:
         self._sources: dict[tuple[tuple[int, ...], frozenset[int]], tuple[int, ...]] = {}
 
     def issued_at(self, segment: int, dying: Sequence[int], loss: int) -> Issued:
-        """A segment at which some bundles are used for the last time."""
+        """Return what is issued for a segment at which some bundles are used for the last time."""
         sub_array, bundles = self.sub_array, self.sub_array.bundles
         work, ends = sub_array.segments[segment], set(dying)
         donated = tuple(n for n in work.reads if n in ends or n in work.writes)
@@ -226,8 +228,8 @@ class Uses:
         return Issued((), (), Call(kind, segment, work.reads, donated, work.writes), gone, ())
 
     def sources(self, writer: int, targets: tuple[int, ...], recomputed: frozenset[int]):
-        """What is read to make some bundles of a segment again: what it read, and what else of it
-        need not be made again."""
+        """Return the bundles that are read to make some bundles of a segment again: what it read,
+        and what else of it need not be made again."""
         made = [number for number in self._made[writer] if number not in recomputed]
         kept = frozenset((*self.sub_array.segments[writer].reads, *made))
         key = targets, kept
@@ -238,7 +240,8 @@ class Uses:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """When the bundles of a sub-array are used, once it is decided which are swapped or made again.
+    """The segments at which a sub-array's bundles are used, for given decisions to swap some and to
+    make others again.
 
     Attributes:
         where: They are used if nothing is.
@@ -259,7 +262,8 @@ class Lifetimes:
 
     @cached_property
     def slices(self) -> dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
-        """Backward segment -> what is made again before it: (forward segment, bundles, sources)."""
+        """The recomputations before each backward segment, by its number: (forward segment,
+        bundles, sources)."""
         bundles, found = self.sub_array.bundles, dict[tuple[int, int], list[int]]()
         for number in sorted(self.recomputed):
             writer = bundles[number].writer
@@ -273,7 +277,8 @@ class Lifetimes:
 
     @cached_property
     def _more(self) -> dict[int, tuple[int, ...]]:
-        """Bundles that are used at other segments than their readers, as sources of slices."""
+        """The segments of bundles that are also used as sources of slices, not only at their
+        readers."""
         bundles, more = self.sub_array.bundles, dict[int, set[int]]()
         for reader, slices in self.slices.items():
             for _, _, sources in slices:
@@ -283,21 +288,22 @@ class Lifetimes:
         return {number: tuple(sorted(uses)) for number, uses in more.items()}
 
     def uses(self, number: int) -> tuple[int, ...]:
-        """Segments at which a bundle has to be there, ascending."""
+        """Return the segments at which a bundle has to be there, ascending."""
         return self._more.get(number, self.sub_array.bundles[number].readers)
 
     def last_forward(self, number: int) -> int:
-        """Last segment of the forward pass that makes or reads a bundle."""
+        """Return the last segment of the forward pass that makes or reads a bundle."""
         return self.where.last_forward[number]
 
     def first_backward(self, number: int) -> int:
-        """First segment of the backward pass at which it is used; one behind the last if none."""
+        """Return the first segment of the backward pass at which a bundle is used; one behind the
+        last if none."""
         layers = self.sub_array.num_layers
         return next((use for use in self.uses(number) if use >= layers), 2 * layers)
 
     @cached_property
     def issued(self) -> list[Issued]:
-        """Per segment."""
+        """The programs, prefetches, frees and swap-outs of each segment."""
         sub_array, layers = self.sub_array, self.sub_array.num_layers
         bundles, found = sub_array.bundles, list(self.where.issued)
         dying: dict[int, set[int]] = {}
@@ -337,7 +343,7 @@ class Lifetimes:
 
     @cached_property
     def between(self) -> tuple[int, ...]:
-        """Bundles that are there, on the device or its host, between the passes."""
+        """The bundles that are there, on the device or its host, between the passes."""
         layers, found = self.sub_array.num_layers, []
         for number, bundle in enumerate(self.sub_array.bundles):
             uses = self.uses(number)
@@ -349,7 +355,8 @@ class Lifetimes:
 
 
 def movable(sub_array: SubArray) -> list[int]:
-    """Bundles that may be swapped: made by the forward pass and read by the backward pass."""
+    """Return the bundles that may be swapped: made by the forward pass and read by the backward
+    pass."""
     layers = sub_array.num_layers
     return [
         number
@@ -360,8 +367,8 @@ def movable(sub_array: SubArray) -> list[int]:
 
 
 def recomputable(sub_array: SubArray) -> list[int]:
-    """Those of them that no other forward segment reads: the slice that makes them again begins at
-    what their layer read."""
+    """Return the movable bundles that no other forward segment reads: the slice that makes them
+    again begins at what their layer read."""
     layers = sub_array.num_layers
     return [
         number for number in movable(sub_array) if sub_array.bundles[number].readers[0] >= layers

@@ -41,7 +41,7 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A program in its turn.
+    """One execution of a program in its turn, with the values that it reads and makes.
 
     Attributes:
         name, program: Unique in a step; what runs, and where.
@@ -72,7 +72,8 @@ class Task:
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """A value goes in its turn where it is read later; one with a home is written over there.
+    """The transfer of a value, in its turn, to where it is read later; one with a home is written
+    over there.
 
     Attributes:
         value, place: What, and where to.
@@ -110,7 +111,7 @@ class Round(NamedTuple):
 
     @property
     def first(self) -> Task:
-        """The first program."""
+        """The first task of the round that runs a program."""
         return next(task for task in self.tasks if isinstance(task, Task))
 
 

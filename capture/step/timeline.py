@@ -44,7 +44,7 @@ seconds."""
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a simulation must be told of time.
+    """The times that a simulation needs: of programs, and of feeds and copies.
 
     Attributes:
         programs: Per name in the table of the step, of one execution.
@@ -76,8 +76,8 @@ class LinkTimes:
     def seconds(
         self, instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place
     ) -> float:
-        """Over the link of the host if one side is there; else over that inside a node if all
-        devices of both places lie in one, or between nodes."""
+        """Return the seconds of a transfer: over the link of the host if one side is there; else
+        over that inside a node if all devices of both places lie in one, or between nodes."""
         if source is None or source.host:
             return self.rates.host.to_device.seconds(nbytes)
         if target.host:
@@ -85,7 +85,8 @@ class LinkTimes:
         return self.between(source.devices, target.devices, nbytes)
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
-        """From devices to devices: the link inside a node if all lie in one, or between nodes."""
+        """Return the seconds from devices to devices: over the link inside a node if all lie in
+        one, or between nodes."""
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
         return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
 
@@ -116,8 +117,8 @@ class StepTimeline:
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
-        """Per place on devices, the part of the step in which these compute nothing: 1 - busy /
-        step; 0 if the step takes no time."""
+        """The bubble of each place on devices, the part of the step in which these compute nothing:
+        1 - busy / step; 0 if the step takes no time."""
         busy = [
             self.simulation.busy_seconds.get(compute_stream(self.processes[place.devices[0]]), 0)
             for place in self.step.places
@@ -129,16 +130,17 @@ class StepTimeline:
 
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Per device, over time. ``program_order.peaks`` are those of the replay."""
+        """The memory of each device over time. ``program_order.peaks`` are those of the replay."""
         return tuple(self.memory_of(device) for device in range(self.step.num_devices))
 
     def memory_of(self, memory: Memory) -> MemoryUse:
-        """Over time, of a device or a host."""
+        """Return the memory of a device or a host over time."""
         return self.simulation.memory.get(self.step.standing_for.get(memory, memory), _UNUSED)
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        """Over time; those of the replay are ``program_order.peak_bytes_per_device``."""
+        """The peak of each device over time; those of the replay are
+        ``program_order.peak_bytes_per_device``."""
         return tuple(use.peak.peak_bytes for use in self.memory)
 
 
@@ -146,8 +148,8 @@ _UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}), 0)
 
 
 def compute_stream(name: str) -> str:
-    """Name of the stream on which the devices of a place compute; of a device in several places, by
-    its own name."""
+    """Return the name of the stream on which the devices of a place compute; of a device in several
+    places, by its own name."""
     return f"{name} compute"
 
 
@@ -188,8 +190,8 @@ def simulate_step(
 
 
 class _Items:
-    """Turns instructions into items; remembers which item wrote a slot, and which have read it
-    since."""
+    """The items of work of a step's instructions; remembers which item wrote a slot, and which have
+    read it since."""
 
     def __init__(self, step: Step, seconds: Seconds, feeds_ahead: int | None):
         self._step, self._seconds, self._feeds_ahead = step, seconds, feeds_ahead
@@ -246,8 +248,8 @@ class _Items:
             self._writer[slot], self._readers[slot] = i, []
 
     def _after(self, items: Iterable[int], *places: Place) -> tuple[int, ...]:
-        """And what the host has waited for, at these places; what comes behind for one of them goes
-        behind this."""
+        """Return what an item waits for: the given items, and what the host has waited for at these
+        places. What comes behind for one of them goes behind this."""
         if not self._waited_at:
             return tuple(sorted({*items, *self._waited}))
         devices = self._devices(*places)
@@ -256,11 +258,11 @@ class _Items:
         return tuple(sorted({*items, *waited}))
 
     def _devices(self, *places: Place) -> set[int]:
-        """Those of places."""
+        """Return the ids of the devices of places."""
         return {device for place in places for device in place.devices}
 
     def _streams(self, pattern: str, *places: Place) -> tuple[str, ...]:
-        """The pattern with the lanes of every place; shown where the first of them is."""
+        """Return the pattern with the lanes of every place; shown where the first of them is."""
         key = (pattern, *(place.name for place in places))
         if key not in self._known:
             lanes = list(product(*(self._lanes[name] for name in key[1:])))
@@ -279,7 +281,8 @@ class _Items:
         return tuple(self._step.slots[slot].name for slot in slots)
 
     def _last_runs(self, place: Place, ahead: int | None) -> list[int]:
-        """The programs at a place that must have ended before what may run ahead of so many."""
+        """Return the programs at a place that must have ended before what may run ahead of so
+        many."""
         runs = [self._runs[lane] for lane in self._lanes[place.name]]
         return [] if ahead is None else [of[-1 - ahead] for of in runs if len(of) > ahead]
 
@@ -317,7 +320,7 @@ class _Items:
         self._add(item, reads, run.outputs)
 
     def _free(self, slots: Sequence[int]) -> None:
-        """What one place gives back does not wait for another."""
+        """Add one item per place, so that what one place gives back does not wait for another."""
         at: dict[str, list[int]] = {}
         for slot in slots:
             at.setdefault(self._step.slots[slot].place.name, []).append(slot)

@@ -57,8 +57,8 @@ class StageTimes:
 
     @property
     def least_microbatch_seconds(self) -> float:
-        """The same with the backward pass whole or in two programs, whichever is faster; whole
-        where that alone is known."""
+        """The seconds of a micro-batch, forward and backward, with the backward pass whole or in
+        two programs, whichever is faster; whole where that alone is known."""
         split = self.backward_inputs_seconds + self.backward_weights_seconds
         return self.forward_seconds + min(self.backward_seconds, split or self.backward_seconds)
 
@@ -77,7 +77,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Times of programs on a target.
+    """The model of programs' times on a target, from its rates and links.
 
     Attributes:
         rates: The target's: compute, memory and links.
@@ -92,7 +92,7 @@ class TimeModel:
         return Links(self.rates.intra_node, self.rates.inter_node, self.devices_per_node)
 
     def program_seconds(self, work: ProgramWork) -> float:
-        """One execution on every device of a stage."""
+        """Return the seconds of one execution of a program on every device of a stage."""
         sent = sum(map(self.collective_seconds, work.collectives))
         if work.kernels is not None:
             return self._all_kernels(work.kernels) + sent
@@ -102,14 +102,14 @@ class TimeModel:
         return products + work.other_bytes / bytes_per_second + sent
 
     def collective_seconds(self, sent: Collective) -> float:
-        """All of them, one after the other."""
+        """Return the seconds of all ``count`` of these collectives, one after the other."""
         group = (sent.group_size, sent.stride)
         seconds = self.links.seconds(sent.kind, sent.nbytes, *group)
         return sent.count * (seconds - sent.is_part * self.links.seconds(sent.kind, 0, *group))
 
     def _all_kernels(self, kernels: tuple[Kernel, ...]) -> float:
-        """Those of a program, one after the other. Programs that differ in what they send often
-        have the same ones, as one object."""
+        """Return the seconds of a program's kernels, one after the other. Programs that differ in
+        what they send often have the same ones, as one object."""
         if id(kernels) not in self._sums:
             seconds = sum(one.count * self.kernel_seconds(one) for one in kernels)
             self._sums[id(kernels)] = kernels, seconds
@@ -117,11 +117,12 @@ class TimeModel:
 
     @cached_property
     def _sums(self) -> dict[int, tuple[tuple[Kernel, ...], float]]:
-        """The kernels of programs, which so stay what their number says, and their seconds."""
+        """The kernels of programs, which so stay what their number says, and their seconds, by
+        ``id``."""
         return {}
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """One kernel, alone on its device."""
+        """Return the seconds of one kernel, alone on its device."""
         least, bytes_per_second = self._least_kernel
         moved = kernel.nbytes / bytes_per_second
         if kernel.flops:
@@ -132,12 +133,12 @@ class TimeModel:
 
     @cached_property
     def _least_kernel(self) -> tuple[float, float]:
-        """Seconds of the smallest kernel, and bytes per second of the others."""
+        """The seconds of the smallest kernel, and bytes per second of the others."""
         return self.rates.kernel_seconds.value, self.rates.reached_bytes_per_second
 
     @cached_property
     def _products(self) -> dict[Kernel, float]:
-        """Seconds of products: stages that differ in what they split have most in common."""
+        """The seconds of products: stages that differ in what they split have most in common."""
         return {}
 
     def _product_seconds(self, kernel: Kernel) -> float:
@@ -158,7 +159,7 @@ class TimeModel:
         return min(tiled, kernel.flops / untiled)
 
     def stage_times(self, cost: StageCost) -> StageTimes | None:
-        """Seconds of a measured stage's programs; None if its work was not counted."""
+        """Return the seconds of a measured stage's programs; None if its work was not counted."""
         if cost.forward_work is None or cost.backward_work is None or cost.update_work is None:
             return None
         times = StageTimes(
@@ -177,7 +178,7 @@ class TimeModel:
 def pipeline_seconds(
     microbatch: Sequence[float], once: Sequence[float], num_microbatches: int
 ) -> float:
-    """A step by Alpa's closed form: ``sum t_s + (M - 1) max t_s + max u_s``.
+    """Return the seconds of a step by Alpa's closed form: ``sum t_s + (M - 1) max t_s + max u_s``.
 
     **Assumes** 1F1B or GPipe with transfers that overlap computation.
 
@@ -192,8 +193,8 @@ def pipeline_seconds(
 
 
 class TableTimes:
-    """Steps by the table of a schedule: every group executes its tasks in their order, each as soon
-    as what it needs has arrived, and then the updates of its stages.
+    """The times of steps by the table of a schedule: every group executes its tasks in their order,
+    each as soon as what it needs has arrived, and then the updates of its stages.
 
     Args:
         schedule: Of any kind.
@@ -219,7 +220,7 @@ class TableTimes:
         self._num_links = len(links)
 
     def seconds(self, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
-        """Of a step.
+        """Return the seconds of a step with these times of stages and sends.
 
         Args:
             times: Per stage.

@@ -22,7 +22,7 @@ MICROSECONDS = 1e6
 def trace_events(
     simulation: Simulation, processes: Mapping[Memory, str] | None = None
 ) -> list[dict[str, Any]]:
-    """The events, those with a time in its order.
+    """Return the events of a trace, those with a time in its order.
 
     Items on several streams are shown on each; items on none, such as frees, show in the counters
     only.
@@ -92,7 +92,7 @@ def save_trace(
 
 
 def from_zero(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The same events, the first of those with a time at 0."""
+    """Return the same events, the first of those with a time at 0."""
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     return [{**event, "ts": event["ts"] - first} if "ts" in event else event for event in events]
 
@@ -108,10 +108,10 @@ def _microseconds(seconds: float) -> float:
 
 
 def name_event(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
-    """What a process or a thread is called."""
+    """Return the metadata event (phase M) that names a process or a thread."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def order_event(what: str, pid: int, tid: int, index: int) -> dict[str, Any]:
-    """Where one is shown."""
+    """Return the metadata event (phase M) that says where a process or a thread is shown."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"sort_index": index}}
