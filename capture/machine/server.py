@@ -180,7 +180,7 @@ class Server:
 
 
 def server_names() -> tuple[str, ...]:
-    """Names of the shipped servers, sorted."""
+    """Return the names of the shipped servers, sorted."""
     return tuple(sorted(path.stem for path in SERVERS_FOLDER.glob("*.json")))
 
 

@@ -197,7 +197,7 @@ def _did_you_mean(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def target_names() -> tuple[str, ...]:
-    """Names of the shipped targets, sorted."""
+    """Return the names of the shipped targets, sorted."""
     return tuple(sorted(path.stem for path in TARGETS_FOLDER.glob("*.json")))
 
 

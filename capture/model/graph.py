@@ -229,7 +229,7 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, data: Any) -> LayerGraph:
-        """The graph that ``to_json`` wrote.
+        """Read the graph that ``to_json`` wrote.
 
         Raises:
             ProfileError: ``graph-schema`` if the schema version is unknown, ``graph-corrupt`` for a

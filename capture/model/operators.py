@@ -206,7 +206,7 @@ class OperatorModel:
 
     @classmethod
     def from_json(cls, data: Any) -> OperatorModel:
-        """The model that ``to_json`` wrote, or one written by hand.
+        """Read the model that ``to_json`` wrote, or one written by hand.
 
         Raises:
             WorkloadError: ``operators-schema`` for an unknown version, ``operators-corrupt`` for a
@@ -216,7 +216,7 @@ class OperatorModel:
 
     @classmethod
     def load(cls, path: str | Path) -> OperatorModel:
-        """The model of a JSON file.
+        """Load the model of a JSON file.
 
         Raises:
             WorkloadError: ``operators-file`` if it cannot be read or is no JSON, and those of

@@ -20,7 +20,8 @@ ParamSplit = tuple[int, int]
 
 
 def remat_time_fraction(remat: Remat) -> float | None:
-    """Of both passes, what computing again may take; None for a name.
+    """Return the part of both passes' time that recomputation may take; None unless ``remat`` is a
+    percentage.
 
     Example:
         >>> remat_time_fraction("2.5%"), remat_time_fraction("cheap"), remat_time_fraction("0%")
@@ -32,7 +33,7 @@ def remat_time_fraction(remat: Remat) -> float | None:
 
 
 def num_full_layers(remat: Remat) -> int:
-    """Of a mixture, how many layers are as with ``"full"``; 0 for anything else.
+    """Return how many layers of a mixture are as with ``"full"``; 0 for anything else.
 
     They are the first ones: a backward pass runs them again when the others are done with.
 
@@ -45,7 +46,7 @@ def num_full_layers(remat: Remat) -> int:
 
 
 def remat_of_layers(remat: Remat, num_layers: int) -> Remat:
-    """What a stage of so many layers recomputes: a mixture of no more layers is ``"full"``.
+    """Return what a stage of so many layers recomputes: a mixture of no more layers is ``"full"``.
 
     Example:
         >>> remat_of_layers("full:3", 4), remat_of_layers("full:3", 3), remat_of_layers("dots", 1)
@@ -55,13 +56,13 @@ def remat_of_layers(remat: Remat, num_layers: int) -> Remat:
 
 
 def is_remat(remat: Remat) -> bool:
-    """Whether it is a name, a mixture of 1 or more layers, or a percentage above 0 and below 100,
-    without needless zeros."""
+    """Return whether ``remat`` is a name, a mixture of 1 or more layers, or a percentage above 0
+    and below 100, without needless zeros."""
     return is_cut(remat) or remat in REMAT_POLICIES
 
 
 def is_cut(remat: Remat) -> bool:
-    """Whether what is kept is a minimum cut, and not what ``jax.checkpoint`` leaves."""
+    """Return whether what is kept is a minimum cut, and not what ``jax.checkpoint`` leaves."""
     named = remat == "cheap" or num_full_layers(remat) > 0
     return named or remat_time_fraction(remat) is not None
 
@@ -71,7 +72,7 @@ REMAT_TEXT = f"{', '.join(REMAT_POLICIES)}, full:K for K layers, or a percentage
 
 @dataclass(frozen=True, order=True)
 class StageChoice:
-    """How the devices of one stage share its work.
+    """The way in which the devices of one stage share its work.
 
     Attributes:
         data_parallel: Replicas of the stage.
@@ -109,7 +110,8 @@ class StageChoice:
         return ", ".join(said)
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; files from before there was sequence parallelism are those without it."""
+        """Return the choice's fields; files from before sequence parallelism have no
+        ``sequence_parallel``."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -122,32 +124,33 @@ class StageChoice:
 
     @property
     def measured(self) -> tuple[StageChoice, ...]:
-        """What is measured to know stages of this choice: itself; of a mixture, the choice of its
-        first layers and that of the others."""
+        """The choices whose measurements tell the cost of this one: itself; for a mixture, the
+        choice of its first layers and that of the others."""
         if not num_full_layers(self.remat):
             return (self,)
         return replace(self, remat="full"), replace(self, remat="cheap")
 
     @property
     def param_split(self) -> ParamSplit:
-        """How many ways parameters are split by tensor parallelism, and beyond that over
-        replicas."""
+        """The numbers of ways in which parameters are split: by tensor parallelism, and beyond that
+        over replicas."""
         return self.tensor_parallel, self.data_parallel if self.shard_params else 1
 
     @property
     def value_split(self) -> tuple[int, int]:
-        """How many ways values that pass between stages are split over replicas, and beyond that
-        along the sequence, where they can be."""
+        """The numbers of ways in which values between stages are split: over replicas, and beyond
+        that along the sequence, where they can be."""
         return self.data_parallel, self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def replicas_text(self) -> str:
-        """Replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the parameters."""
+        """The number of replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the
+        parameters."""
         return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
 
 
 def by_degree(choices: Iterable[StageChoice]) -> dict[int, tuple[StageChoice, ...]]:
-    """Choices by their number of devices."""
+    """Group choices by their number of devices."""
     found: dict[int, tuple[StageChoice, ...]] = {}
     for choice in choices:
         found[choice.num_devices] = (*found.get(choice.num_devices, ()), choice)
@@ -155,7 +158,7 @@ def by_degree(choices: Iterable[StageChoice]) -> dict[int, tuple[StageChoice, ..
 
 
 def measured_choices(choices: Iterable[StageChoice]) -> tuple[StageChoice, ...]:
-    """What is measured to know stages of all these, each once.
+    """Return the choices to measure, each once, to know stages of all the given ones.
 
     Example:
         >>> [c.remat for c in measured_choices([StageChoice(), StageChoice(remat="full:2")])]
@@ -165,9 +168,9 @@ def measured_choices(choices: Iterable[StageChoice]) -> tuple[StageChoice, ...]:
 
 
 def with_mixtures(choices: Sequence[StageChoice], num_layers: int) -> list[StageChoice]:
-    """The choices, and mixtures of those that are there with both ``"full"`` and ``"cheap"``, for
-    stages of a model of so many layers: 1, 2, 3, 4, 6, 8, 12, ... layers as with ``"full"``, so
-    that there is at most a third more than are needed.
+    """Return the choices, and mixtures of those that are there with both ``"full"`` and
+    ``"cheap"``, for stages of a model of so many layers: 1, 2, 3, 4, 6, 8, 12, ... layers as with
+    ``"full"``, so that there is at most a third more than are needed.
 
     Example:
         >>> known = [StageChoice(remat=remat) for remat in ("cheap", "full")]
@@ -197,7 +200,7 @@ class ChoiceRow(StageChoice):
 
 
 def with_sharded_params(choices: Sequence[StageChoice]) -> list[StageChoice]:
-    """The choices, and those with replicas also with the parameters split over them: whoever
+    """Return the choices, and those with replicas also with the parameters split over them: whoever
     chooses among these is never worse off.
 
     Example:
@@ -216,7 +219,7 @@ def with_sharded_params(choices: Sequence[StageChoice]) -> list[StageChoice]:
 
 
 def with_sequence_parallel(choices: Sequence[StageChoice]) -> list[StageChoice]:
-    """The choices, and those with tensor parallelism also with sequence parallelism: whoever
+    """Return the choices, and those with tensor parallelism also with sequence parallelism: whoever
     chooses among these is never worse off.
 
     Example:

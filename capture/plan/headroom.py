@@ -14,7 +14,7 @@ Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak memory of every device, by the best that is known.
+    """The peak memory of every device, by the best that is known.
 
     Attributes:
         per_device: Bytes, in the order of the devices; one number stands for devices that are
@@ -35,7 +35,7 @@ class Peaks:
 
     @classmethod
     def compiled(cls, *per_device: int) -> Peaks:
-        """Return those that a compiler or a replay says."""
+        """Return the peaks that a compiler or a replay says, with no interval around them."""
         return cls(per_device, [(peak, peak) for peak in per_device], "compiled", 1.0)
 
 
@@ -62,7 +62,8 @@ class Headroom:
     def of(
         cls, peaks: Peaks, limit_bytes: int | None, memory: DeviceMemory | None = None
     ) -> Headroom | None:
-        """None where neither the user nor the target says how much memory there is.
+        """Return the headroom of peaks; None where neither the user nor the target says how much
+        memory there is.
 
         Args:
             peaks: Of a plan.
@@ -80,8 +81,8 @@ class Headroom:
 
     @property
     def verdict(self) -> Verdict:
-        """``fits`` if the whole interval is within the limit; what is extrapolated never just
-        fits."""
+        """The verdict: ``fits`` if the whole interval is within the limit; what is extrapolated
+        never just fits."""
         if self.high_bytes <= self.limit_bytes:
             return "fits by extrapolation" if self.extrapolated else "fits"
         return "may not fit" if self.peak_bytes <= self.limit_bytes else "does not fit"

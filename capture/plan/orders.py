@@ -40,7 +40,7 @@ Orders = list[list[Task]]
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What a schedule is, for any number of device groups and micro-batches.
+    """A schedule's rules, for any number of device groups and micro-batches.
 
     Attributes:
         orders: From numbers of groups and micro-batches to the tasks of each group.
@@ -66,7 +66,7 @@ class ScheduleKind:
         return self.stages_per_group == 1 and not self.splits_backward
 
     def placement(self, num_groups: int) -> tuple[int, ...]:
-        """Per stage, its group."""
+        """Return, per stage, its group of devices."""
         there = range(num_groups)
         ways = [
             there if not self.turns or i % 2 == 0 else reversed(there)
@@ -75,7 +75,7 @@ class ScheduleKind:
         return tuple(group for way in ways for group in way)
 
     def wrong(self, num_groups: int, num_microbatches: int) -> str | None:
-        """The rule of the schedule that numbers break, in words."""
+        """Return, in words, the schedule's rule that the numbers break; None if they break none."""
         if self.multiple and num_microbatches % num_groups:
             return f"needs a multiple of {num_groups} micro-batches, one of its device groups"
         if num_microbatches < self.least_per_group * num_groups:
@@ -84,7 +84,7 @@ class ScheduleKind:
 
 
 def gpipe(num_groups: int, num_microbatches: int) -> Orders:
-    """All forward passes, then all backward passes (GPipe; CAPTURE Fig. 2a)."""
+    """Return GPipe's orders: all forward passes, then all backward passes (CAPTURE Fig. 2a)."""
     return [
         [Task(s, "forward", m) for m in range(num_microbatches)]
         + [Task(s, "backward", m) for m in range(num_microbatches)]
@@ -93,8 +93,8 @@ def gpipe(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def one_forward_one_backward(num_groups: int, num_microbatches: int) -> Orders:
-    """Stage s keeps at most min(S - s, M) micro-batches in flight (PipeDream-Flush; CAPTURE Fig.
-    2b; READINGS.md, C-w)."""
+    """Return the orders of 1F1B, where stage s keeps at most min(S - s, M) micro-batches in flight
+    (PipeDream-Flush; CAPTURE Fig. 2b; READINGS.md, C-w)."""
     orders = []
     for s in range(num_groups):
         warmup = min(num_groups - s - 1, num_microbatches)
@@ -109,8 +109,8 @@ def one_forward_one_backward(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def interleaved(num_groups: int, num_microbatches: int) -> Orders:
-    """1F1B over two stages per group: as many micro-batches as groups go through the first stages,
-    then through the second.
+    """Return the orders of 1F1B over two stages per group: as many micro-batches as groups go
+    through the first stages, then through the second.
 
     The bubble is (D - 1) / 2 passes instead of D - 1; group g keeps up to 2 (D - g - 1) + D + 1
     passes of its stages.
@@ -120,7 +120,7 @@ def interleaved(num_groups: int, num_microbatches: int) -> Orders:
     stages = 2
 
     def pass_of(i: int, g: int, kind: TaskKind) -> Task:
-        """The i-th forward or backward pass of a group."""
+        """Return the i-th forward or backward pass of a group."""
         round_id, within = divmod(i, num_groups * stages)
         chunk, m = divmod(within, num_groups)
         chunk = chunk if kind == "forward" else stages - 1 - chunk
@@ -138,8 +138,8 @@ def interleaved(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def zb_h1(num_groups: int, num_microbatches: int) -> Orders:
-    """1F1B whose stage s does the weights of a micro-batch s backward passes later: every stage
-    keeps as much as the first of 1F1B, and the bubble is (D - 1) (F + I - W).
+    """Return the orders of 1F1B whose stage s does the weights of a micro-batch s backward passes
+    later: every stage keeps as much as the first of 1F1B, and the bubble is (D - 1) (F + I - W).
 
     Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), 2.1.
     """
@@ -159,8 +159,8 @@ def zb_h1(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def zb_h2(num_groups: int, num_microbatches: int) -> Orders:
-    """As many forward passes ahead as fill the bubble: with equal passes no group waits between its
-    first and its last, and each keeps up to 2 D - 1 micro-batches.
+    """Return orders with as many forward passes ahead as fill the bubble: with equal passes no
+    group waits between its first and its last, and each keeps up to 2 D - 1 micro-batches.
 
     Source: Qi et al. 2023, 2.2.
     """
@@ -169,8 +169,8 @@ def zb_h2(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def zb_v(num_groups: int, num_microbatches: int) -> Orders:
-    """Two stages per group in the shape of a V, with at most 2 D of their passes kept: as many
-    micro-batches as the first group of 1F1B keeps, on every group.
+    """Return the orders of two stages per group in the shape of a V, with at most 2 D of their
+    passes kept: as many micro-batches as the first group of 1F1B keeps, on every group.
 
     Source: Qi et al. 2023, 6; the order is found by filling time, as the paper's is.
     """
@@ -179,7 +179,7 @@ def zb_v(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def v_half(num_groups: int, num_microbatches: int) -> Orders:
-    """As ``zb_v``, with at most floor(D / 2) + 1 micro-batches kept: half as many.
+    """Return the orders of ``zb_v`` with at most floor(D / 2) + 1 micro-batches kept: half as many.
 
     Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), V-Half.
     """
@@ -188,8 +188,8 @@ def v_half(num_groups: int, num_microbatches: int) -> Orders:
 
 
 def dualpipev(num_groups: int, num_microbatches: int) -> Orders:
-    """The V of DualPipe: from both of its ends at once, forward passes beside backward passes,
-    split at the beginning and the end.
+    """Return the orders of DualPipe's V: from both of its ends at once, forward passes beside
+    backward passes, split at the beginning and the end.
 
     A backward pass that is not split there is two tasks one after the other here. Every group keeps
     up to 2 D + 1 passes of its stages.
@@ -234,7 +234,7 @@ def dualpipev(num_groups: int, num_microbatches: int) -> Orders:
 
 
 class _VBuilder:
-    """Counts the passes of a group's two stages, and which weights wait."""
+    """The order of a group's two stages so far; counts their passes, and which weights wait."""
 
     def __init__(self, stages: tuple[int, int]):
         self.stages, self.order, self.waiting = stages, list[Task](), list[Task]()
@@ -280,8 +280,8 @@ def fill(
     most_kept: int,
     priority: Sequence[tuple[TaskKind, bool]],
 ) -> Orders:
-    """Split passes of equal length, one after the other: whoever is free takes the first task of
-    its priority that is ready.
+    """Return orders of split passes of equal length, filled one after the other: whoever is free
+    takes the first task of its priority that is ready.
 
     Args:
         placement: Per stage, its group.

@@ -64,7 +64,7 @@ PACKS_PLAN = documents.Format(
 
 @dataclass(frozen=True)
 class PaperTimes:
-    """A step by the released scheduler's rules.
+    """The time and bytes of a step by the released scheduler's rules.
 
     Attributes:
         step_seconds: Until the last rank ends.
@@ -85,7 +85,7 @@ class PaperTimes:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What memories hold in a step of the plan's own instructions, replayed.
+    """The peak memory of devices and host in a step of the plan's own instructions, replayed.
 
     Attributes:
         device_peak_bytes: Per device.
@@ -102,7 +102,8 @@ class StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes(StepBytes):
-    """A step as those instructions, from measurements of layers alone, replayed and simulated.
+    """The time and bytes of a step of those instructions, from measurements of layers alone,
+    replayed and simulated.
 
     Attributes:
         step_seconds: Simulated on the server's links.
@@ -117,7 +118,7 @@ class StepTimes(StepBytes):
 
 @dataclass(frozen=True)
 class PacksPrediction:
-    """Estimates, each named.
+    """The estimates of a plan of packs, by where they come from.
 
     Attributes:
         paper: By the released scheduler's rules.
@@ -132,18 +133,19 @@ class PacksPrediction:
 
     @property
     def memory(self) -> StepBytes | None:
-        """The best that is known."""
+        """The best that is known of memory: compiled, else from layers; None if neither is
+        known."""
         return self.compiled or self.step
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device that needs most."""
+        """The peak memory of the device that needs most."""
         return max(self.memory.device_peak_bytes if self.memory else self.paper.task_bytes)
 
 
 @dataclass(frozen=True)
 class _Packs:
-    """One direction as files have it."""
+    """The packs of one direction as files have them."""
 
     microbatch_size: int
     packs: tuple[tuple[int, int], ...]
@@ -218,22 +220,24 @@ class PacksPlan(PlanFile):
 
     @property
     def made_from(self) -> str:
-        """What it was made from where it names no workload, in a sentence."""
+        """A phrase that says from which layer profile the plan was made, if it names no
+        workload."""
         return f"the layer profile of {self.model!r}" if self.model else super().made_from
 
     @property
     def memory_fraction(self) -> float:
-        """The part of a device's memory that it counts on, not less than JAX takes by itself."""
+        """The part of a device's memory that the plan counts on, not less than JAX takes by
+        itself."""
         return max(0.75, self.machine.usable_bytes.value / self.machine.memory_bytes.value)
 
     @property
     def host_memory_bytes(self) -> int:
-        """What its step may hold in the memory of the host."""
+        """The bytes that a step may hold in the memory of the host."""
         return int(self.machine.host_memory_bytes.value)
 
     @property
     def peaks(self) -> Peaks | None:
-        """By the compiler, or by the prediction, which nothing calibrates."""
+        """The peak of every device: compiled, or else predicted, which nothing calibrates."""
         found = self.prediction
         if found is None:
             return None
@@ -244,34 +248,34 @@ class PacksPlan(PlanFile):
 
     @property
     def predicted_bytes_per_device(self) -> Sequence[int] | None:
-        """Of the plan's own instructions."""
+        """The peak bytes per device of the plan's own instructions."""
         known = None if self.prediction is None else self.prediction.memory
         return None if known is None else known.device_peak_bytes
 
     @property
     def target_name(self) -> str:
-        """The server."""
+        """The name of the server that the plan is for."""
         return self.machine.name
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """Peak memory of the host, of the same instructions."""
+        """The peak memory of the host, of the same instructions."""
         known = None if self.prediction is None else self.prediction.memory
         return None if known is None else known.host_peak_bytes
 
     @property
     def own_limit_bytes(self) -> int:
-        """What the packs were planned for."""
+        """The limit per device that the packs were planned for, in bytes."""
         return int(self.machine.usable_bytes.value)
 
     @property
     def step_estimate(self) -> tuple[float, str] | None:
-        """Of the plan's own instructions."""
+        """The simulated seconds of a step of the plan's own instructions, and ``"simulated"``."""
         step = None if self.prediction is None else self.prediction.step
         return None if step is None else (step.step_seconds, "simulated")
 
     def tasks(self) -> TaskGraph:
-        """Of all ranks."""
+        """Return the tasks of all ranks."""
         devices = self.machine.devices
         return TaskGraph.of(
             self.configuration,
@@ -288,13 +292,13 @@ class PacksPlan(PlanFile):
         return self.minibatch_size
 
     def in_files(self) -> dict[str, Any]:
-        """Return both directions."""
+        """Return the fields that files write otherwise: the packs of both directions."""
         forward, backward = self.configuration.forward, self.configuration.backward
         return {"forward": _Packs.of(forward), "backward": _Packs.of(backward)}
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> PacksPlan:
-        """Return the plan of what a file has."""
+        """Return the plan that a file's fields describe."""
         directions = (written.pop(name).read for name in ("forward", "backward"))
         return cls(configuration=Configuration(*directions), **written)
 
@@ -333,7 +337,7 @@ class PacksPlan(PlanFile):
 
 
 def question_violations(mode: str, minibatch_size: int, num_devices: int) -> Iterator[Violation]:
-    """What is wrong with a mode and a batch."""
+    """Yield a violation for an unknown mode, and for a batch that is too small."""
     if mode not in MODES:
         yield Violation(f"mode={mode!r} is unknown; choose pp or dp.", "packs-mode")
     if minibatch_size < 1:
@@ -349,7 +353,7 @@ def question_violations(mode: str, minibatch_size: int, num_devices: int) -> Ite
 
 
 def _covered(name: str, packs: Sequence[Span], num_layers: int) -> Iterator[Violation]:
-    """What of packs is not layers 0 to ``num_layers``, each once and in order."""
+    """Yield a violation unless packs cover layers 0 to ``num_layers``, each once and in order."""
     empty = [pack for pack in packs if pack[0] >= pack[1]]
     ends = (0, *(end for pack in packs for end in pack), num_layers)
     apart = any(one != other for one, other in list(pairwise(ends))[::2])

@@ -12,7 +12,7 @@ from capture.plan.headroom import Peaks
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One stage's devices, which all need the same.
+    """The predicted peak memory of one stage's devices, which all need the same.
 
     Attributes:
         peak_bytes: Per device.
@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def peaks(self) -> Peaks:
-        """What it says of every device."""
+        """The predicted peak of every device, with its interval."""
         return Peaks(
             self.peak_bytes_per_device,
             self.interval_bytes_per_device or [stage.interval_bytes for stage in self.stages],
@@ -85,7 +85,7 @@ class Prediction:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> Prediction:
-        """What ``to_json`` wrote.
+        """Read a prediction that ``to_json`` wrote.
 
         Raises:
             FieldError: naming the field that is missing or wrong.
@@ -134,7 +134,7 @@ class StepTime:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> StepTime:
-        """Return what ``write`` wrote.
+        """Read a simulated step that ``write`` wrote.
 
         Raises:
             FieldError: naming the field that is missing or wrong.
@@ -144,7 +144,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Verified:
-    """What the compiler of the target says of a plan's own stages.
+    """The peak memory of a plan's own stages, as the target's compiler reports it.
 
     Attributes:
         peak_bytes_per_device: In node-major device order.
@@ -169,5 +169,5 @@ class Verified:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> Verified:
-        """What ``to_json`` wrote."""
+        """Read the compiler's peaks that ``to_json`` wrote."""
         return read(data, cls, path)

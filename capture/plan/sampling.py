@@ -19,8 +19,8 @@ from capture.plan.stage import Stage
 def count_fillings(
     degrees: Sequence[Sequence[int]], weights: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """counts[p][s]: ordered sequences of s stage sizes that fill exactly the devices from p on;
-    exact integers.
+    """Return counts[p][s]: the ordered sequences of s stage sizes that fill exactly the devices
+    from p on; exact integers.
 
     Args:
         degrees: Per device p, the sizes that a stage starting there may have.
@@ -48,7 +48,7 @@ def random_plans(
     seed: int | np.random.Generator,
     space: StageSpace = StageSpace(),
 ) -> Iterator[tuple[Stage, ...]]:
-    """Valid plans without end; take as many as needed with ``itertools.islice``.
+    """Yield valid plans without end; take as many as needed with ``itertools.islice``.
 
     Each plan draws, uniformly: the number of stages among those that some plan has; an ordered
     filling of the devices with that many stages; the layer boundaries; a choice per stage. Drawing
@@ -95,7 +95,8 @@ def random_table_plans(
     seed: int | np.random.Generator,
     space: StageSpace = StageSpace(),
 ) -> Iterator[tuple[Stage, ...]]:
-    """As ``random_plans``, for a schedule that is not plain: groups of equally many devices.
+    """Yield valid plans without end, as ``random_plans``, for a schedule that is not plain: groups
+    of equally many devices.
 
     Each plan draws, uniformly: the number of devices of a group; the layer boundaries; the degrees
     of each group, which its stages share.
@@ -170,7 +171,7 @@ def _draws(
 
 
 def _draw_degree(degrees: list[int], counts: list[int], generator: np.random.Generator) -> int:
-    """A degree in proportion to the fillings that follow it. The counts may exceed 64 bits, so only
-    their ratios become floats."""
+    """Draw a degree in proportion to the fillings that follow it. The counts may exceed 64 bits, so
+    only their ratios become floats."""
     total = sum(counts)
     return int(generator.choice(degrees, p=[count / total for count in counts]))

@@ -19,8 +19,8 @@ PLAIN_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if kind.is_plai
 
 @dataclass(frozen=True, order=True)
 class Occupancy:
-    """What a stage holds beside its own state while it, or another stage on its devices, executes
-    one task.
+    """The micro-batches that a stage holds, beside its own state, while it or another stage on its
+    devices executes one task.
 
     Attributes:
         kind: The pass being executed; its own input (forward) or gradient (backward) is not counted
@@ -101,7 +101,7 @@ class Schedule:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Per group, its stages in pipeline order."""
+        """The stages of each group, in pipeline order."""
         return tuple(
             tuple(s for s, group in enumerate(self.placement) if group == g)
             for g in range(self.num_groups)
@@ -143,8 +143,8 @@ class Schedule:
         return tuple(clocks)
 
     def violations(self) -> Iterator[str]:
-        """Rules of any table that this one breaks: every task once, where its stage is, and a split
-        pass whole. (A cycle shows in ``clocks``.)"""
+        """Yield the rules of any table that this one breaks: every task once, where its stage is,
+        and a split pass whole. (A cycle shows in ``clocks``.)"""
         tasks = [task for order in self.orders for task in order]
         if len(set(tasks)) < len(tasks):
             yield f"schedule {self.name} does a task twice"
@@ -159,7 +159,8 @@ class Schedule:
 
     @property
     def rounds(self) -> tuple[tuple[Task, ...], ...]:
-        """In the order of dispatch, the tasks after all of which what they made is sent.
+        """The tasks in the order of dispatch, grouped: what a group of tasks made is sent after all
+        of it.
 
         Where each stage has devices of its own, those of a clock. Else one task, so that nothing is
         received by devices that have not yet sent what they made before.
@@ -172,9 +173,9 @@ class Schedule:
 
     @cached_property
     def forward_clocks(self) -> tuple[tuple[Task, ...], ...]:
-        """As ``clocks``, of forward passes alone: each micro-batch enters as soon as it goes from
-        stage to stage without waiting, so that no group holds the input of a second one. In a clock
-        the last stage comes first."""
+        """The clocks of forward passes alone. Each micro-batch enters as soon as it goes from stage
+        to stage without waiting, so that no group holds the input of a second one. In a clock the
+        last stage comes first."""
         taken, clocks = set[tuple[int, int]](), dict[int, list[Task]]()
         start = 0
         for m in range(self.num_microbatches):
@@ -189,8 +190,8 @@ class Schedule:
         )
 
     def requirement(self, task: Task) -> Task | None:
-        """The task of another group, or of the same, that must have ended before; None for the
-        first of a micro-batch."""
+        """Return the task of another group, or of the same, that must have ended before; None for
+        the first of a micro-batch."""
         s, m = task.stage_id, task.microbatch
         if task.kind == "forward":
             return None if s == 0 else replace(task, stage_id=s - 1)
@@ -202,7 +203,7 @@ class Schedule:
 
     @cached_property
     def moments(self) -> tuple[tuple[Moment, ...], ...]:
-        """Per group, the undominated states of its stages over all its tasks: a prediction of its
+        """The undominated states of each group's stages over all its tasks: a prediction of its
         peak is a maximum over them."""
         kept, inputs, gradients, deferred = ([0] * (self.num_stages + 1) for _ in range(4))
         accumulates = [False] * self.num_stages
@@ -260,7 +261,7 @@ class Schedule:
 
     @cached_property
     def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
-        """Per stage, its undominated states, whatever other stages on its devices hold."""
+        """The undominated states of each stage, whatever other stages on its devices hold."""
         found = []
         for s, group in enumerate(self.placement):
             at = self.stages[group].index(s)
@@ -269,7 +270,7 @@ class Schedule:
         return tuple(found)
 
     def as_text(self) -> str:
-        """One line per group, for golden tests and people."""
+        """Return one line per group, for golden tests and people."""
         return "\n".join(
             f"{g}: "
             + " ".join(
@@ -289,8 +290,8 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
 
 
 def schedule_violations(name: str, num_groups: int, num_microbatches: int) -> list[Violation]:
-    """The rules of a schedule's name and numbers, each with its code: ``plan-schedule``,
-    ``plan-schedule-microbatches``."""
+    """Return the rules that a schedule's name and numbers break, each with its code:
+    ``plan-schedule``, ``plan-schedule-microbatches``."""
     if name not in SCHEDULES:
         return [
             Violation(
@@ -312,7 +313,7 @@ def schedule_violations(name: str, num_groups: int, num_microbatches: int) -> li
 
 @lru_cache(maxsize=256)
 def make_schedule(name: str, num_groups: int, num_microbatches: int) -> Schedule:
-    """The schedule of that name.
+    """Return the schedule of that name.
 
     Args:
         name: Of ``SCHEDULES``.
@@ -332,8 +333,8 @@ def make_schedule(name: str, num_groups: int, num_microbatches: int) -> Schedule
 def occupancy_by_position(
     name: str, num_microbatches: int, max_stages: int
 ) -> tuple[tuple[Occupancy, ...], ...]:
-    """Occupancies by position, of a plain schedule: entry j - 1 is that of a stage with j stages
-    from itself to the end, itself included.
+    """Return the occupancies of a plain schedule by position: entry j - 1 is that of a stage with j
+    stages from itself to the end, itself included.
 
     The last entry stands for every longer distance too: GPipe keeps all M micro-batches anywhere,
     and under 1F1B at most min(j, M) are in flight. The first stage of a pipeline differs only in

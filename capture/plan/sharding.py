@@ -50,7 +50,7 @@ SHARDING_PLAN = documents.Format(
 
 @dataclass(frozen=True, order=True)
 class Mode:
-    """How the parameters of one operator are held.
+    """The way in which the parameters of one operator are held.
 
     Attributes:
         num_slices: g, slices of its input dimension, worked through one after the other; 1 where it
@@ -100,7 +100,7 @@ class ParameterLeaf:
         return size
 
     def shard_dim(self, num_devices: int) -> int | None:
-        """The first dimension that the devices divide.
+        """Return the first dimension that the devices divide; None if there is none.
 
         Shards of the first one lie one after the other in memory: what is gathered from them need
         not be transposed, nor what is reduced to them.
@@ -113,13 +113,15 @@ class ParameterLeaf:
         return next((d for d, extent in enumerate(self.shape) if extent % num_devices == 0), None)
 
     def can_shard(self, num_devices: int, smallest_bytes: int) -> bool:
-        """Whether it is worth sharding, and can be."""
+        """Return whether the leaf is large enough to be sharded, and has a dimension that the
+        devices divide."""
         return self.nbytes >= max(1, smallest_bytes) and self.shard_dim(num_devices) is not None
 
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """What an operator in its mode needs on every device, by the search's model of costs.
+    """The memory and time that an operator in its mode needs on every device, by the search's model
+    of costs.
 
     Attributes:
         parameter_bytes: All of its parameters, unsharded.
@@ -206,8 +208,8 @@ class ShardingPlan(PlanFile):
 
     @property
     def peaks(self) -> Peaks:
-        """By the compiler, else the estimate and its interval, which has no probability: it never
-        just fits."""
+        """The peak of a device: compiled, else the estimate and its interval, which has no
+        probability, so that it never just fits."""
         if self.compiled_peak_bytes is not None:
             return Peaks.compiled(self.compiled_peak_bytes)
         peak, how, interval = self.peak_bytes, "estimated, not compiled", self.interval_bytes
@@ -217,12 +219,12 @@ class ShardingPlan(PlanFile):
 
     @property
     def predicted_bytes_per_device(self) -> tuple[int, ...]:
-        """Return the same of every device."""
+        """The peak bytes per device, the same for all: compiled, else estimated."""
         return (self.known_peak_bytes,) * self.known_cluster.num_devices
 
     @property
     def step_estimate(self) -> tuple[float, str]:
-        """By the model of costs."""
+        """The seconds of a step by the model of costs, and ``"estimated"``."""
         return self.step_seconds, "estimated"
 
     @property
@@ -242,7 +244,7 @@ class ShardingPlan(PlanFile):
 
     @property
     def mode_of_param(self) -> dict[str, Mode]:
-        """By name of a parameter leaf."""
+        """The mode of each parameter leaf, by the leaf's name."""
         return {
             name: mode
             for mode, names in zip(self.modes, self.params, strict=True)
@@ -250,7 +252,7 @@ class ShardingPlan(PlanFile):
         }
 
     def summary(self) -> dict[str, Any]:
-        """In numbers: what results of experiments hold."""
+        """Return the plan in a few numbers, as results of experiments hold it."""
         names = [str(mode) for mode in self.modes]
         return {
             "batch_size": self.batch_size,
@@ -261,7 +263,7 @@ class ShardingPlan(PlanFile):
         }
 
     def in_files(self) -> dict[str, Any]:
-        """Return the operators, a row each."""
+        """Return the field that files write otherwise: the operators, a row each."""
         count = len(self.modes)
         names, params = self.names or ("",) * count, self.params or ((),) * count
         rows = zip(names, self.modes, params, self.costs or (None,) * count, strict=True)
@@ -269,7 +271,7 @@ class ShardingPlan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> ShardingPlan:
-        """Return the plan of what a file has."""
+        """Return the plan that a file's fields describe."""
         rows = written.pop("operators")
         for i, mode in enumerate(row.mode for row in rows):
             least = min(

@@ -34,7 +34,7 @@ class StageSpace:
     any_divisor: Annotated[bool, Asked()] = False
 
     def degrees(self, cluster: Cluster) -> list[list[int]]:
-        """Numbers of devices that a stage starting at device p may take, for every p.
+        """Return the numbers of devices that a stage starting at device p may take, for every p.
 
         Example:
             >>> StageSpace().degrees(Cluster((4,)))
@@ -60,7 +60,7 @@ class StageSpace:
         return degrees
 
     def all_degrees(self, cluster: Cluster) -> list[int]:
-        """Those of any device, ascending."""
+        """Return the numbers of devices that a stage may take at any device, ascending."""
         return sorted({d for here in self.degrees(cluster) for d in here})
 
     def choices(
@@ -73,7 +73,7 @@ class StageSpace:
         shard_params: bool = False,
         sequence_parallel: bool = False,
     ) -> list[StageChoice]:
-        """Every pair of degrees that a stage can have, for each way to rematerialise; with
+        """Return every pair of degrees that a stage can have, for each way to rematerialise; with
         ``shard_params`` also with parameters split over the replicas, with ``sequence_parallel``
         also with activations split along the sequence.
 

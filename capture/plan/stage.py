@@ -55,7 +55,8 @@ class Stage:
 
     @classmethod
     def at(cls, device: int, first: int, stop: int, choice: StageChoice) -> Self:
-        """On the devices from ``device`` on."""
+        """Return the stage of layers [first, stop) on as many devices as the choice needs, from
+        ``device`` on."""
         return cls(first, stop, tuple(range(device, device + choice.num_devices)), choice)
 
     @property
@@ -68,7 +69,7 @@ class Stage:
 
     @property
     def remat_text(self) -> str:
-        """What the backward pass recomputes, and what rests on the host.
+        """The stage's rematerialisation, and what it offloads to the host, for people.
 
         Example:
             >>> Stage(0, 2, (0,), offload=("activations",)).remat_text
@@ -88,7 +89,7 @@ class Stage:
 
     @classmethod
     def from_json(cls, data: Any) -> Stage:
-        """The stage that ``to_json`` wrote; ``num_devices`` need not be there.
+        """Read the stage that ``to_json`` wrote; ``num_devices`` need not be there.
 
         Raises:
             FieldError: naming the field that is missing or wrong.

@@ -123,29 +123,29 @@ class Plan(PlanFile):
 
     @property
     def peaks(self) -> Peaks | None:
-        """By the compiler of the target, else by the prediction."""
+        """The peak of every device: by the target's compiler if verified, else predicted."""
         if self.verification is not None:
             return Peaks.compiled(*self.verification.peak_bytes_per_device)
         return None if self.prediction is None else self.prediction.peaks
 
     @property
     def predicted_bytes_per_device(self) -> Sequence[int] | None:
-        """As it was predicted; of a plan by hand that was verified alone, by its compiler."""
+        """The predicted peak bytes per device; the compiler's where the plan was only verified."""
         predicted = self.prediction or self.verification
         return None if predicted is None else predicted.peak_bytes_per_device
 
     @property
     def step_estimate(self) -> tuple[float, str] | None:
-        """As it was simulated when the plan was made."""
+        """The seconds of a step, simulated when the plan was made, and ``"simulated"``."""
         return None if self.time is None else (self.time.step_seconds, "simulated")
 
     def host_of(self, stage: Stage) -> str:
-        """The memory of the host that a stage uses, by its name."""
+        """Return the name of the host memory that a stage uses."""
         node = self.cluster.node_of_device[stage.devices[0]]
         return "host" if len(self.cluster.nodes) == 1 else f"host of node {node}"
 
     def with_(self, **changes: Any) -> Plan:
-        """A copy with other fields, validated again."""
+        """Return a copy with other fields, validated again."""
         return replace(self, **changes)
 
     @property
@@ -185,7 +185,7 @@ class Plan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> Plan:
-        """Return the plan of what a file has."""
+        """Return the plan that a file's fields describe."""
         del written["microbatch_size"]
         notes = {name: _note(written[name], name, read) for name, read in _NOTES.items()}
         return cls(**{**written, "stages": [row.stage for row in written["stages"]], **notes})
@@ -201,7 +201,7 @@ _NOTES: Mapping[str, Callable[[Any, str], Any]] = {
 
 
 def _note(data: Any, name: str, read: Callable[[Any, str], Note]) -> Note | None:
-    """What a file says of a plan; more may stand there than is known."""
+    """Read a note on a plan (``_NOTES``) from its file; fields that are not known are ignored."""
     try:
         return None if data is None else read(data, name)
     except documents.FieldError as error:
@@ -209,7 +209,7 @@ def _note(data: Any, name: str, read: Callable[[Any, str], Note]) -> Note | None
 
 
 def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Violation]:
-    """The rules of a batch alone, for callers that have no stages yet."""
+    """Return the rules that a batch alone breaks, for callers that have no stages yet."""
     if num_microbatches < 1 or global_batch_size < 1:
         return [
             Violation(
@@ -371,7 +371,8 @@ def _schedule_violations(plan: Plan) -> list[Violation]:
 
 
 def _placed(stage: Stage) -> tuple[object, ...]:
-    """What stages on the same devices have in common: they hand over what they make as it lies."""
+    """Return what stages on the same devices must have in common: they hand over values as they
+    lie."""
     choice = stage.choice
     return stage.devices, choice.data_parallel, choice.tensor_parallel, choice.sequence_parallel
 

@@ -48,5 +48,5 @@ def of_devices(choice: StageChoice) -> str:
 
 
 def _all(words: Sequence[str]) -> str:
-    """The word of all stages, or the different ones in order."""
+    """Return the word of all stages, or the different ones in order."""
     return " | ".join(dict.fromkeys(words))

@@ -35,7 +35,7 @@ same process; the device itself, which keeps it for its next task."""
 
 @dataclass(frozen=True)
 class Switches:
-    """Harmony's optimizations, each of which can be off (5.5).
+    """The optimizations of Harmony, each of which can be off (5.5).
 
     Attributes:
         grouping: A pack stays for all of its micro-batches. Off, each is a task of its own: weights
@@ -56,7 +56,7 @@ class Switches:
 
     @classmethod
     def without(cls, names: Iterable[str]) -> Switches:
-        """All but those that are named.
+        """Return switches that are all on but those that are named.
 
         Raises:
             PlanError: ``packs-switch`` for an unknown name.
@@ -75,7 +75,7 @@ class Switches:
 
     @property
     def off(self) -> tuple[str, ...]:
-        """Names of those that are off."""
+        """The names of the optimizations that are off."""
         return tuple(field.name for field in fields(self) if not getattr(self, field.name))
 
 
@@ -86,7 +86,7 @@ STREAMED = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Swaps:
-    """How weights come to devices and their gradients go back.
+    """The forms in which weights come to devices and their gradients go back.
 
     Attributes:
         stream: Devices get parameters that layers read only through a cast to this dtype as the
@@ -99,7 +99,8 @@ class Swaps:
     sharded: Annotated[bool, Asked("shard_swaps")] = False
 
     def violations(self, mode: str, switches: Switches) -> Iterator[Violation]:
-        """What cannot be: by itself, in a mode, and with the optimizations that are off."""
+        """Yield a violation for what swaps cannot be: by themselves, in a mode, and with the
+        optimizations that are off."""
         needed = [name for name in ("grouping", "offload", "p2p") if name in switches.off]
         if self.sharded and mode != "dp":
             yield Violation(
@@ -133,7 +134,7 @@ AS_THEY_ARE = Swaps()
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """How a tensor comes or goes.
+    """The way in which a tensor comes to a task or goes from it.
 
     Attributes:
         medium: See above.
@@ -161,7 +162,7 @@ class Packs:
 
     @classmethod
     def of_lengths(cls, microbatch_size: int, lengths: Sequence[int]) -> Packs:
-        """From layers per pack.
+        """Return consecutive packs of so many layers each.
 
         Example:
             >>> Packs.of_lengths(4, (2, 1)).packs
@@ -172,7 +173,7 @@ class Packs:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Layers per pack."""
+        """The number of layers of each pack."""
         return tuple(stop - first for first, stop in self.packs)
 
 
@@ -185,7 +186,7 @@ class Configuration:
 
     @cached_property
     def stashes(self) -> tuple[int, ...]:
-        """Layers whose inputs the forward pass keeps for the backward pass: the first of every
+        """The layers whose inputs the forward pass keeps for the backward pass: the first of every
         backward pack but the last."""
         return tuple(first for first, _ in self.backward.packs[:-1])
 
@@ -232,7 +233,7 @@ class Task:
 
     @property
     def sub_packs(self) -> tuple[Span, ...]:
-        """Of a forward task: it is cut where an input is kept."""
+        """The spans of layers into which a forward task is cut: at each input that is kept."""
         cuts = [layer for layer, _ in self.stashes if layer > self.first]
         return tuple(zip((self.first, *cuts), (*cuts, self.stop), strict=True))
 
@@ -271,7 +272,7 @@ class TaskGraph:
         swaps: Swaps = AS_THEY_ARE,
         num_ranks: int | None = None,
     ) -> TaskGraph:
-        """That of a configuration.
+        """Return the tasks of a configuration.
 
         Args:
             configuration: Packs and sizes.
@@ -294,21 +295,23 @@ class TaskGraph:
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares weights are cut."""
+        """The number of shares into which weights are cut: one per device with sharded swaps, else
+        1."""
         return self.num_devices if self.swaps.sharded else 1
 
     @property
     def alone(self) -> bool:
-        """Whether no rank waits for another: simulated is the first, with the largest share."""
+        """Whether no rank waits for another, so that only the first is simulated, which has the
+        largest share."""
         return self.mode == "dp" or self.num_devices == 1
 
     def of_rank(self, rank: int) -> Iterator[Task]:
-        """Its tasks on the device."""
+        """Return a rank's tasks that run on its device: all but updates."""
         return (task for task in self.tasks if task.rank == rank and task.kind != "update")
 
     @cached_property
     def pinned(self) -> dict[tuple[int, int], int]:
-        """(task, layer) -> the task that shares its weights: a device's last forward task and its
+        """The task that shares the weights of (task, layer): a device's last forward task and its
         first backward task, where they have layers in common."""
         found: dict[tuple[int, int], int] = {}
         last: dict[int, Task] = {}
@@ -322,8 +325,8 @@ class TaskGraph:
         return found
 
     def inputs(self, task: Task) -> dict[str, dict[int, Channel]]:
-        """By tensor of Figure 6a and layer. X is kept by a forward task for the backward tasks that
-        need it; T are the labels."""
+        """Return the channels by which a task's inputs come, by tensor of Figure 6a and layer. X is
+        kept by a forward task for the backward tasks that need it; T are the labels."""
         shared = Channel("shared")
         layers = task.layers
         if task.kind == "update":
@@ -338,7 +341,8 @@ class TaskGraph:
         return {"dY": gradient, "X": x, "W": weights, "B": weights, "T": labels}
 
     def outputs(self, task: Task) -> dict[str, dict[int, Channel]]:
-        """Likewise; W and B are there only where the next task shares them."""
+        """Return the channels by which a task's outputs go, by tensor of Figure 6a and layer; W and
+        B are there only where the next task shares them."""
         shared = Channel("shared")
         layers = task.layers
         if task.kind == "update":
@@ -364,13 +368,14 @@ class TaskGraph:
 
 
 def shares(minibatch_size: int, num_devices: int) -> tuple[int, ...]:
-    """Examples of every device in data parallelism: the first take what is left over (H-b)."""
+    """Return the examples of every device in data parallelism: the first take what is left over
+    (H-b)."""
     least, more = divmod(minibatch_size, num_devices)
     return tuple(least + (rank < more) for rank in range(num_devices))
 
 
 def microbatches(share: int, size: int) -> tuple[int, ...]:
-    """Sizes of the micro-batches: the last takes what is left.
+    """Return the sizes of the micro-batches: the last takes what is left.
 
     Example:
         >>> microbatches(9, 4)
@@ -381,8 +386,8 @@ def microbatches(share: int, size: int) -> tuple[int, ...]:
 
 
 def completed_by(sources: Sequence[int], targets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Per micro-batch of one size, those of another that are complete when it has come: how one
-    direction's micro-batches become the other's, in order, by concatenation and split.
+    """Return, per micro-batch of one size, those of another that are complete when it has come: how
+    one direction's micro-batches become the other's, in order, by concatenation and split.
 
     Example:
         >>> completed_by((4, 4, 1), (3, 3, 3))
@@ -401,7 +406,7 @@ def completed_by(sources: Sequence[int], targets: Sequence[int]) -> tuple[tuple[
 
 
 class _Binder:
-    """Makes the tasks of one rank in data parallelism, or of all in a pipeline."""
+    """A maker of the tasks of one rank in data parallelism, or of all in a pipeline."""
 
     def __init__(
         self,
@@ -474,15 +479,16 @@ class _Binder:
         )
 
     def _id(self, station: int, group: int) -> int:
-        """Of the task at a station that has a micro-batch of another; where sizes differ, of that
-        with the first."""
+        """Return the id of the task at a station for the same micro-batch group; where that has no
+        task of its own, of its first."""
         return self._ids[station, group] if (station, group) in self._ids else self._ids[station, 0]
 
     def _message(self, station: int, group: int) -> Channel:
         return Channel("message", self._id(station, group), self._ranks[station])
 
     def _passed(self, here: int, there: int, group: int) -> Channel:
-        """What goes from one station to the next, or comes from it."""
+        """Return the channel of a tensor that goes from one station to the next, or comes from
+        it."""
         if self._ranks[there] == self._ranks[here]:
             return Channel("swap", self._id(there, group))
         converts = self._convert and max(here, there) == self._turn

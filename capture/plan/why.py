@@ -17,7 +17,8 @@ _ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
 
 @dataclass(frozen=True)
 class PlanNotes:
-    """What is known of a plan of a front, as of a plan that is saved.
+    """The hash, prediction, verification and step time of a plan on a front, as a saved plan has
+    them.
 
     Attributes:
         model_hash, prediction, verification, time: As of ``Plan``.
@@ -30,7 +31,7 @@ class PlanNotes:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> PlanNotes:
-        """What was written of it.
+        """Read the notes on a plan of a front.
 
         Raises:
             FieldError: naming the field that is wrong.
@@ -70,7 +71,7 @@ class FrontPoint:
     notes: PlanNotes | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Without what is not said."""
+        """Return the point's fields as JSON, without those that are not said."""
         left_out = {f.name for f in fields(self) if getattr(self, f.name) == f.default} - {*_ALWAYS}
         written = documents.fields_of(self)
         return {name: value for name, value in written.items() if name not in left_out}
@@ -94,7 +95,7 @@ class Front:
 
     @property
     def names(self) -> dict[str, FrontPoint]:
-        """Points by name, those without one by their number, the smallest is 1."""
+        """The points by name; those without one by their number, where the smallest is 1."""
         return {p.name.replace(" ", "-") or str(n): p for n, p in enumerate(self.points, 1)}
 
     @property
@@ -105,7 +106,7 @@ class Front:
 
 @dataclass(frozen=True)
 class CompiledPlans:
-    """How an answer was settled by compiling.
+    """The plans that were compiled to settle an answer.
 
     Attributes:
         num_plans: Number of plans that were compiled.
@@ -156,7 +157,7 @@ class Bracket:
 
     @property
     def words(self) -> str:
-        """The best plan so far, and what none is better than."""
+        """The best plan so far, and the bound that no plan is better than."""
         known = [self._peak, self._step]
         if self.num_points is None:
             known = [self._step or self._peak]
@@ -174,7 +175,8 @@ class Bracket:
 
     @property
     def _step(self) -> str:
-        """Empty where peaks alone are searched for."""
+        """The step's best time and lower bound in words; empty where peaks alone are searched
+        for."""
         least, most = self.least_step_seconds, self.most_step_seconds
         if least is None:
             return ""
@@ -187,14 +189,15 @@ class Bracket:
         return f"best so far {format_seconds(most)}{nbytes}; {bound}"
 
     def to_json(self) -> dict[str, Any]:
-        """Without what was not searched for."""
+        """Return the bracket's fields as JSON, without those that were not searched for."""
         written = documents.fields_of(self)
         return {name: value for name, value in written.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class ByLayers:
-    """What no plan is faster than by estimates that compiled layers correct: no proof, but nearer.
+    """The lower bound of the step from estimates that compiled layers correct: no proof, but
+    nearer.
 
     Attributes:
         least_step_seconds: Of the plans that fit.
@@ -208,13 +211,13 @@ class ByLayers:
     error_fraction: float
 
     def within_fraction(self, step_seconds: float) -> float:
-        """By which part a step takes more, at most, than the fastest."""
+        """Return by which part a step takes longer than the fastest one, at most; 0 or more."""
         return max(step_seconds / self.least_step_seconds - 1, 0.0)
 
 
 @dataclass(frozen=True)
 class Proven:
-    """How near a compiled plan is to the least peak of its space, in compiled bytes.
+    """The proven distance of a compiled plan from the least peak of its space, in compiled bytes.
 
     Attributes:
         within_fraction: No plan of the space needs less than its peak by more; 0 if none needs
@@ -239,14 +242,14 @@ class Proven:
     by_layers: ByLayers | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Without what is not there."""
+        """Return the fields as JSON, without empty ``refuted`` and ``by_layers``."""
         written = documents.fields_of(self)
         return {k: v for k, v in written.items() if v or k not in ("refuted", "by_layers")}
 
 
 @dataclass(frozen=True)
 class Why:
-    """Why a plan was chosen, or why none fits.
+    """The reason why a plan was chosen, or why none fits.
 
     Attributes:
         summary: For people.
@@ -292,8 +295,8 @@ class Why:
 
     @property
     def found(self) -> str:
-        """How the answer was found, for people: what was compiled, and what is proven; empty where
-        it is a prediction alone."""
+        """The way in which the answer was found, for people: what was compiled, and what is proven;
+        empty where it is a prediction alone."""
         said = self.uncompiled or ("" if self.verified is None else self.verified.summary)
         if self.proven is None or not self.proven.trail:
             return said
@@ -303,7 +306,7 @@ class Why:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], path: str = "") -> Why:
-        """What ``to_json`` wrote.
+        """Read the reason that ``to_json`` wrote.
 
         Raises:
             FieldError: naming the field that is wrong.
@@ -318,7 +321,7 @@ class Why:
 
 @dataclass(frozen=True)
 class _Point(FrontPoint):
-    """With stages and notes as files have them."""
+    """A point of a front, with stages and notes as files have them."""
 
     stages: tuple[StageRow, ...] = ()  # type: ignore[assignment]
     notes: Mapping[str, Any] | None = None  # type: ignore[assignment]

@@ -116,16 +116,16 @@ class StageInterface:
 def owned_and_borrowed(
     graph: LayerGraph, first: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parameters of layers [first, stop) that this stage updates, and those that an earlier stage
-    does."""
+    """Return the parameters of layers [first, stop) that this stage updates, and those that an
+    earlier stage does."""
     params = graph.stage_params(first, stop)
     owned = tuple(p for p in params if graph.param_owner(p) >= first)
     return owned, tuple(p for p in params if p not in owned)
 
 
 def shared_onwards(graph: LayerGraph, first: int, stop: int) -> tuple[int, ...]:
-    """Parameters that layers [first, stop) update and layers behind them read too: their gradients
-    arrive from there."""
+    """Return the parameters that layers [first, stop) update and layers behind them read too: their
+    gradients arrive from there."""
     owned, _ = owned_and_borrowed(graph, first, stop)
     return tuple(p for p in owned if graph.param_readers(p)[-1] >= stop)
 
@@ -133,8 +133,8 @@ def shared_onwards(graph: LayerGraph, first: int, stop: int) -> tuple[int, ...]:
 def stage_values(
     graph: LayerGraph, first: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Values that layers [first, stop) read from earlier layers, and those that they make for later
-    ones (or the loss)."""
+    """Return the values that layers [first, stop) read from earlier layers, and those that they
+    make for later ones (or the loss)."""
     layers = graph.layers[first:stop]
     used = {v for layer in layers for v in layer.inputs} & set(graph.crossing(first))
     if stop == graph.num_layers:
@@ -153,7 +153,7 @@ def stage_interface(
     param_bytes: Sequence[int],
     cost: StageCost,
 ) -> StageInterface:
-    """The interface of a stage.
+    """Return the interface of a stage.
 
     Args:
         graph: At the micro-batch size of the plan.
@@ -218,7 +218,7 @@ def plan_interfaces(
     param_bytes: Mapping[ParamSplit, Sequence[int]],
     costs: Sequence[StageCost],
 ) -> list[StageInterface]:
-    """The interfaces of all stages of a plan.
+    """Return the interfaces of all stages of a plan.
 
     Args:
         plan: A plan of the graph's model.

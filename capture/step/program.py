@@ -391,7 +391,8 @@ def _drop(ledger: Ledger, slots: list[Slot], gone: Iterable[int]) -> None:
 
 
 def _unawaited(step: Step) -> Iterator[Violation]:
-    """Slots that are freed while a copy from or to a host may still use them.
+    """Yield a violation for each slot that is freed while a copy from or to a host may still use
+    it.
 
     A program waits itself for whoever reads a slot that it takes over.
     """

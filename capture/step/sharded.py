@@ -169,8 +169,8 @@ def _built(place: Place, tasks: Sequence[Task], state: Sequence[Value]) -> Step:
 
 
 def step_seconds(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> dict[str, float]:
-    """Seconds of every program of the step; they add up to those of the cost. The update is not
-    counted, as there.
+    """Return the seconds of every program of the step; they add up to those of the cost. The update
+    is not counted, as there.
 
     Of a collective it is the part beside which nothing runs. What is hidden is a fraction of a
     whole operator's seconds, as it was measured (O-m), and may be more than any one of its passes

@@ -63,7 +63,7 @@ class StageTimes:
         return self.forward_seconds + min(self.backward_seconds, split or self.backward_seconds)
 
     def of(self, program: str) -> float:
-        """Seconds of the program that a ``Run`` names."""
+        """Return the seconds of the program that a ``Run`` names."""
         return {
             "forward": self.forward_seconds,
             "backward": self.backward_seconds,

@@ -76,7 +76,8 @@ class _Waits:
                         yield from self._ended(target)
 
     def _end(self, slot: int) -> Iterator[int]:
-        """The copy into a slot that ends before its source."""
+        """Yield the copy into a slot that ends, if its source is only freed once the copy has
+        ended."""
         if slot in self._source:
             yield from self._ended(slot)
 
