@@ -59,8 +59,8 @@ MOST_SUCCESSORS = 1 << 20
 
 @dataclass(frozen=True)
 class AutostagingTables:
-    """What the search is given, indexed [first layer, last layer, submesh, configuration] as in
-    Alpa.
+    """The times and memory of every stage from which the search chooses, indexed [first layer, last
+    layer, submesh, configuration] as in Alpa.
 
     Attributes:
         submeshes: (hosts, devices per host), ascending.
@@ -76,7 +76,7 @@ class AutostagingTables:
 
 
 def submesh_choices(cluster: Cluster) -> tuple[Shape, ...]:
-    """Alpa's space ``power_of_two``: parts of a node and whole nodes, in powers of two.
+    """Return Alpa's space ``power_of_two``: parts of a node and whole nodes, in powers of two.
 
     Raises:
         PlanError: ``alpa-cluster`` if the nodes are not equal or their size is no power of two.
@@ -116,7 +116,7 @@ def autostaging_tables(
     logical_shapes: LogicalShapes = "single_node_model_parallel",
     master_copy: bool = False,
 ) -> AutostagingTables:
-    """Predicted times and memory of every stage, as Alpa's autostaging wants them.
+    """Return predicted times and memory of every stage, as Alpa's autostaging wants them.
 
     Args:
         profile: Measurements for an accelerator; submeshes of whole nodes are there as far as they
@@ -165,7 +165,8 @@ def autostaging_tables(
 
 
 def _most_successors(memory: StageMemory, available: int | None) -> np.ndarray:
-    """Alpa's formula; its ``peak`` holds what one micro-batch keeps."""
+    """Return the most stages that memory allows behind each stage, by Alpa's formula; its ``peak``
+    holds what one micro-batch keeps."""
     passes = np.maximum(
         memory.received + memory.batch + memory.forward, memory.gradients_in + memory.backward
     )
@@ -181,7 +182,7 @@ def _most_successors(memory: StageMemory, available: int | None) -> np.ndarray:
 def search_tables(
     tables: AutostagingTables, num_devices: int, num_microbatches: int
 ) -> SearchResult:
-    """The stages of least step time; exact.
+    """Return the stages of least step time; exact.
 
     Alpa orders submeshes freely and packs them afterwards, so that only their sizes must add up:
     here the devices stand in one row.
@@ -226,7 +227,7 @@ def autostage(
     logical_shapes: LogicalShapes = "single_node_model_parallel",
     master_copy: bool = False,
 ) -> StageAnswer:
-    """The plan that Alpa's autostaging chooses on the profile's cost model.
+    """Return the plan that Alpa's autostaging chooses on the profile's cost model.
 
     Args:
         profile: Measurements for an accelerator: a CPU's say nothing of time.
@@ -281,7 +282,8 @@ def autostage(
 
 
 def _missing(limit: int | None, within: Callable[[int | None], SearchResult]) -> str:
-    """Why no plan is found, and the least limit per device under which one is, to a percent."""
+    """Return why no plan is found, and the least limit per device under which one is, to a
+    percent."""
     if limit is None or within(None).status == "infeasible":
         return (
             f"{LABEL} finds no plan whatever the memory: no submeshes with measured choices add "

@@ -38,7 +38,7 @@ _VERSIONS = (
 
 
 class AlpaBackend(RunBackend):
-    """``alpa``: peaks per stage of partitionings that Alpa has trained.
+    """The backend ``alpa``: peaks per stage of partitionings that Alpa has trained.
 
     Args:
         spec: The workload by name: Alpa's process imports it, so it must run in Alpa's environment
@@ -89,7 +89,7 @@ class AlpaBackend(RunBackend):
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Versions of alpa and JAX in Alpa's environment.
+        """The versions of alpa and JAX in Alpa's environment.
 
         Raises:
             ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
@@ -139,7 +139,7 @@ class AlpaBackend(RunBackend):
         return Executed(tuple(found["peak_bytes_per_stage"]), found["meter"])
 
     def job(self, run: ProfilingRun, result: Path) -> dict[str, Any]:
-        """What Alpa's process is given (``worker``)."""
+        """Return the job that Alpa's process is given, as the data of its file (``worker``)."""
         nodes = self.nodes_of(run.num_devices)
         plan = run.plan().with_(
             cluster=Cluster(nodes, self.cluster.target),
@@ -159,7 +159,7 @@ class AlpaBackend(RunBackend):
         }
 
     def nodes_of(self, num_devices: int) -> tuple[int, ...]:
-        """The nodes that a run takes.
+        """Return the devices of each node that a run takes.
 
         Raises:
             PlanError: ``alpa-submesh`` if the devices are neither a part of a node nor whole nodes.

@@ -27,7 +27,7 @@ LAYER_BOUNDARY = "layer_boundary"
 
 
 def mark_layers() -> None:
-    """Have ``checkpoint_name(x, "layer_boundary")`` mark a boundary of Alpa's pipeline; before the
+    """Make ``checkpoint_name(x, "layer_boundary")`` mark a boundary of Alpa's pipeline; before the
     model is imported."""
     import alpa
     import jax.ad_checkpoint
@@ -44,7 +44,7 @@ def mark_layers() -> None:
 
 
 def let_scalars_cross() -> None:
-    """Have scalars that one layer makes and another reads travel as arrays of one element.
+    """Make scalars that one layer makes and another reads travel as arrays of one element.
 
     Alpa cannot plan the transfer of a scalar between meshes ("'numpy.float64' object cannot be
     interpreted as an integer"); the load-balancing loss of a mixture of experts is one.
@@ -58,8 +58,8 @@ def let_scalars_cross() -> None:
 
 
 def _arrays_for_scalars(layers: Any) -> Any:
-    """The equations of all layers, in which every scalar that crosses is reshaped where it is made
-    and in each layer that reads it."""
+    """Return the equations of all layers, in which every scalar that crosses is reshaped where it
+    is made and in each layer that reads it."""
     core: Any = importlib.import_module("jax.core")  # of jax 0.3.22: today's has lost half of it
     from jax import lax
 
@@ -125,8 +125,8 @@ def load_workload(spec: dict[str, Any]) -> Any:
 
 
 def train_step(workload: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """``((params, optimizer state), batch) -> (the same, loss)``, as ``alpa.parallelize`` wants
-    it."""
+    """Return ``((params, optimizer state), batch) -> (the same, loss)``, as ``alpa.parallelize``
+    wants it."""
     import alpa
     import optax
 
@@ -140,14 +140,15 @@ def train_step(workload: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
 
 
 def method_of(source: str) -> Any:
-    """The ``PipeshardParallel`` of an exported file, on the mesh of ``alpa.init``."""
+    """Return the ``PipeshardParallel`` factory of an exported file, for the mesh of
+    ``alpa.init``."""
     namespace: dict[str, Any] = {}
     exec(compile(source, "method.py", "exec"), namespace)
     return namespace["method"]
 
 
 def state_and_batch(workload: Any, global_batch_size: int) -> tuple[Any, Any]:
-    """What the step is called with."""
+    """Return the state (parameters, optimizer state) and the batch that the step is called with."""
     import jax
 
     params = workload.init(jax.random.PRNGKey(0))

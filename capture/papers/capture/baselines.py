@@ -28,8 +28,8 @@ from recommender.question import PlanQuestion
 def fixed_degree_plan(
     cluster: Cluster, weights: Sequence[float], choice: StageChoice, schedule: str = "1f1b"
 ) -> tuple[PlacedStage, ...]:
-    """D / degree groups of the schedule's stages, of one choice, cut at ``equal_cuts``; the memory
-    is left 0.
+    """Return the stages of D / degree groups, in the schedule's order, all of one choice and cut at
+    ``equal_cuts``; the memory is left 0.
 
     Args:
         cluster: D devices. Every stage must lie in one node, or on 2, 4, 8, ... whole nodes.
@@ -62,7 +62,8 @@ def fixed_degree_plan(
 
 
 def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str) -> Plan:
-    """Stages of equal FLOPs, parameters or layers: see ``recommender.baseline_plan``."""
+    """Return a plan with stages of equal FLOPs, parameters or layers: see
+    ``recommender.baseline_plan``."""
     cluster, graph, kind = question.cluster, profile.graph, SCHEDULES[question.schedule]
     weights = {
         "flops": [layer.flops for layer in graph.layers],

@@ -8,7 +8,8 @@ from capture.plan.choices import Remat, StageChoice
 def paper_choices(
     max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False
 ) -> dict[int, tuple[StageChoice, ...]]:
-    """Data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k devices.
+    """Return data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k
+    devices.
 
     Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (READINGS.md, C-j, C-k,
     C-r).
@@ -30,7 +31,7 @@ def paper_choices(
 def hybrid_choices(
     max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False
 ) -> dict[int, tuple[StageChoice, ...]]:
-    """Data *and* tensor parallelism, in powers of two: log2(d) + 1 choices on d devices.
+    """Return data *and* tensor parallelism, in powers of two: log2(d) + 1 choices on d devices.
 
     Example:
         >>> [(c.data_parallel, c.tensor_parallel) for c in hybrid_choices(4)[4]]

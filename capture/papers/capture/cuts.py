@@ -10,8 +10,8 @@ from capture.errors import PlanError
 
 
 def equal_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Boundaries of the contiguous stages whose largest total weight is least; of those, the least
-    sum of squares.
+    """Return boundaries of the contiguous stages whose largest total weight is least; of those, the
+    least sum of squares.
 
     Args:
         weights: Per layer, not negative: 1 for equal layers, or parameters, or FLOPs.

@@ -40,7 +40,7 @@ def enumerate_plans(
     seed: int | None = None,
     max_placements: int | None = None,
 ) -> SearchResult:
-    """Least peak by pruned enumeration, then the paper's tie-break.
+    """Find the plan of least peak by pruned enumeration, then the paper's tie-break.
 
     Args:
         problem: What to place where.

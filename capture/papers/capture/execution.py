@@ -40,7 +40,7 @@ class ProfilingRun:
 
     @property
     def configs(self) -> list[StageConfig]:
-        """Its stages."""
+        """The stages of the run, as the profiler measures stages."""
         return [
             StageConfig(first, stop, self.choice, self.microbatch_size)
             for first, stop in ranges(self.partitioning)
@@ -48,16 +48,17 @@ class ProfilingRun:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Runs of a group share what they have compiled."""
+        """The key of runs that share what they have compiled: choice and number of
+        micro-batches."""
         return self.choice, self.num_microbatches
 
     def to_json(self) -> dict[str, Any]:
-        """What is run, for people and the store."""
+        """Return the run's fields, for people and the store."""
         run = asdict(self)
         return {**run.pop("choice"), **run}
 
     def plan(self) -> Plan:
-        """The run as a plan on a flat cluster of its own size."""
+        """Return the run as a plan on a flat cluster of its own size."""
         choice, k = self.choice, self.choice.num_devices
         stages = tuple(
             Stage.at(s * k, first, stop, choice)
@@ -74,7 +75,7 @@ class ProfilingRun:
         )
 
     def failed(self, why: str) -> RunPeaks:
-        """The result of a run that gave no peaks."""
+        """Return the result of a run that gave no peaks."""
         dp, tp = self.choice.data_parallel, self.choice.tensor_parallel
         name = (
             f"run of {list(self.partitioning)} layers, data_parallel={dp} x tensor_parallel={tp}, "
@@ -85,7 +86,7 @@ class ProfilingRun:
 
 @dataclass(frozen=True)
 class Executed:
-    """What came of an attempt to make a run; plain data, to be sent between processes.
+    """The outcome of an attempt to make a run; plain data, to be sent between processes.
 
     Attributes:
         peak_bytes_per_stage: On each device of a stage; None if the run failed.
@@ -105,7 +106,7 @@ class Executed:
         return "" if self.meter else replay_key(key)
 
     def to_json(self) -> dict[str, Any]:
-        """As the store keeps it."""
+        """Return the peaks and their meter, as the store keeps them."""
         assert self.peak_bytes_per_stage is not None, (
             f"nothing to keep of a run that failed: {self.failure}"
         )
@@ -113,6 +114,6 @@ class Executed:
 
 
 def replay_key(key: str) -> str:
-    """Key of the replayed peaks of a run that is above a limit: another measurement than that of
-    the run."""
+    """Return the key of the replayed peaks of a run that is above a limit: another measurement than
+    that of the run."""
     return content_hash([key, "replay"])

@@ -45,7 +45,8 @@ PROFILING_RUNS = "profiling runs"
 
 
 def compiled_profile(question: ProfileQuestion, measurements: Measurements) -> PaperStatistics:
-    """The paper's profiling runs of a model, replayed over their compiled stages."""
+    """Return the statistics of the paper's profiling runs of a model, replayed over their compiled
+    stages."""
     assert question.paper is not None, "asked for"
     backend, size = measurements.backend, question.microbatch_size
     num_layers = backend.traced(size).graph.num_layers
@@ -90,8 +91,8 @@ def listed_jobs(question: ProfileQuestion, store: Store) -> list[Job]:
 def executed_profile(
     question: ProfileQuestion, store: Store | None, where: Where, progress: Progress, watch: Watch
 ) -> Profile:
-    """A profile for the paper's mode from executed runs alone; they have half and a quarter as many
-    micro-batches as the target.
+    """Return a profile for the paper's mode from executed runs alone; they have half and a quarter
+    as many micro-batches as the target.
 
     Args:
         question: With a backend that executes.
@@ -165,7 +166,7 @@ def executed_profile(
 def _opened(
     question: ProfileQuestion, store: Store | None, where: Where
 ) -> tuple[Setting | None, RunBackend]:
-    """How workers make the runs (None: in this process), and the backend of this process."""
+    """Return how workers make the runs (None: in this process), and the backend of this process."""
     spec, cluster = question.spec, question.cluster
     if question.backend == "alpa":
         if spec is None or question.alpa_python is None:
@@ -204,7 +205,7 @@ def _opened(
 
 
 def paper_runs_of(question: ProfileQuestion, num_layers: int) -> list[PaperRuns]:
-    """The sets of the paper's profiling runs."""
+    """Return the sets of the paper's profiling runs."""
     return paper_runs(
         num_layers,
         question.cluster.num_devices,
@@ -217,7 +218,7 @@ def paper_runs_of(question: ProfileQuestion, num_layers: int) -> list[PaperRuns]
 def profiling_jobs(
     backend: RunBackend, question: ProfileQuestion, sets: Sequence[PaperRuns]
 ) -> dict[Job, list[ProfilingRun]]:
-    """The different runs of some sets, as jobs, each with the runs that it stands for."""
+    """Return the different runs of some sets, as jobs, each with the runs that it stands for."""
     assert question.paper is not None, "checked"
     schedule, num_microbatches = question.paper
     size, repeats = question.microbatch_size, question.repeats

@@ -16,15 +16,15 @@ _PARTITIONINGS_AT_ONCE = 1 << 14
 
 
 def pipeline_only(problem: SearchProblem) -> SearchProblem:
-    """The same problem with stages on single devices, so that every plan has as many stages as the
-    cluster has devices."""
+    """Return the same problem with stages on single devices, so that every plan has as many stages
+    as the cluster has devices."""
     return replace(
         problem, choices={1: problem.choices[1]}, cost={1: problem.cost[1]}, space=StageSpace()
     )
 
 
 def mcap(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> SearchResult:
-    """The exact search, restricted to pipeline parallelism.
+    """Run the exact search, restricted to pipeline parallelism.
 
     Source: CAPTURE II-E; mCAP (Euro-Par 2022) finds the same peak by brute force or Bayesian
     optimisation.
@@ -33,8 +33,8 @@ def mcap(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> SearchRe
 
 
 def mcap_brute_force(problem: SearchProblem) -> SearchResult:
-    """mCAP-BF: all C(L - 1, G - 1) partitionings of L layers over G devices, with the full
-    tie-break.
+    """Search by mCAP-BF: all C(L - 1, G - 1) partitionings of L layers over G devices, with the
+    full tie-break.
 
     Source: CAPTURE II-E.
     """

@@ -20,7 +20,7 @@ from capture.errors import ProfileError
 
 
 def eq(num_layers: int, num_stages: int) -> list[int]:
-    """Layers shared out equally over stages by number, the first ones taking the remainder.
+    """Share layers out equally over stages by number, the first ones taking the remainder.
 
     Example:
         >>> eq(7, 3)
@@ -32,15 +32,15 @@ def eq(num_layers: int, num_stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Layers without a statistic."""
+    """The layers for which a set of partitionings gives no M_i, or no M_a."""
 
     missing_isolated: tuple[int, ...]
     missing_added: tuple[int, ...]
 
 
 def coverage(partitionings: list[list[int]], num_layers: int) -> Coverage:
-    """Which M_i and M_a a set of partitionings cannot give (derived from the runs: READINGS.md,
-    C-d)."""
+    """Return which M_i and M_a a set of partitionings cannot give (derived from the runs:
+    READINGS.md, C-d)."""
     ranges = stage_ranges(partitionings)
     alone = {first for first, stop in ranges if stop == first + 1}
     added = {stop - 1 for first, stop in ranges if (first, stop - 1) in ranges}
@@ -51,7 +51,7 @@ def coverage(partitionings: list[list[int]], num_layers: int) -> Coverage:
 
 
 def stage_ranges(partitionings: list[list[int]]) -> set[tuple[int, int]]:
-    """Every stage [first, stop) that occurs."""
+    """Return every stage [first, stop) that occurs."""
     found = set()
     for partitioning in partitionings:
         first = 0
@@ -62,8 +62,8 @@ def stage_ranges(partitionings: list[list[int]]) -> set[tuple[int, int]]:
 
 
 def pipeline_partitionings(num_layers: int, num_stages: int) -> list[list[int]]:
-    """Partitionings of L layers over G stages that isolate every layer and add every layer to a
-    neighbour once.
+    """Return partitionings of L layers over G stages that isolate every layer and add every layer
+    to a neighbour once.
 
     Args:
         num_layers: L, at least G.
@@ -115,8 +115,8 @@ def pipeline_partitionings(num_layers: int, num_stages: int) -> list[list[int]]:
 
 
 def _repairs(partitionings: list[list[int]], num_layers: int, num_stages: int) -> list[list[int]]:
-    """One partitioning per statistic that is still missing (lines 14 and 15, and what an uneven L
-    leaves)."""
+    """Return one partitioning per statistic that is still missing (lines 14 and 15, and what an
+    uneven L leaves)."""
     added: list[list[int]] = []
     while True:
         gap = coverage(partitionings + added, num_layers)
@@ -146,7 +146,7 @@ def _repairs(partitionings: list[list[int]], num_layers: int, num_stages: int) -
 def _pairs(
     layer: int, num_layers: int, num_stages: int, ranges: set[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Ranges that would give M_a of a layer, those that need one new partitioning first."""
+    """Return ranges that would give M_a of a layer, those that need one new partitioning first."""
     options = []
     for first in range(layer - 1, -1, -1):
         for wanted, other in (
@@ -169,7 +169,8 @@ def _possible(first: int, stop: int, num_layers: int, num_stages: int) -> bool:
 
 
 def _with_range(first: int, stop: int, num_layers: int, num_stages: int) -> list[int]:
-    """A partitioning in which [first, stop) is a stage, the others as equal as they can be."""
+    """Return a partitioning in which [first, stop) is a stage, the others as equal as they can
+    be."""
     before, after, others = first, num_layers - stop, num_stages - 1
     left = min(
         before,

@@ -37,7 +37,7 @@ NOT_ITEMISED = "not itemised"
 
 
 def predictor_of(profile: Profile) -> PaperPredictor:
-    """The paper's predictor over the runs that a profile holds.
+    """Return the paper's predictor over the runs that a profile holds.
 
     Raises:
         ProfileError: ``profile-paper`` if it has none.
@@ -52,7 +52,7 @@ def predictor_of(profile: Profile) -> PaperPredictor:
 
 
 class PaperPredictor:
-    """Peaks of stages from the statistics of the paper's runs.
+    """The predictor of stages' peaks from the statistics of the paper's runs.
 
     Args:
         statistics: Of the runs.
@@ -66,8 +66,8 @@ class PaperPredictor:
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
 
     def peaks(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
-        """Predicted peaks of every stage: float64 (L, L + 1), NaN where a statistic is missing or
-        stop <= first.
+        """Return predicted peaks of every stage: float64 (L, L + 1), NaN where a statistic is
+        missing or stop <= first.
 
         Raises:
             ProfileError: ``profile-choice`` for data and tensor parallelism together, or a degree
@@ -113,7 +113,7 @@ class PaperPredictor:
         )
 
     def choices(self, degrees: Iterable[int]) -> tuple[StageChoice, ...]:
-        """The choices on these numbers of devices that can be predicted."""
+        """Return the choices on these numbers of devices that can be predicted."""
         known = self._statistics.statistics
         kinds = {(choice.remat, choice.shard_optimizer) for choice in known}
         pure = {(d, 1) for d in degrees} | {(1, d) for d in degrees}
@@ -126,7 +126,7 @@ class PaperPredictor:
         )
 
     def prediction(self, plan: Plan, provenance: Mapping[str, Any]) -> Prediction:
-        """The peaks of a plan as a prediction: a peak per stage, of which nothing more is known.
+        """Return the peaks of a plan as a prediction: a peak per stage, without its parts.
 
         Args:
             plan: To predict.
@@ -177,7 +177,7 @@ class PaperPredictor:
         )
 
     def predict(self, plan: Plan) -> tuple[float, ...]:
-        """Peak per device in node-major order; NaN where a statistic is missing."""
+        """Return the peak per device in node-major order; NaN where a statistic is missing."""
         peaks = {}
         for stage in plan.stages:
             for device in stage.devices:
@@ -188,7 +188,7 @@ class PaperPredictor:
 
 
 def _fitted_from(choice: StageChoice) -> list[StageChoice]:
-    """The 2- and 4-way choices of the same kind."""
+    """Return the 2- and 4-way choices of the same kind, through which higher degrees are fitted."""
     return [
         StageChoice(
             *((k, 1) if choice.data_parallel > 1 else (1, k)), choice.remat, choice.shard_optimizer
@@ -198,7 +198,7 @@ def _fitted_from(choice: StageChoice) -> list[StageChoice]:
 
 
 def _sums(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:
-    """M_i(first) + the sum of M_a up to stop, for every stage."""
+    """Return M_i(first) + the sum of M_a up to stop, for every stage."""
     num_layers = len(isolated)
     table = np.full((num_layers, num_layers + 1), np.nan)
     for first in range(num_layers):

@@ -46,8 +46,8 @@ _LEAST_STAGES = 4
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """M_i and M_a of every layer in bytes, from runs at one batch size and choice; NaN where no run
-    gave one.
+    """The statistics M_i and M_a of every layer in bytes, from runs at one batch size and choice;
+    NaN where no run gave one.
 
     Attributes:
         isolated: M_i(l): the peak of layer l alone on a device.
@@ -60,7 +60,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class PaperStatistics:
-    """What the paper's profile of a model holds.
+    """The paper's profile of a model: statistics of its layers, and the runs they are from.
 
     Attributes:
         statistics: Per choice, per number of micro-batches of the run.
@@ -102,7 +102,7 @@ class PaperStatistics:
 
     @classmethod
     def from_json(cls, data: Any) -> PaperStatistics:
-        """The statistics that ``to_json`` wrote.
+        """Read the statistics that ``to_json`` wrote.
 
         Raises:
             FieldError: naming the field that is missing or wrong.
@@ -160,7 +160,7 @@ class PaperRuns:
     partitionings: tuple[tuple[int, ...], ...]
 
     def configs(self, microbatch_size: int) -> list[StageConfig]:
-        """The distinct stages of all runs."""
+        """Return the stages of all runs."""
         return [
             StageConfig(first, stop, self.choice, microbatch_size)
             for p in self.partitionings
@@ -170,7 +170,7 @@ class PaperRuns:
 
 @dataclass(frozen=True)
 class RunPeaks:
-    """What came of one run.
+    """The peaks of one run, or why some of them are missing.
 
     Attributes:
         peak_bytes: Per stage, on each of its devices; None where there is none.
@@ -188,7 +188,7 @@ def paper_runs(
     remat: Remat = "none",
     shard_optimizer: bool = False,
 ) -> list[PaperRuns]:
-    """The five sets for a model and a cluster.
+    """Return the five sets of runs for a model and a cluster.
 
     Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no
     inner layer, and on at most L - 1, since L stages add no layer to another (3 layers or fewer get
@@ -214,7 +214,7 @@ def paper_runs(
 
 
 def most_run_devices(num_devices: int) -> int:
-    """Most devices that a run for a cluster of ``num_devices`` takes.
+    """Return the most devices that a run for a cluster of ``num_devices`` takes.
 
     Example:
         >>> most_run_devices(1), most_run_devices(8), most_run_devices(32)
@@ -227,7 +227,7 @@ def most_run_devices(num_devices: int) -> int:
 
 
 def ranges(partitioning: Sequence[int]) -> list[tuple[int, int]]:
-    """The stages [first, stop) of a partitioning.
+    """Return the stages [first, stop) of a partitioning.
 
     Example:
         >>> ranges([2, 1, 3])
@@ -237,8 +237,8 @@ def ranges(partitioning: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def profile_batches(num_microbatches: int) -> tuple[int, ...]:
-    """Quarter and half of the target number of micro-batches, ascending (III-A2); fewer where the
-    target is small."""
+    """Return a quarter and half of the target number of micro-batches, ascending (III-A2); fewer
+    where the target is small."""
     return tuple(sorted({max(1, num_microbatches // 4), max(1, num_microbatches // 2)}))
 
 
@@ -250,7 +250,7 @@ def run_paper_profile(
     num_microbatches: int,
     measure: Callable[[StageConfig], StageCost | None],
 ) -> PaperStatistics:
-    """Form M_i and M_a from runs that are replayed over compiled stages.
+    """Compute M_i and M_a from runs that are replayed over compiled stages.
 
     Args:
         runs: From ``paper_runs``.
@@ -310,7 +310,7 @@ def form_statistics(
     num_microbatches: int,
     peaks_of_run: Callable[[StageChoice, tuple[int, ...], int], RunPeaks],
 ) -> PaperStatistics:
-    """M_i and M_a for every choice and number of micro-batches, whatever a run is.
+    """Compute M_i and M_a for every choice and number of micro-batches, whatever a run is.
 
     A stage that several partitionings hold counts as in the first of them that gives its peak.
 
@@ -344,7 +344,7 @@ def form_statistics(
 def layer_statistics(
     peaks: Mapping[tuple[int, int], int], num_layers: int, *, average: bool = False
 ) -> LayerStatistics:
-    """M_i(l) = PM(l), M_a(l) = PM(l - n, l) - PM(l - n, l - 1).
+    """Compute M_i(l) = PM(l), M_a(l) = PM(l - n, l) - PM(l - n, l - 1).
 
     Args:
         peaks: PM by (first, stop).
@@ -371,8 +371,8 @@ def layer_statistics(
 
 
 def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int, int]]:
-    """The layer merger: join the two neighbours whose merged M_i is least, until ``num_merged``
-    layers are left.
+    """Merge layers: join the two neighbours whose merged M_i is least, until ``num_merged`` layers
+    are left.
 
     M_i(l, l + 1) = M_i(l) + M_a(l + 1);  M_a(l, l + 1) = M_a(l) + M_a(l + 1).
 

@@ -41,7 +41,7 @@ from capture.runtime.programs import StagePrograms
 
 
 class RunBackend:
-    """``run``: measured peaks per stage of executed partitionings of a model.
+    """The backend ``run``: measured peaks per stage of executed partitionings of a model.
 
     Args:
         workload: The task.
@@ -88,7 +88,7 @@ class RunBackend:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What beside the program decides a measurement."""
+        """The machine, meter and program version, which beside the program decide a measurement."""
         allocator = self.fresh_process and self.machine.platform != "cpu"
         return {
             **self.machine.provenance,
@@ -101,7 +101,7 @@ class RunBackend:
     # ---- the store -------------------------------------------------------------------------------
 
     def key(self, run: ProfilingRun) -> str:
-        """Content hash of everything that can change the measurement."""
+        """Return a content hash of everything that can change the measurement."""
         for config in run.configs:
             if config not in self._stage_keys:
                 self._stage_keys[config] = self.compiler.key(config)
@@ -113,7 +113,8 @@ class RunBackend:
         )
 
     def find(self, run: ProfilingRun) -> RunPeaks | None:
-        """What is known of a run without making it; None if it must be made."""
+        """Return the stored result of a run, or its failure if there are too few devices; None if
+        it must be made."""
         key = self.key(run)
         found = self.store.get([key, replay_key(key)])
         if key in found:
@@ -141,8 +142,8 @@ class RunBackend:
         return RunPeaks(peaks)
 
     def keep(self, run: ProfilingRun, executed: Executed, seconds: float) -> RunPeaks:
-        """Put what came of a run into the store, and say it; what failed for another reason than
-        the limit is tried again next time."""
+        """Put the outcome of a run into the store and return it; what failed for another reason
+        than the limit is not kept, so that it is tried again next time."""
         key, peaks = self.key(run), executed.peak_bytes_per_stage
         if peaks is None:
             return run.failed(executed.failure)
@@ -155,7 +156,7 @@ class RunBackend:
         return self._limited(run, peaks, "measured" if executed.meter else "replayed")
 
     def measure(self, run: ProfilingRun) -> RunPeaks:
-        """The peaks of a run, from the store or executed in this process."""
+        """Return the peaks of a run, from the store or executed in this process."""
         if (found := self.find(run)) is not None:
             return found
         start = time.perf_counter()

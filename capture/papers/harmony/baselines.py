@@ -29,7 +29,8 @@ ZERO_BUFFER_FACTOR = 1.5
 def dp_swap(
     problem: PacksProblem, *, remat: bool = False, always: bool = True, alone: bool = False
 ) -> Baseline:
-    """Data parallelism: every GPU has all layers, its share of the batch, and a manager.
+    """Estimate data parallelism over virtual memory: every GPU has all layers, its share of the
+    batch, and a manager.
 
     Args:
         problem: Layers, server, minibatch.
@@ -46,23 +47,24 @@ def dp_swap(
 
 
 def gp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
-    """GPipe: a stage per GPU, all forward passes before all backward passes."""
+    """Estimate GPipe over virtual memory: a stage per GPU, all forward passes before all backward
+    passes."""
     name = f"GP Swap{' (R)' if remat else ''}"
     options = _Pipelined("gpipe", remat=remat, always=always)
     return _best(name, problem, lambda size: _pipelined(problem, size, options))
 
 
 def two_bw_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
-    """PipeDream-2BW: one pass forward, one backward, two versions of the weights, and no flush: in
-    its steady state a step takes as long as its slowest GPU."""
+    """Estimate PipeDream-2BW over virtual memory: one pass forward, one backward, two versions of
+    the weights, and no flush: in its steady state a step takes as long as its slowest GPU."""
     name = f"2BW Swap{' (R)' if remat else ''}"
     options = _Pipelined("1f1b", remat=remat, always=always, versions=2)
     return _best(name, problem, lambda size: _pipelined(problem, size, options))
 
 
 def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseline:
-    """ZeRO-Infinity with Harmony's packs and sizes: states are sharded over the GPUs and lie on the
-    host; every micro-batch gathers every pack, forward and backward; the host updates.
+    """Estimate ZeRO-Infinity with Harmony's packs and sizes: states are sharded over the GPUs and
+    lie on the host; every micro-batch gathers every pack, forward and backward; the host updates.
 
     Per micro-batch of every GPU, its shard of the weights comes in twice and its shard of the
     gradients goes out; gathers and reduce-scatters go from GPU to GPU. Transfers hide computation
@@ -109,8 +111,8 @@ def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseli
 
 
 def resident(problem: PacksProblem, *, offload_activations: bool = False) -> Baseline:
-    """Data parallelism without swaps, activations recomputed layer by layer; or with the inputs of
-    layers on the host."""
+    """Estimate data parallelism without swaps, activations recomputed layer by layer; or with the
+    inputs of layers on the host."""
     name = "activation offload" if offload_activations else "resident"
     profile, limit = problem.profile, problem.limit_bytes
     devices, share = problem.server.devices, problem.shares[-1]
@@ -155,7 +157,8 @@ def resident(problem: PacksProblem, *, offload_activations: bool = False) -> Bas
 def all_baselines(
     problem: PacksProblem, configuration: Configuration | None = None
 ) -> list[Baseline]:
-    """Those over virtual memory, ZeRO-Infinity with a configuration, and those without."""
+    """Return the baselines over virtual memory, ZeRO-Infinity if a configuration is given, and data
+    parallelism without swaps of weights."""
     found = [
         dp_swap(problem),
         gp_swap(problem),
@@ -172,7 +175,7 @@ def all_baselines(
 
 @dataclass(frozen=True)
 class _Pipelined:
-    """How a pipeline runs.
+    """The options of a pipeline over virtual memory.
 
     Attributes:
         schedule: Of ``make_schedule``.
@@ -188,7 +191,7 @@ class _Pipelined:
 
 
 def _layers_of(problem: PacksProblem, size: int, *, remat: bool) -> LayerTensors:
-    """From their profile."""
+    """Return the tensors and times of layers at a micro-batch size, from their profile."""
     profile = problem.profile
     forward, backward = profile.at("forward", size), profile.at("backward", size)
     every = range(profile.num_layers)
@@ -212,7 +215,8 @@ def _layers_of(problem: PacksProblem, size: int, *, remat: bool) -> LayerTensors
 
 
 def _best(name: str, problem: PacksProblem, run_at: Callable[[int], Swapped]) -> Baseline:
-    """At the power of two at which it is fastest."""
+    """Return the baseline at the power-of-two micro-batch size at which it is fastest within the
+    host's memory."""
     share = max(1, problem.minibatch_size // problem.server.devices)
     sizes = [1 << i for i in range(share.bit_length())]
     most = min(problem.profile.largest("backward"), problem.profile.largest("forward"))
@@ -247,7 +251,7 @@ def _memory(problem: PacksProblem, *, always: bool) -> GpuMemory:
 def _data_parallel(
     problem: PacksProblem, size: int, *, remat: bool, always: bool, alone: bool
 ) -> Swapped:
-    """All GPUs do the same: one is run, and counted for all."""
+    """Run one GPU and count it for all, which do the same."""
     devices = problem.server.devices
     share = max(1, problem.minibatch_size // devices)
     count = -(-share // size)
@@ -304,7 +308,7 @@ def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped
 
 
 def _stages(problem: PacksProblem, size: int, num_stages: int) -> tuple[Span, ...]:
-    """Stages of nearly equal time."""
+    """Return stages of nearly equal time, as layers [first, stop)."""
     count = problem.profile.num_layers
     anything = ~np.tri(count + 1, dtype=bool)
     splits = LeastMaxTime(problem.profile.at("backward", size), anything).packs(count)

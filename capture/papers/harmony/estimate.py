@@ -76,12 +76,12 @@ class Estimate:
 
     @property
     def idle_fractions(self) -> tuple[float, ...]:
-        """Per rank, the part of the step after its end: what the released scheduler calls idle."""
+        """The part of the step after each rank's end: what the released scheduler calls idle."""
         return tuple((self.seconds - end) / self.seconds for end in self.rank_ends)
 
     @property
     def begins(self) -> dict[tuple[int, int], float]:
-        """Seconds at which the passes and updates of tasks begin, by task and micro-batch."""
+        """The seconds at which the passes and updates of tasks begin, by task and micro-batch."""
         found: dict[tuple[int, int], float] = {}
         for what, start in zip(self.items.whats, self.starts, strict=True):
             if what.kind in ("FWD", "BWD", "Update"):
@@ -90,7 +90,7 @@ class Estimate:
 
     @property
     def times(self) -> PaperTimes:
-        """What a plan keeps of it."""
+        """The estimate as a plan keeps it: times, fractions, largest tasks and volumes."""
         return PaperTimes(
             self.seconds,
             self.rank_ends,
@@ -102,7 +102,7 @@ class Estimate:
 
     @cached_property
     def compute_seconds(self) -> tuple[float, ...]:
-        """Per rank, of forward and backward passes."""
+        """The seconds that each rank spends in forward and backward passes."""
         found = [0.0] * len(self.rank_ends)
         for what, seconds, streams in zip(
             self.items.whats, self.items.seconds, self.items.streams, strict=True
@@ -118,15 +118,15 @@ class Estimate:
 
     @property
     def gap_fractions(self) -> tuple[float, ...]:
-        """Per rank, the part of the whole step in which it does not compute: what Figure 8 shows
+        """The part of the whole step in which each rank does not compute: what Figure 8 shows
         (H-r)."""
         return tuple(1 - seconds / self.seconds for seconds in self.compute_seconds)
 
     @cached_property
     def volumes_bytes(self) -> Mapping[str, int]:
-        """What all devices move, by tensor and direction: ``"WB in"``, ``"sX out"``; between
-        devices it is ``p2p``. What is per example counts all examples, what is per device all
-        devices."""
+        """The bytes that all devices move, by tensor and direction: ``"WB in"``, ``"sX out"``;
+        between devices it is ``p2p``. What is per example counts all examples, what is per device
+        all devices."""
         found: Counter[str] = Counter()
         items = self.items
         for what, streams, seconds in zip(items.whats, items.streams, items.seconds, strict=True):
@@ -141,7 +141,7 @@ class Estimate:
 
     @cached_property
     def events(self) -> tuple[StreamItem, ...]:
-        """Per item and stream."""
+        """The items as the released scheduler lists them: one per item and stream."""
         found = []
         rows = zip(self.items.whats, self.items.streams, self.items.seconds, strict=True)
         for i, (what, streams, seconds) in enumerate(rows):
@@ -155,7 +155,7 @@ class Estimate:
         return tuple(found)
 
     def simulation(self) -> Simulation:
-        """The same with names, for traces."""
+        """Simulate the items again with names, for traces."""
         work = [
             Work(
                 f"task {what.task} {what.kind} layers {what.first} to {what.stop - 1}"
@@ -177,7 +177,7 @@ class Estimate:
 
 
 def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimate:
-    """Time and memory of a step.
+    """Estimate the time and memory of a step.
 
     Args:
         graph: Its tasks, and which of Harmony's optimizations are off.
@@ -215,8 +215,8 @@ def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimat
 
 
 def _ordered(ranks: Sequence[Sequence[Task]]) -> list[Task] | None:
-    """Tasks in an order in which each comes after those of its rank before it and those that it
-    reads from; None where there is none."""
+    """Return tasks in an order in which each comes after those of its rank before it and those that
+    it reads from; None where there is none."""
     ordered = sorted((task for on in ranks for task in on), key=lambda task: task.id)
     ours = {task.id for task in ordered}
     done: set[int] = set()
@@ -244,8 +244,8 @@ def _read_from(task: Task) -> list[int]:
 
 
 def task_bytes(task: Task, profile: LayerProfile) -> int:
-    """What a task needs at the size of its first micro-batch: C of its pack, beside what it reads
-    and writes.
+    """Return the bytes that a task needs at the size of its first micro-batch: C of its pack,
+    beside what it reads and writes.
 
         forward     X(first) + C + X(behind) + the inputs that it keeps
         backward    2 X(first) + X(behind) + C, and dX unless it is the first pack
@@ -264,12 +264,13 @@ def task_bytes(task: Task, profile: LayerProfile) -> int:
 
 
 def backward_bytes(layers: SizedLayers, pack: Span) -> int:
-    """Of a backward task."""
+    """Return the bytes of a backward task: 2 X(first) + X(behind) + C, and dX if it is not the
+    first pack."""
     x, (first, stop) = layers.inputs, pack
     return 2 * x[first] + x[stop] + layers.pack_bytes(*pack) + (x[first] if first else 0)
 
 
 def update_bytes(profile: LayerProfile, pack: Span) -> int:
-    """Of an update on a device."""
+    """Return the bytes of an update on a device: weights, gradients and optimizer state."""
     gradients = sum(profile.w_bytes[slice(*pack)])
     return profile.weight_bytes(*pack) + gradients + profile.state_bytes(*pack)

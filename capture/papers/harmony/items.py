@@ -21,7 +21,7 @@ _IN, _OUT, P2P_IN, P2P_OUT, _COMPUTE, _CPU = range(len(STREAMS))
 
 
 class What(NamedTuple):
-    """What an item is.
+    """The identity of an item: its task, kind, micro-batch and layers.
 
     Attributes:
         task: Of the item; of a transfer between devices, the receiver.
@@ -43,7 +43,7 @@ class What(NamedTuple):
 
 @dataclass(slots=True)
 class _Done:
-    """What items of the next tasks of the same rank may wait for; per micro-batch, but for the
+    """The items of a task that later tasks of its rank may wait for; per micro-batch, but for the
     last.
 
     Attributes:
@@ -61,7 +61,8 @@ class _Done:
 
 @dataclass(slots=True)
 class _Station:
-    """What other packs may wait for, per micro-batch of all tasks of a pack in one direction.
+    """The items that other packs may wait for, per micro-batch of all tasks of a pack in one
+    direction.
 
     Attributes:
         last: The last of its tasks so far.
@@ -79,8 +80,8 @@ class _Station:
 
 
 class Items:
-    """Turns tasks into items: lists of seconds, of what they wait for, of streams and of what they
-    are."""
+    """The items of a step's tasks: lists of seconds, of what they wait for, of streams and of what
+    they are."""
 
     def __init__(self, graph: TaskGraph, profile: LayerProfile, server: Server):
         self._profile, self._alone = profile, graph.alone
@@ -213,11 +214,11 @@ class Items:
         self._stations[done.task.station].computes.append(item)
 
     def _last_swapped(self, task: Task) -> Sequence[int]:
-        """The output of the last micro-batch, where it goes to the host."""
+        """Return the swap-out of the last micro-batch's output, where it goes to the host."""
         return self._stations[task.station].swapped[-1:]
 
     def _finish(self, task: Task, done: _Done) -> None:
-        """Gradients are reduced and go out."""
+        """Add the items that reduce a task's gradients and bring them out."""
         lanes, pack = self._lanes[task.rank], (task.first, task.stop)
         nbytes = self._profile.gradient_bytes(*pack, alone=self._makes_at_once)
         late = self._last_swapped(task) if self._alone and not self._prefetch else ()
@@ -240,11 +241,13 @@ class Items:
 
     @property
     def _updates_at_once(self) -> bool:
-        """Whether weights are updated where they are, on the device."""
+        """Whether weights are updated where they are, on the device, right behind the backward
+        pass."""
         return self._switches.jit and not self._switches.offload
 
     def _update(self, task: Task) -> None:
-        """On the host when the gradients are there; or on the device, with its state."""
+        """Add an update: on the host when the gradients are there; or on the device, with its
+        state."""
         lanes, first, stop = self._lanes[task.rank], task.first, task.stop
         gradients = self._stations[task.station].gradients
         after = [gradients]
@@ -294,7 +297,7 @@ class Items:
         return past[-back] if len(past) >= back else None
 
     def _waits_late(self, task: Task) -> bool:
-        """Whether weights stand behind the first input in their queue."""
+        """Return whether weights stand behind the first input in their queue."""
         in_order = task.kind == "forward" or task.criterion
         return self._prefetch and bool(self._past[task.rank]) and (self._alone or not in_order)
 
@@ -311,13 +314,13 @@ class Items:
         return self._item(self._lanes[task.rank][_COMPUTE], seconds, (share,), _whole(task, "AGW"))
 
     def _gradients_in(self, task: Task) -> int:
-        """The sum that the task before left."""
+        """Add the swap-in of the sum of gradients that the task before left, and return it."""
         nbytes = self._profile.gradient_bytes(task.first, task.stop)
         gate = (self._stations[task.station].gradients, *self._from_the_task_before(task))
         return self._swap_in(task, nbytes, gate, _whole(task, "dWB"))
 
     def _gate(self, task: Task, i: int, weights: Sequence[int], done: _Done) -> Sequence[int]:
-        """What the first input of a micro-batch waits for, beside its data."""
+        """Return the items that the first input of a micro-batch waits for, beside its data."""
         if not self._prefetch:
             if i == 0:
                 return weights
@@ -332,7 +335,8 @@ class Items:
         return self._from_the_task_before(task)
 
     def _from_the_task_before(self, task: Task) -> Sequence[int]:
-        """What the first micro-batch waits for, to have the second buffer of the task before."""
+        """Return the item that frees the second buffer of the task before, for a first
+        micro-batch."""
         before, before_that = self._before(task), self._before(task, 2)
         if before is None:
             return ()
@@ -341,7 +345,7 @@ class Items:
         return () if before_that is None else (before_that.deleted,)
 
     def _second_buffer(self, task: Task, i: int, done: _Done) -> Sequence[int]:
-        """What keeping the first input of a task waits for."""
+        """Return the items that keeping the first input of a task waits for."""
         if not self._prefetch:
             return ()
         if i > 0:
@@ -350,7 +354,7 @@ class Items:
         return () if before is None else (before.deleted,)
 
     def _input(self, task: Task, i: int, nbytes: int, gate: Sequence[int]) -> int:
-        """X of a micro-batch, or what was kept of it."""
+        """Add the transfer of X of a micro-batch, or of what was kept of it, and return it."""
         what = What(task.id, "X", i, task.sizes[i], task.first, task.first + 1)
         at, told = task.start + i, self._stations[task.station].told
         source = task.source
@@ -377,7 +381,7 @@ class Items:
         return (self._gradient(task, i, nbytes, gate),)
 
     def _gradient(self, task: Task, i: int, nbytes: int, gate: Sequence[int]) -> int:
-        """dY of a micro-batch."""
+        """Add the transfer of dY of a micro-batch, and return it."""
         assert task.gradient is not None
         what = What(task.id, "dY", i, task.sizes[i], task.stop - 1, task.stop)
         at = task.start + i
@@ -412,7 +416,8 @@ class Items:
     # ---- what goes out
 
     def _output(self, task: Task, i: int, nbytes: int) -> None:
-        """Y or dX of a micro-batch, where it goes to the host; another device takes it itself."""
+        """Add the swap-out of Y or dX of a micro-batch, where it goes to the host; another device
+        takes it itself."""
         sink = task.sink
         if sink is None or sink.medium == "p2p":
             return
@@ -427,7 +432,7 @@ class Items:
             self._tell(task, sink, at, station.swapped[-1], what)
 
     def _keep(self, task: Task, i: int, layer: int, nbytes: int, after: Sequence[int]) -> int:
-        """The input of a layer, for the backward pass."""
+        """Add the swap-out of a layer's input that is kept for the backward pass, and return it."""
         what = What(task.id, "sX", i, task.sizes[i], layer, layer + 1)
         lane = self._lanes[task.rank][_OUT]
         out = self._item(lane, nbytes / self.swap_bytes_per_second, after, what)
@@ -435,8 +440,8 @@ class Items:
         return out
 
     def _tell(self, task: Task, to: Channel, layer: int, out: int, what: What) -> None:
-        """Messages for the micro-batches of the other task that this one completes; the bytes are
-        written and read."""
+        """Add messages for the micro-batches of the other task that this one completes; the bytes
+        are written and read."""
         other, at = self._at(to), task.start + what.microbatch
         turns = task.kind == "forward" and other.last.kind == "backward"
         told = other.told["sX" if what.kind == "sX" else "X" if what.kind == "Y" else "dY"]

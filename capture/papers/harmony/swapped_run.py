@@ -36,7 +36,8 @@ def swapped(
     *,
     fast_compile: bool = False,
 ) -> SwappedStep:
-    """Plain data parallelism with gradient accumulation, each device with a manager of its own.
+    """Compile plain data parallelism with gradient accumulation, each device with a manager of its
+    own.
 
     Args:
         workload: The task.

@@ -34,7 +34,7 @@ def build_swapped(graph: TaskGraph, sizes: PackSizes, server: Server, begins: Be
 
 
 class SwappedBuilder:
-    """Emits the instructions.
+    """The builder of a step over virtual memory, which emits its instructions.
 
     Args:
         graph: Of packs of one layer in data parallelism, updated on the devices.
@@ -88,7 +88,7 @@ class SwappedBuilder:
         self._on_host = self._kept()
 
     def build(self) -> Step:
-        """The step; once."""
+        """Return the step; may be called once."""
         for at, operation in enumerate(self.operations):
             self.step.instructions += self._operation(at, operation)
         for number, manager in enumerate(self._managers):
@@ -101,7 +101,8 @@ class SwappedBuilder:
     # ---- what there is ---------------------------------------------------------------------------
 
     def _kept(self) -> dict[tuple[int, Tensor], int]:
-        """By device and tensor, the slots of weights and state in the memory of its host."""
+        """Return the slots of weights and state in the memory of each device's host, by device and
+        tensor."""
         found: dict[tuple[int, Tensor], int] = {}
         for number, layer in product(self._numbers, range(len(self._sizes.layers))):
             owned = self._sizes.layers.owned((layer, layer + 1))
@@ -123,7 +124,7 @@ class SwappedBuilder:
         return self.step.slot(name, place, category, self._nbytes(holds), what, holds)
 
     def _copy(self, source: int, place: Place) -> Copy:
-        """Into a new slot."""
+        """Return the copy of a slot into a new one at a place."""
         given = self.step.slots[source]
         target = self._slot(given.what, place, given.category, given.holds)
         return Copy(source, target, given.nbytes, self._label)
@@ -238,7 +239,7 @@ class SwappedBuilder:
     # ---- operations ------------------------------------------------------------------------------
 
     def _operation(self, at: int, operation: GpuOperation) -> Iterator[Instruction]:
-        """On all devices."""
+        """Yield the instructions of an operation on all devices, with the swaps before it."""
         i = operation.reads[0][1]
         if ("K", i, 0) in operation.writes:
             self._label = f"update of layer {i}"
@@ -264,7 +265,8 @@ class SwappedBuilder:
     def _read(
         self, number: int, i: int, m: int
     ) -> Generator[Instruction, None, tuple[tuple[int, ...], ...]]:
-        """Argument groups of a pass: weights, inputs, batch."""
+        """Yield the feed of a pass, if it reads the batch; return its argument groups: weights,
+        inputs, batch."""
         entering = self._there[number, ("X", i, m)]
         batch: tuple[int, ...] = ()
         if i and self._sizes.layers.leaves((i, i + 1)):
@@ -273,7 +275,7 @@ class SwappedBuilder:
         return ((self._there[number, ("W", i, 0)],), *groups)
 
     def _value(self, number: int, i: int, m: int, *, gradient: bool) -> int:
-        """A slot of what enters a layer, or of its gradient."""
+        """Return a new slot of what enters a layer, or of its gradient."""
         what, category = ("gradient", "cotangents") if gradient else ("activation", "activations")
         holds = Values(self._sizes.layers.values[i], self._rows(m), gradient)
         slot = self._slot(what, self._state.devices[number], category, holds)

@@ -18,7 +18,7 @@ from capture.step.simulator import times
 
 @dataclass
 class Swapped:
-    """What the managers did.
+    """The time, transfers and memory of operations run over virtual memory.
 
     Attributes:
         seconds: Until the last operation has ended.
@@ -39,7 +39,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Of every GPU, and its links.
+    """The memory limit of every GPU, and the bandwidths of its links.
 
     Attributes:
         limit_bytes: Of one GPU.
@@ -62,8 +62,8 @@ def run(
     *,
     alone: bool = False,
 ) -> Swapped:
-    """Run operations on GPUs with managers, twice: what is there when a step ends serves the next
-    one, so the second is told of.
+    """Run operations on GPUs with managers, twice, and return the second step: what is there when
+    the first ends serves it.
 
     Args:
         operations: In an order in which each comes after those that it waits for.
@@ -118,7 +118,7 @@ def _managers(
     initial: Iterable[tuple[int, Tensor]],
     memory: GpuMemory,
 ) -> list[Manager]:
-    """Return one per GPU, told of what is on the host and of every use in two steps."""
+    """Return one manager per GPU, told of what is on the host and of every use in two steps."""
     managers = [
         Manager(nbytes, memory.limit_bytes, always=memory.write_back_always)
         for _ in range(1 + max(operation.gpu for operation in operations))
@@ -132,7 +132,7 @@ def _managers(
 
 
 class _SwapItems:
-    """Operations as items on the streams of their GPUs."""
+    """The items of operations and their swaps, on the streams of their GPUs."""
 
     def __init__(self, num_gpus: int, memory: GpuMemory):
         self._memory = memory
@@ -145,14 +145,14 @@ class _SwapItems:
         self.streams: list[tuple[tuple[int, str], ...]] = []
 
     def end_step(self) -> None:
-        """A step ends when the operations of all GPUs have."""
+        """End a step, once: operations of the next one wait for those of all GPUs."""
         if not self.first_of_last:
             self.first_of_last = len(self.seconds)
             self._computed.clear()
             self._begun = tuple(at for at in self._last if at >= 0)
 
     def add(self, operation: GpuOperation, bytes_in: int, bytes_out: int) -> float:
-        """Enter an operation; seconds that it takes with its swaps."""
+        """Add an operation, and return the seconds that it takes with its swaps."""
         gpu, rate = operation.gpu, self._memory.swap_bytes_per_second
         waits = self._begun if self._last[gpu] < 0 else (self._last[gpu], *self._begun)
         out, back = bytes_out / rate, bytes_in / rate

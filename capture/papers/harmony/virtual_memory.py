@@ -20,7 +20,7 @@ Tensor = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class GpuOperation:
-    """One layer on one micro-batch, or an update.
+    """A pass of one layer on one micro-batch, or an update.
 
     Attributes:
         gpu: Where.
@@ -82,7 +82,7 @@ class LayerTensors:
         return found
 
     def ahead(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> GpuOperation:
-        """The forward pass of a layer."""
+        """Return the forward pass of a layer on a micro-batch."""
         kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
         writes: tuple[Tensor, ...] = (*kept, ("X", i + 1, m))
         reads: tuple[Tensor, ...] = (("W", i, 0), ("X", i, m))
@@ -90,7 +90,7 @@ class LayerTensors:
         return GpuOperation(gpu, seconds, reads, writes, (), work, after)
 
     def back(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> GpuOperation:
-        """The backward pass of a layer."""
+        """Return the backward pass of a layer on a micro-batch."""
         kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
         above: tuple[Tensor, ...] = (("dX", i + 1, m),) if i + 1 < self.count else ()
         dx: tuple[Tensor, ...] = (("dX", i, m),) if i else ()
@@ -101,7 +101,8 @@ class LayerTensors:
         return GpuOperation(gpu, seconds, reads, writes, frees, work, after)
 
     def update(self, gpu: int, i: int, seconds: float, versions: int) -> GpuOperation:
-        """On the GPU, which adds gradients of all first; with two versions into the other one."""
+        """Return the update of a layer on the GPU, which adds gradients of all first; with two
+        versions it writes into the other one."""
         changed: tuple[Tensor, ...] = (("K", i, 0), ("W2" if versions > 1 else "W", i, 0))
         reads = (("W", i, 0), ("dW", i, 0), *changed)
         return GpuOperation(gpu, seconds, reads, changed, (("dW", i, 0),))
@@ -109,8 +110,8 @@ class LayerTensors:
     def data_parallel(
         self, num_microbatches: int, update_seconds: Sequence[float]
     ) -> list[GpuOperation]:
-        """A step of one of the GPUs, which all do the same: passes with accumulated gradients, and
-        updates."""
+        """Return a step of one of the GPUs, which all do the same: passes with accumulated
+        gradients, and updates."""
         operations = []
         for m in range(num_microbatches):
             operations += [self.ahead(0, i, m, ()) for i in range(self.count)]
@@ -119,13 +120,13 @@ class LayerTensors:
         return [*operations, *(self.update(0, i, seconds, 1) for i, seconds in updates)]
 
     def initial(self, num_microbatches: int) -> list[Tensor]:
-        """What is on the host before a step: weights, state, and the batch."""
+        """Return the tensors that are on the host before a step: weights, state, and the batch."""
         kept: list[Tensor] = [(what, i, 0) for i in range(self.count) for what in ("W", "K")]
         return [*kept, *(("X", 0, m) for m in range(num_microbatches))]
 
 
 class Manager:
-    """The memory of one GPU.
+    """The manager of one GPU's memory, which swaps tensors that do not fit.
 
     Args:
         nbytes: Per tensor.
@@ -153,12 +154,13 @@ class Manager:
         self._live = self.peak = 0
 
     def need(self, operation: GpuOperation) -> int:
-        """Bytes of an operation by itself."""
+        """Return the bytes of an operation by itself: all that it reads and writes, and its
+        workspace."""
         tensors = {*operation.reads, *operation.writes}
         return sum(self._nbytes[tensor] for tensor in tensors) + operation.workspace_bytes
 
     def step(self, at: int, operation: GpuOperation) -> tuple[list[Tensor], list[Tensor]] | None:
-        """What comes in and goes out for an operation; None if it does not fit."""
+        """Return the tensors that come in and go out for an operation; None if it does not fit."""
         if self.need(operation) > self._limit_bytes:
             return None
         tensors = list(dict.fromkeys((*operation.reads, *operation.writes)))
@@ -189,7 +191,8 @@ class Manager:
         return ins, outs
 
     def _evicted(self, room: int, but: set[Tensor]) -> Iterator[Tensor]:
-        """Makes room, for what is used farthest in the future first."""
+        """Evict tensors, those used farthest in the future first, until ``room`` fits; yield those
+        that are written back."""
         kept = []
         while self._live + room > self._limit_bytes:
             rank = heappop(self._farthest)
@@ -210,7 +213,8 @@ class Manager:
             heappush(self._farthest, rank)
 
     def left(self) -> list[Tensor]:
-        """What is there, and is written back if nothing stays between steps."""
+        """Return the tensors still on the GPU that are written back if nothing stays between
+        steps."""
         return [t for t, changed in self._there.items() if changed or self._always]
 
     def _next_use(self, tensor: Tensor) -> float:

@@ -32,8 +32,8 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 def all_baselines(problem: ArrayProblem) -> list[ArrayBaseline]:
-    """Each with the best that it can do within the limits; where models are several programs, what
-    fuses all fuses those of each, in turn."""
+    """Return each baseline with the best that it can do within the limits; where models are several
+    programs, what fuses all fuses those of each, in turn."""
     fused = tuple(map(tuple, problem.models))
     alone = tuple((model,) for own in problem.models for model in own)
     return [
@@ -67,7 +67,7 @@ def _why(found: Weighed) -> str:
 
 
 def _rounds(problem: ArrayProblem, name: str, partition: Partition) -> ArrayBaseline:
-    """Sub-arrays that train one after the other, everything retained."""
+    """Weigh sub-arrays that train one after the other, everything retained."""
     alone = replace(problem)  # what is weighed for it is not of the search
     spaces = {problem.kind(group): alone.space(Way((group,), "in turn")) for group in partition}
     found = {kind: space.weigh(space.retained) for kind, space in spaces.items()}
@@ -81,13 +81,14 @@ def _rounds(problem: ArrayProblem, name: str, partition: Partition) -> ArrayBase
 
 
 def _largest_subsets(problem: ArrayProblem) -> ArrayBaseline:
-    """HFTA-NoMemOpt: of each program, the largest subsets that fit, and the rest."""
+    """Weigh HFTA-NoMemOpt: of each program, the largest subsets that fit, and the rest."""
     found = tuple(group for own in problem.models for group in _largest(problem, own))
     return _rounds(problem, "HFTA-NoMemOpt", found)
 
 
 def _largest(problem: ArrayProblem, models: Sequence[int]) -> Partition:
-    """Of models that are one program; one by one where none fits."""
+    """Return the largest equal subsets that fit of models that are one program; one by one where
+    none fits."""
 
     def tried(size: int) -> Partition:
         starts = range(0, len(models), size)
@@ -108,7 +109,7 @@ def _largest(problem: ArrayProblem, models: Sequence[int]) -> Partition:
 
 
 def resident_bytes(array: SubArray) -> int:
-    """Between the passes, where everything is retained: state and feature maps."""
+    """Return the bytes between the passes, where everything is retained: state and feature maps."""
     maps = sum(array.bundles[number].nbytes for number in movable(array))
     return maps + sum(bundle.nbytes for bundle in array.bundles if bundle.is_state)
 
@@ -118,17 +119,18 @@ def _retained(space: Space) -> Iterator[Chosen]:
 
 
 def _swaps(space: Space) -> Iterator[Chosen]:
-    """The first layers swapped, which rest longest, and the others retained."""
+    """Yield choices that swap everything, or the first layers, which rest longest, and retain the
+    others."""
     yield space.swapped
     yield from (one for one in families(space) if RECOMPUTE not in one)
 
 
 def _capuchin(space: Space) -> Iterator[Chosen]:
-    """Swaps of what rests longest, and where they are not enough, recomputation."""
+    """Yield choices that swap what rests longest, and where that is not enough, recompute."""
     yield space.swapped
     yield from families(space)
 
 
 def _rematerialised(space: Space) -> Iterator[Chosen]:
-    """All that one layer alone uses is made again."""
+    """Yield the choice in which all that one layer alone uses is made again."""
     yield tuple(RECOMPUTE if unit.own else RETAIN for unit in space.units)

@@ -17,7 +17,7 @@ from recommender.mutwo.problem import RECOMPUTE, RETAIN, Choice, Chosen, Space, 
 def by_policy(
     space: Space, enough_seconds: float = 0.0, *, readings: Readings
 ) -> tuple[Chosen, Weighed]:
-    """What mu-TWO's algorithms choose for a way.
+    """Return the choices of mu-TWO's algorithms for the feature maps of a way, and their weight.
 
     The paper puts forward operations where they hide copies, and the rest behind the backward pass;
     the step that will run has one of each in turn, so only choices and prompts are taken over.

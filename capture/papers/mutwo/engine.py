@@ -33,7 +33,7 @@ class Event:
 
 @dataclass
 class Execution:
-    """Of merged graphs, one after the other.
+    """The events of merged graphs that run one after the other.
 
     Attributes:
         events: In the order of issue.
@@ -52,7 +52,7 @@ class Execution:
 
     @property
     def overlapped_in_seconds(self) -> float:
-        """Of copies in, while a program runs (M-ae)."""
+        """The seconds of copies in during which a program runs (M-ae)."""
         runs = [event for event in self.events if event.stream == "compute"]
         return sum(
             max(0.0, min(run.end, copy.end) - max(run.start, copy.start))
@@ -66,7 +66,8 @@ Key = tuple[TrainingGraph, int]
 
 
 class Engine:
-    """Algorithm H. It issues nodes one by one; streams go through what they were given in order.
+    """The executor of Algorithm H. It issues nodes one by one; streams go through what they were
+    given in order.
 
     Args:
         readings: Of it.

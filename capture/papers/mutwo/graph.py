@@ -11,7 +11,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class GraphValue:
-    """What operations pass on.
+    """A tensor that one operation passes to others.
 
     Attributes:
         name: For people.
@@ -27,7 +27,7 @@ class GraphValue:
 
 @dataclass(frozen=True)
 class Operation:
-    """A node.
+    """A node of a training graph.
 
     Attributes:
         name: Unique in its graph.
@@ -47,7 +47,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Slice:
-    """What makes an intermediate again, while everything else is retained.
+    """The operations that make an intermediate again, while everything else is retained.
 
     Attributes:
         sources: Intermediates that it reads (recomp_srcs).
@@ -62,8 +62,8 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class TrainingGraph:
-    """Forward and backward pass of a sub-array. What is there before the step, such as weights and
-    the batch, is no value: its bytes are static.
+    """The forward and backward pass of a sub-array. What is there before the step, such as weights
+    and the batch, is no value: its bytes are static.
 
     Ranks count operations from 0, the backward pass after the forward pass; a *backward rank*
     counts from the first operation backward.
@@ -85,7 +85,7 @@ class TrainingGraph:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """By value, its bytes."""
+        """The bytes of each value, by its number."""
         return tuple(value.nbytes for value in self.values)
 
     @property
@@ -94,12 +94,12 @@ class TrainingGraph:
 
     @cached_property
     def writer(self) -> dict[int, int]:
-        """By value, the rank of what writes it."""
+        """The rank of the operation that writes each value."""
         return {v: rank for rank, op in enumerate(self.operations) for v in op.writes}
 
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
-        """By value, the ranks that read it, ascending."""
+        """The ranks of the operations that read each value, ascending."""
         found: dict[int, list[int]] = {v: [] for v in range(len(self.values))}
         for rank, op in enumerate(self.operations):
             for v in op.reads:
@@ -110,7 +110,7 @@ class TrainingGraph:
 
     @cached_property
     def intermediates(self) -> tuple[int, ...]:
-        """Feature maps: values that the forward pass makes and the backward pass reads."""
+        """The feature maps: values that the forward pass makes and the backward pass reads."""
         return tuple(
             v
             for v in range(len(self.values))
@@ -120,7 +120,7 @@ class TrainingGraph:
 
     @cached_property
     def last_fw_access(self) -> dict[int, int]:
-        """By intermediate, the rank at which the forward pass makes or reads it last."""
+        """The rank at which the forward pass makes or reads each intermediate last."""
         return {
             v: max([self.writer[v], *(r for r in self.readers[v] if r < self.num_forward)])
             for v in self.intermediates
@@ -128,7 +128,7 @@ class TrainingGraph:
 
     @cached_property
     def first_bw_access(self) -> dict[int, int]:
-        """By intermediate, a backward rank."""
+        """The backward rank at which each intermediate is first read."""
         return {
             v: min(r for r in self.readers[v] if r >= self.num_forward) - self.num_forward
             for v in self.intermediates
@@ -136,22 +136,22 @@ class TrainingGraph:
 
     @cached_property
     def last_bw_access(self) -> dict[int, int]:
-        """By intermediate, a backward rank."""
+        """The backward rank at which each intermediate is last read."""
         return {v: self.readers[v][-1] - self.num_forward for v in self.intermediates}
 
     @cached_property
     def last_fw_uses(self) -> tuple[tuple[int, ...], ...]:
-        """By rank forward, the intermediates whose last access it is."""
+        """The intermediates whose last forward access it is, by rank of the forward pass."""
         return _at(self.last_fw_access, self.num_forward)
 
     @cached_property
     def first_bw_uses(self) -> tuple[tuple[int, ...], ...]:
-        """By backward rank, the intermediates whose first access it is."""
+        """The intermediates whose first backward access it is, by backward rank."""
         return _at(self.first_bw_access, self.num_backward)
 
     @cached_property
     def inactive_seconds(self) -> dict[int, float]:
-        """By intermediate, what passes between its last access forward and its first backward."""
+        """The seconds between each intermediate's last access forward and its first backward."""
         ends = [0.0, *accumulate(op.seconds for op in self.operations)]
         return {
             v: ends[self.num_forward + self.first_bw_access[v]] - ends[self.last_fw_access[v] + 1]
@@ -159,7 +159,8 @@ class TrainingGraph:
         }
 
     def idle_seconds(self, v: int, less_swaps: bool) -> float:
-        """By which swaps are chosen: inactive time, or what is left of it beside both swaps."""
+        """Return the seconds by which swaps are chosen: inactive time, or what is left of it beside
+        both swaps."""
         value = self.values[v]
         swaps = value.swap_in_seconds + value.swap_out_seconds if less_swaps else 0.0
         return self.inactive_seconds[v] - swaps
@@ -190,32 +191,33 @@ class TrainingGraph:
 
     @cached_property
     def active_bytes(self) -> tuple[int, ...]:
-        """By rank, inputs, outputs and what else is alive, without the workspace (active_mem);
-        without static memory."""
+        """The bytes of inputs, outputs and what else is alive at each rank, without the workspace
+        (active_mem); without static memory."""
         return tuple(active for active, _, _ in self._held)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """By rank, with the workspace (peak_mem); without static memory."""
+        """The bytes held at each rank with the workspace (peak_mem); without static memory."""
         return tuple(peak for _, peak, _ in self._held)
 
     @cached_property
     def rest_bytes(self) -> tuple[int, ...]:
-        """By rank, what stays when it has run, without intermediates that are swapped out then."""
+        """The bytes that stay when each rank has run, without intermediates that are swapped out
+        then."""
         return tuple(rest for _, _, rest in self._held)
 
     # ---- recomputation ---------------------------------------------------------------------------
 
     @cached_property
     def slices(self) -> Mapping[int, Slice]:
-        """By intermediate that may be recomputed, what makes it again."""
+        """The slice that makes each intermediate again that may be recomputed."""
         if self.given_slices is not None:
             return self.given_slices
         return {v: self._slice(v) for v in self.intermediates}
 
     def _slice(self, target: int) -> Slice:
-        """From a tensor back along its lineage, to intermediates that are in memory when it is
-        needed; what is on two ways is made once (M-s)."""
+        """Return the slice from a tensor back along its lineage, to intermediates that are in
+        memory when it is needed; what is on two ways is made once (M-s)."""
         needed_at, kept = self.first_bw_access[target], set(self.intermediates)
         sources, ranks, pending = set[int](), set[int](), [target]
         while pending:
@@ -240,7 +242,8 @@ def _at(access: Mapping[int, int], count: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """What is scheduled: the backward pass of one sub-array beside the forward pass of another.
+    """The merged graph that is scheduled: the backward pass of one sub-array beside the forward
+    pass of another.
 
     Attributes:
         backward_of, forward_of: Their graphs (BW_j, FW_i).

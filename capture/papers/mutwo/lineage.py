@@ -15,7 +15,7 @@ from capture.papers.mutwo.readings import Readings
 
 @dataclass
 class RecomputeCost:
-    """Of recomputing one tensor, as things are.
+    """The sources, time and memory of recomputing one tensor, under the decisions so far.
 
     Attributes:
         sources: Tensors that it is made from (recomp_srcs).
@@ -49,23 +49,25 @@ class Lineage:
         return {v: RecomputeCost(**vars(cost)) for v, cost in self.costs.items()}
 
     def overhead(self, v: int) -> float:
-        """Algorithm D: seconds that recomputing a tensor takes in all."""
+        """Return the seconds that recomputing a tensor takes in all (Algorithm D)."""
         return self.costs[v].total_seconds
 
     def ratio(self, v: int) -> float:
-        """Bytes per second of recomputation (recompute_ratio); without any seconds, infinite."""
+        """Return the bytes per second of recomputation (recompute_ratio); without any seconds,
+        infinite."""
         total = self.costs[v].total_seconds
         return self._graph.values[v].nbytes / total if total > 0 else float("inf")
 
     def in_memory(self, v: int, needed_by: int) -> bool:
-        """Whether a tensor that is not retained is there when another one is first accessed: in its
-        active_bw_interval. Both at one operation: it comes first (M-r)."""
+        """Return whether a tensor that is not retained is there when another one is first accessed:
+        in its active_bw_interval. Both at one operation: it comes first (M-r)."""
         graph = self._graph
         at = graph.first_bw_access[needed_by]
         return graph.first_bw_access[v] <= at <= graph.last_bw_access[v]
 
     def existing(self, chosen: int, recomputed: Collection[int]) -> int:
-        """Algorithm E: recomputations that are decided take over the sources of a new one.
+        """Give the sources of a new recomputation to those already decided that read it (Algorithm
+        E).
 
         Returns:
             How often the new one is made (recomp_cnt).
@@ -82,7 +84,8 @@ class Lineage:
     def remaining(
         self, chosen: int, count: int, candidates: Collection[int], recomputed: Collection[int]
     ) -> None:
-        """Algorithm F: what is left to choose takes over the sources of what is not retained."""
+        """Give the sources of what is not retained to the candidates left that read it (Algorithm
+        F)."""
         for candidate in candidates:
             if candidate not in self.costs:
                 continue
@@ -95,14 +98,15 @@ class Lineage:
                 cost.total_seconds = cost.seconds * self._count(candidate, recomputed)
 
     def _count(self, v: int, recomputed: Iterable[int]) -> int:
-        """Once for itself, and in each recomputation of which it is a source."""
+        """Count how often a tensor is made: once for itself, and in each recomputation of which it
+        is a source."""
         return 1 + sum(v in self.costs[other].sources for other in recomputed)
 
     def _replaced(
         self, gone: int, of: int, recomputed: Collection[int], keep_residents: bool
     ) -> bool:
-        """In the sources of another tensor, one by those that it is made from. What cannot be
-        recomputed stays: it has to arrive in time."""
+        """Replace one source of a tensor by those that it is made from; return whether that was
+        done. What cannot be recomputed stays: it has to arrive in time."""
         cost = self.costs[of]
         if gone == of or gone not in cost.sources or gone not in self.costs:
             return False

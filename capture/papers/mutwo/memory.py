@@ -13,7 +13,7 @@ Instant = tuple[str, int]
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """Of one merged graph.
+    """The bytes that one merged graph holds, instant by instant.
 
     Attributes:
         held: What is held at most while something happens, in order.
@@ -26,12 +26,12 @@ class GraphMemory:
         return max(nbytes for _, nbytes in self.held)
 
     def above(self, limit_bytes: int) -> set[Instant]:
-        """The peak interval: what happens above a limit."""
+        """Return the peak interval: what happens above a limit."""
         return {instant for instant, nbytes in self.held if nbytes > limit_bytes}
 
 
 def memory_of(schedule: PairSchedule) -> GraphMemory:
-    """Algorithm G.
+    """Return the bytes that a schedule holds at every instant (Algorithm G).
 
     Weights are in the active memory of both graphs, so they are subtracted once (M-t). Of the
     graph's intermediates are resident before it begins those that are neither swapped nor to be

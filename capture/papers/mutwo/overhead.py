@@ -17,7 +17,7 @@ NOTHING = 1e-12
 
 @dataclass(frozen=True)
 class Quote:
-    """What a swap would cost.
+    """The cost of a swap, and where its copy in would begin.
 
     Attributes:
         seconds: Of the copy in, that nothing hides (swap_overhead).
@@ -33,8 +33,8 @@ class Quote:
 
 
 def swap_overhead(schedule: PairSchedule, v: int, limit_bytes: int) -> Quote:
-    """Algorithm C. Forward operations that hide the copy stand before its access from then on:
-    whoever decides otherwise restores the schedule (M-i).
+    """Return what it costs to swap a tensor (Algorithm C). Forward operations that hide the copy
+    stand before its access from then on: whoever decides otherwise restores the schedule (M-i).
 
     Args:
         schedule: So far; it is changed.
@@ -69,7 +69,8 @@ class _Overhead:
         return self._backward(left)
 
     def earlier(self) -> Quote:
-        """For an access that has moved towards the beginning: no more forward operations move."""
+        """Return the quote for an access that has moved towards the beginning: no more forward
+        operations move."""
         left = max(
             0.0, self._graph.values[self._v].swap_in_seconds - self._recomputed(self._access)
         )
@@ -78,20 +79,21 @@ class _Overhead:
         return self._backward(left)
 
     def _reached(self) -> bool:
-        """The peak interval lies right before the access, or, printed, was met by an earlier walk
-        (M-c)."""
+        """Return whether the peak interval lies right before the access, or, printed, was met by an
+        earlier walk (M-c)."""
         if self._schedule.now.reached_peak and not self._readings.peak_asked_anew:
             return True
         return self._access == 0 or self._in_peak(self._access - 1)
 
     def _in_peak(self, rank: int) -> bool:
-        """Of the schedule as it was: the tensor is resident there, so it has room where nothing
-        exceeds the limit."""
+        """Return whether a backward operation was above the limit in the schedule as it was. The
+        tensor is resident there, so it has room where nothing exceeds the limit."""
         return rank < 0 or ("backward", rank) in self._peak
 
     def _recomputed(self, rank: int) -> float:
-        """Seconds of what is recomputed before a backward operation (get_recomp_time). What reads
-        the tensor itself waits for it, and what hides another copy does not hide this one."""
+        """Return the seconds of what is recomputed before a backward operation (get_recomp_time).
+        What reads the tensor itself waits for it, and what hides another copy does not hide this
+        one."""
         graph, now = self._graph, self._schedule.now
         again = [v for v in now.recomputed if graph.first_bw_access[v] == rank]
         costs = self._schedule.lineage.costs
@@ -102,7 +104,7 @@ class _Overhead:
         return sum(costs[v].seconds for v in again)
 
     def _remaining(self) -> float:
-        """What is left of the copies in that were begun before when the access would run
+        """Return the seconds that copies in begun before still take when the access would run
         (get_remaining_time, M-m)."""
         schedule, graph = self._schedule, self._graph
         events = Engine(self._readings).run(graph, schedule.merged()).events
@@ -114,8 +116,8 @@ class _Overhead:
     # ---- forward operations ----------------------------------------------------------------------
 
     def _forward(self, left: float) -> float:
-        """Cases 2 and 3: forward operations before the access, one after the other (lines 19 to
-        31): what they leave of the copy."""
+        """Put forward operations before the access, one after the other (cases 2 and 3, lines 19 to
+        31); return the seconds that they leave of the copy."""
         schedule, forward = self._schedule, self._schedule.pair.forward_of
         needed = left
         first = schedule.first_forward(self._v, self._access) if self._readings.nodes_follow else 0
@@ -134,7 +136,7 @@ class _Overhead:
         return left
 
     def _safe(self) -> bool:
-        """Whether memory stays safe (check_mem_safety), with the tensor swapped (M-j)."""
+        """Return whether memory stays safe (check_mem_safety), with the tensor swapped (M-j)."""
         schedule = self._schedule
         saved = schedule.save()
         schedule.now.swaps[self._v] = self._own_prompt()
@@ -147,7 +149,7 @@ class _Overhead:
         return all(nbytes <= max(self._limit, before.get(at, 0)) for at, nbytes in held.items())
 
     def _own_prompt(self) -> Prompt:
-        """Where a copy begins that forward operations hide, or nothing has to."""
+        """Return the prompt of a copy that forward operations hide, or that nothing has to hide."""
         if self._readings.prompts_anywhere:
             return Prompt(self._access, self._v in self._schedule.now.shares)
         if not self._readings.last_counted_prompt or self._v in self._schedule.now.shares:
@@ -157,15 +159,15 @@ class _Overhead:
     # ---- backward operations ---------------------------------------------------------------------
 
     def _start(self) -> int:
-        """The backward operation at which the walk begins (lines 33 to 37)."""
+        """Return the backward operation at which the walk begins (lines 33 to 37)."""
         last = self._schedule.now.last_prompt
         if self._access < last.rank:
             return self._access - 1
         return last.rank - 1 if self._readings.last_counted_prompt else last.rank
 
     def _backward(self, left: float) -> Quote:
-        """Cases 2 and 3: the backward operations before the access, or before the last prompt
-        (lines 38 to 43)."""
+        """Walk over the backward operations before the access, or before the last prompt (cases 2
+        and 3, lines 38 to 43), and return the quote."""
         rank, prompt = self._start(), self._own_prompt()
         while left > NOTHING and not self._in_peak(rank):
             left -= self._window(rank)
@@ -179,8 +181,8 @@ class _Overhead:
         return Quote(max(0.0, left), prompt, "3" if left > NOTHING else "2b")
 
     def _window(self, rank: int) -> float:
-        """Seconds from the beginning of a backward operation to that of the next: with what is
-        recomputed before it, and with the forward operations that follow it already."""
+        """Return the seconds from the beginning of a backward operation to that of the next: with
+        what is recomputed before it, and with the forward operations that follow it already."""
         seconds = self._graph.operations[self._graph.num_forward + rank].seconds
         seconds += self._recomputed(rank)
         if self._readings.nodes_follow and rank + 1 != self._access:
@@ -188,7 +190,8 @@ class _Overhead:
         return seconds
 
     def _behind(self, rank: int) -> float:
-        """Of forward operations before a backward one, unless a copy takes them already."""
+        """Return the seconds of forward operations before a backward one, unless a copy takes them
+        already."""
         last = self._schedule.now.last_prompt
         if rank >= last.rank and last.at_forward:
             return 0.0
@@ -205,12 +208,13 @@ class _Overhead:
 
 
 def _most(use: GraphMemory) -> dict[Instant, int]:
-    """Per operation, by which two orders can be compared; copies by what runs beside them."""
+    """Return the bytes held per operation, by which two orders can be compared; copies count by
+    what runs beside them."""
     return {instant: held for instant, held in use.held if instant[0] in ("backward", "forward")}
 
 
 def update_swap_prompts(schedule: PairSchedule, recomputed: int | None, limit_bytes: int) -> None:
-    """What a decision changes for earlier swaps (Algorithm B, line 22; A.5): a tensor that a
+    """Update earlier swaps after a decision (Algorithm B, line 22; A.5): a tensor that a
     recomputation reads arrives before it, and a new recomputation hides what was left of a copy
     beside which it runs.
 

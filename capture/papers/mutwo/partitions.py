@@ -14,7 +14,7 @@ from recommender.mutwo.problem import Profiled
 
 @dataclass(frozen=True)
 class PartitionSchedule:
-    """A partition, scheduled.
+    """A partition of an array into sub-arrays, with the schedules of its pairs.
 
     Attributes:
         sizes: Models of each sub-array.
@@ -38,7 +38,8 @@ class PartitionSchedule:
 
     @property
     def seconds(self) -> float:
-        """Of one update of every model: the pairs are trained one after the other (M-y, M-z)."""
+        """The seconds of one update of every model: the pairs are trained one after the other (M-y,
+        M-z)."""
         return sum(schedule.execute().seconds for schedule in self.schedules)
 
 
@@ -49,7 +50,7 @@ def schedule_partition(
     limit_bytes: int,
     readings: Readings,
 ) -> PartitionSchedule:
-    """Algorithm B on the pairs of a partition: sub-arrays whose iterations take about as long.
+    """Run Algorithm B on the pairs of a partition: sub-arrays whose iterations take about as long.
 
     Args:
         profiled: Sub-arrays of every size.
@@ -75,6 +76,6 @@ def schedule_partition(
 
 
 def fastest(partitions: Iterable[PartitionSchedule]) -> PartitionSchedule | None:
-    """The fastest of those that fit; None if none does (M-f)."""
+    """Return the fastest partition of those that fit; None if none does (M-f)."""
     fitting = [one for one in partitions if one.fits]
     return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)

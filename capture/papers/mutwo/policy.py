@@ -17,7 +17,7 @@ from capture.papers.mutwo.schedule import PairSchedule
 
 @dataclass(frozen=True)
 class LoopPass:
-    """One pass through the loop of Algorithm B.
+    """The decision of one pass through the loop of Algorithm B.
 
     Attributes:
         tensor: That was decided.
@@ -34,7 +34,7 @@ class LoopPass:
 
 @dataclass
 class SwapPolicy:
-    """Algorithm B on one merged graph.
+    """The state of Algorithm B on one merged graph.
 
     Attributes:
         schedule: Of it.
@@ -56,7 +56,7 @@ class SwapPolicy:
         return memory_of(self.schedule).peak_bytes <= self.limit_bytes
 
     def run(self) -> bool:
-        """The loop: whether the limit is kept at its end (M-e, M-f)."""
+        """Run the loop; return whether the limit is kept at its end (M-e, M-f)."""
         if self.schedule.readings.limit_first and self.fits:
             return True
         while self.candidates:
@@ -66,7 +66,7 @@ class SwapPolicy:
         return False
 
     def decide(self) -> LoopPass:
-        """One pass: the better candidate of both is swapped or recomputed."""
+        """Swap or recompute the better candidate of both: one pass of the loop."""
         schedule, readings = self.schedule, self.schedule.readings
         graph, lineage = schedule.graph, schedule.lineage
         saved = schedule.save()
@@ -96,8 +96,8 @@ class SwapPolicy:
 
 @dataclass(frozen=True)
 class CycleSchedule:
-    """Of sub-arrays of which each one's backward pass runs beside the forward pass of the next: of
-    two, [BW_1, FW_2] and [BW_2, FW_1].
+    """The schedule of sub-arrays of which each one's backward pass runs beside the forward pass of
+    the next: of two, [BW_1, FW_2] and [BW_2, FW_1].
 
     Attributes:
         policies: Of the merged graphs, by the sub-array of the backward pass.
@@ -116,7 +116,7 @@ class CycleSchedule:
         return max(use.peak_bytes for use in self.uses)
 
     def execute(self) -> Execution:
-        """One update of all, by Algorithm H."""
+        """Execute one update of all models, by Algorithm H."""
         engine = Engine(self.policies[0].schedule.readings)
         for policy in self.policies:
             engine.run(policy.schedule.graph, policy.schedule.merged())
@@ -126,7 +126,7 @@ class CycleSchedule:
 def schedule_cycle(
     graphs: Sequence[TrainingGraph], limit_bytes: int, readings: Readings, static_bytes: int = 0
 ) -> CycleSchedule:
-    """Algorithm B on all merged graphs of some sub-arrays (3.2, 5).
+    """Run Algorithm B on all merged graphs of some sub-arrays (3.2, 5).
 
     A forward pass offloads and deletes what was decided in the graph of its backward pass. Printed,
     they are scheduled one after the other, so most know no hints, and judged when all are decided;
@@ -159,14 +159,15 @@ def schedule_cycle(
 
 
 def _tell(decided: SwapPolicy, other: SwapPolicy) -> None:
-    """The forward pass in the other graph is that of the sub-array whose tensors are decided."""
+    """Tell the graph that has the decided sub-array's forward pass what to offload and delete
+    there."""
     now = decided.schedule.now
     other.schedule.hints = frozenset(now.swaps), frozenset(now.recomputed) - frozenset(now.swaps)
 
 
 def _next(policies: Sequence[SwapPolicy]) -> int | None:
-    """Of which sub-array to decide next: its tensors are held before its backward pass in one
-    graph, and behind its forward pass in the one before."""
+    """Return the sub-array to decide next; None if no candidates are left. Its tensors are held
+    before its backward pass in one graph, and behind its forward pass in the one before."""
     uses = [memory_of(policy.schedule) for policy in policies]
     fullest = max(range(len(uses)), key=lambda n: (uses[n].peak_bytes, -n))
     held = uses[fullest].held
@@ -179,7 +180,8 @@ def _next(policies: Sequence[SwapPolicy]) -> int | None:
 
 
 def _resident(schedule: PairSchedule, done: set[Instant]) -> tuple[int, int]:
-    """Bytes of undecided tensors at an instant: of the backward pass, and of the forward pass."""
+    """Return the bytes of undecided tensors at an instant: of the backward pass, and of the forward
+    pass."""
     graph, forward, now = schedule.graph, schedule.pair.forward_of, schedule.now
     backward_bytes = sum(
         graph.values[v].nbytes

@@ -14,18 +14,18 @@ NUM_WARM_UP, NUM_MEASURED = 1, 3
 
 
 class Device(Protocol):
-    """What runs a graph operation by operation."""
+    """The executor that runs a graph operation by operation."""
 
     def execute(self, rank: int) -> float:
-        """Seconds of an operation."""
+        """Run an operation and return its seconds."""
         ...
 
     def swap_out(self, v: int) -> float:
-        """Seconds of a copy to the host; the device's memory is free then."""
+        """Copy a value to the host and return the seconds; the device's memory is free then."""
         ...
 
     def swap_in(self, v: int) -> float:
-        """Seconds of a copy from it."""
+        """Copy a value from the host and return the seconds."""
         ...
 
 
@@ -35,8 +35,9 @@ def profile(
     num_warm_up: int = NUM_WARM_UP,
     num_measured: int = NUM_MEASURED,
 ) -> TrainingGraph:
-    """Algorithm A: every operation runs with no more of the feature maps than its pass has use for,
-    so that all that has to fit is one operation. The median of the iterations counts (M-ac).
+    """Measure a graph by Algorithm A: every operation runs with no more of the feature maps than
+    its pass has use for, so that all that has to fit is one operation. The median of the iterations
+    counts (M-ac).
 
     Args:
         graph: Its seconds are those that are measured afterwards.

@@ -14,8 +14,8 @@ from capture.papers.mutwo.readings import Readings
 
 
 class Prompt(NamedTuple):
-    """Where a fetch begins: before a backward operation, or before the forward operations that
-    stand before it for the sake of this fetch.
+    """The place where a fetch begins: before a backward operation, or before the forward operations
+    that stand before it for the sake of this fetch.
 
     Attributes:
         rank: Backward.
@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
 
     @property
     def place(self) -> tuple[int, bool]:
-        """By which prompts are ordered."""
+        """The key by which prompts are ordered: rank, forward operations first."""
         return self.rank, not self.at_forward
 
 
@@ -35,7 +35,7 @@ _FIRST = Prompt(0)
 
 
 class Share(NamedTuple):
-    """Forward operations that stand before the access of a swapped tensor, to hide its copy.
+    """The forward operations that stand before the access of a swapped tensor, to hide its copy.
 
     Attributes:
         rank: Backward, of the access.
@@ -75,7 +75,7 @@ class Node:
 
 @dataclass
 class Decided:
-    """All that changes.
+    """The decisions about a pair, which are all of its state that changes.
 
     Attributes:
         swaps: Tensor -> its prompt, in the order of decision.
@@ -97,7 +97,7 @@ class Decided:
 
 
 class PairSchedule:
-    """Of one pair.
+    """The schedule of one pair, as far as it is decided.
 
     Args:
         pair: The graphs.
@@ -119,7 +119,7 @@ class PairSchedule:
     # ---- what is decided, and undoing it ---------------------------------------------------------
 
     def save(self) -> Decided:
-        """What ``restore`` comes back to, once."""
+        """Return a copy of the decisions, for ``restore`` to come back to, once."""
         now = self.now
         return replace(
             now,
@@ -153,19 +153,20 @@ class PairSchedule:
         self.lineage.remaining(v, count, candidates, now.recomputed)
 
     def recompute(self, v: int, candidates: Collection[int]) -> None:
-        """Recompute a tensor (lines 15 and 16), and what follows for others (20 and 21)."""
+        """Recompute a tensor (lines 15 and 16), and update the costs of others (20 and 21)."""
         count = self.lineage.existing(v, self.now.recomputed)
         self.now.recomputed.append(v)
         self.lineage.remaining(v, count, candidates, self.now.recomputed)
 
     def access(self, v: int) -> int:
-        """The backward rank at which a swapped tensor has to be there: its first access, or that of
-        a recomputation that reads it (A.5)."""
+        """Return the backward rank at which a swapped tensor has to be there: its first access, or
+        that of a recomputation that reads it (A.5)."""
         costs, first = self.lineage.costs, self.graph.first_bw_access
         return min([first[v], *(first[r] for r in self.now.recomputed if v in costs[r].sources)])
 
     def arrive_in_time(self) -> list[int]:
-        """Move prompts that lie behind the access of a new recomputation (A.5): the tensors."""
+        """Move prompts that lie behind the access of a new recomputation (A.5); return their
+        tensors."""
         late = [v for v, prompt in self.now.swaps.items() if prompt.rank > self.access(v)]
         for v in late:
             self.now.swaps[v] = Prompt(self.access(v))
@@ -174,15 +175,15 @@ class PairSchedule:
     # ---- forward operations beside the backward pass ---------------------------------------------
 
     def _in_order(self) -> list[int]:
-        """Tensors with shares, as these follow each other: by access, and before one access what
-        was decided last comes first, as prompts move back."""
+        """Return the tensors with shares, as these follow each other: by access, and before one
+        access what was decided last comes first, as prompts move back."""
         shares = self.now.shares
         age = {v: n for n, v in enumerate(shares)}
         return sorted(shares, key=lambda v: (shares[v].rank, -age[v]))
 
     def first_forward(self, v: int, rank: int) -> int:
-        """The rank of the first forward operation that stands, or would stand, for a tensor with
-        this access."""
+        """Return the rank of the first forward operation that stands, or would stand, for a tensor
+        with this access."""
         before = 0
         for other in self._in_order():
             if other == v or (v not in self.now.shares and self.now.shares[other].rank >= rank):
@@ -191,8 +192,8 @@ class PairSchedule:
         return before
 
     def add_forward(self, v: int, rank: int, seconds: float) -> bool:
-        """One more forward operation before an access (add_forward_node); those of later accesses
-        are served by the ones that follow (adjust_graph).
+        """Add one more forward operation before an access (add_forward_node); those of later
+        accesses are served by the ones that follow (adjust_graph).
 
         Args:
             v: The tensor.
@@ -223,7 +224,7 @@ class PairSchedule:
     # ---- the merged graph ------------------------------------------------------------------------
 
     def merged(self) -> list[Node]:
-        """The operations in their order, with their hints."""
+        """Return the operations of the merged graph in their order, with their hints."""
         fetched: dict[tuple[str, int], list[int]] = {}
         groups: dict[int, list[int]] = {}
         begins: dict[int, int] = {}

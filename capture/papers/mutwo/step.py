@@ -12,8 +12,8 @@ Key = tuple[TrainingGraph, int]
 
 
 def step_of(schedule: PairSchedule, *, instant_copies: bool) -> tuple[Step, dict[str, float]]:
-    """The instructions of a merged graph, and the seconds of its programs and copies. What the host
-    holds stays there, which is nobody's question here.
+    """Return the instructions of a merged graph, and the seconds of its programs and copies. What
+    the host holds stays there, which is nobody's question here.
 
     Args:
         schedule: Of the graph.

@@ -15,7 +15,7 @@ from capture.step.sub_array import Call, Programs, SubArray, Uses, movable, reco
 
 @dataclass(frozen=True)
 class Posed:
-    """A sub-array as a graph.
+    """A sub-array as a graph for mu-TWO's algorithms.
 
     Attributes:
         sub_array: Of it.
@@ -33,8 +33,8 @@ class Posed:
     shared_bytes: int = 0
 
     def decisions(self, schedule: PairSchedule) -> Iterator[Decision]:
-        """What a schedule of this backward pass decides of bundles; a copy in may begin as many
-        backward segments early as its prompt is before its access."""
+        """Yield what a schedule of this backward pass decides of bundles; a copy in may begin as
+        many backward segments early as its prompt is before its access."""
         now = schedule.now
         for v, numbers in enumerate(self.bundles):
             for number in numbers:
@@ -50,7 +50,7 @@ class Posed:
 def pose(
     sub_array: SubArray, programs: Programs, host: HostLink, name: str, by_bundle: bool = False
 ) -> Posed:
-    """A sub-array as a graph.
+    """Return a sub-array as a graph.
 
     Args:
         sub_array: Its segments and bundles.
@@ -104,7 +104,7 @@ def pose(
 
 
 def resident_bytes(posed: Sequence[Posed]) -> int:
-    """Of all sub-arrays, in any case: what they share counts once."""
+    """Return the bytes that all sub-arrays hold in any case: what they share counts once."""
     return posed[0].shared_bytes + sum(one.static_bytes for one in posed)
 
 
@@ -134,7 +134,7 @@ def _values(numbers, value_of: dict[int, int]) -> tuple[int, ...]:
 
 
 def _ends(sub_array: SubArray, v: int, segment: int, value_of: dict[int, int]) -> bool:
-    """Whether no bundle of a value is read later."""
+    """Return whether no bundle of a value is read later."""
     own = [n for n, value in value_of.items() if value == v]
     return max(sub_array.bundles[n].readers[-1] for n in own) == segment
 
@@ -142,8 +142,8 @@ def _ends(sub_array: SubArray, v: int, segment: int, value_of: dict[int, int]) -
 def _slice(
     sub_array: SubArray, programs: Programs, targets: tuple[int, ...], value_of: dict[int, int]
 ) -> Slice | None:
-    """What makes bundles of a layer again, from what it read and what else is kept of it; None if
-    that is not there in the backward pass."""
+    """Return the slice that makes bundles of a layer again, from what it read and what else is kept
+    of it; None if that is not there in the backward pass."""
     bundles, layers = sub_array.bundles, sub_array.num_layers
     writer = bundles[targets[0]].writer
     assert writer is not None, "feature maps are made by a segment"

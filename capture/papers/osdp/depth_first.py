@@ -29,7 +29,7 @@ def depth_first(
     prune_time: bool = True,
     max_nodes: int | None = None,
 ) -> ShardingResult:
-    """Least time per example over the candidates of all batch sizes.
+    """Find the plan of least time per example over the candidates of all batch sizes.
 
     Args:
         problem: What to choose.
@@ -115,7 +115,7 @@ class _DepthFirst:
         return True
 
     def by_kind(self) -> list[tuple[int, ...]]:
-        """The best plan's picks, for each kind of equal operators."""
+        """Return the best plan's picks, for each kind of equal operators."""
         found, start = [], 0
         for count in self.options.counts.tolist():
             found.append(self.best[start : start + count])

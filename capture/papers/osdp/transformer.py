@@ -30,7 +30,7 @@ def transformer(
     item_bytes: int = 4,
     state_bytes_per_parameter_byte: float = 4.0,
 ) -> OperatorModel:
-    """A GPT whose layers may differ in width.
+    """Return the operators of a GPT whose layers may differ in width.
 
     Args:
         name: For people.
