@@ -196,8 +196,8 @@ class Bracket:
 
 @dataclass(frozen=True)
 class ByLayers:
-    """The lower bound of the step from estimates that compiled layers correct: no proof, but
-    nearer.
+    """A lower bound of the step's seconds, from estimates that compiled layers correct: no proof,
+    but nearer.
 
     Attributes:
         least_step_seconds: Of the plans that fit.

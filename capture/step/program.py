@@ -223,8 +223,8 @@ class Copy(_AnyInstruction):
 
 @dataclass(frozen=True)
 class Wait(_AnyInstruction):
-    """The host waits for the copy that makes a slot. With a place, it is the devices of that place
-    that wait: what comes behind it for others, and for nothing that waits for these, may be issued
+    """A wait for the copy that makes a slot, by the host. With a place, only the devices of that
+    place wait: what comes behind it for others, and for nothing that waits for these, may be issued
     before."""
 
     slot: int
