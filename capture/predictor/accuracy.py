@@ -48,13 +48,14 @@ class JudgedPeak:
 
 
 def finite(number: float) -> float | None:
-    """None for NaN, which JSON does not have."""
+    """Return a number as JSON can hold it: None instead of NaN."""
     return None if np.isnan(number) else number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far predictions are from the truth; None of none.
+    """The sizes of prediction errors relative to the truth; every statistic is None where nothing
+    was predicted.
 
     Attributes:
         num_predictions: Predictions that are counted.
@@ -72,7 +73,8 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceErrors(Errors):
-    """How far predictions of devices are from the truth; None of none.
+    """The errors of predicted peaks of devices, with signs and intervals; None where nothing was
+    predicted.
 
     Attributes:
         mean_error_fraction, lowest_error_fraction: Errors with their signs.
@@ -90,7 +92,8 @@ class DeviceErrors(Errors):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(DeviceErrors):
-    """The statistics of Figure 7, of the devices whose stages were not compiled before.
+    """The statistics of the paper's Figure 7, over the devices whose stages were not compiled
+    before.
 
     Source: CAPTURE IV-B.
 
@@ -108,7 +111,7 @@ class Accuracy(DeviceErrors):
 
     @classmethod
     def of(cls, found: Sequence[JudgedPeak]) -> Accuracy:
-        """Return the statistics of outcomes."""
+        """Compute the statistics of predicted peaks beside the truth."""
         predictable = [o for o in found if not np.isnan(o.predicted)]
         peaks: dict[Any, tuple[float, float]] = {}
         for o in predictable:

@@ -65,11 +65,11 @@ class AdditivePredictor(ComponentTables):
 
     @memo
     def memory(self, choice: StageChoice, microbatch_size: int) -> StageMemory:
-        """The parts of every stage [first, stop) at once: int64 arrays (L, L + 1); nonsense where
-        stop <= first.
+        """Compute the parts of the memory of every stage [first, stop): int64 arrays (L, L + 1),
+        bytes per device; meaningless where stop <= first.
 
-        But for what depends on the other stages of a plan: ``arriving`` is 0, and ``summaries`` is
-        the stage's own alone.
+        Parts that depend on the other stages of a plan are left out: ``arriving`` is 0, and
+        ``summaries`` is the stage's own alone.
         """
         compiled = self._looked_up(choice, microbatch_size)
         table = self.table(choice, microbatch_size)
@@ -85,8 +85,8 @@ class AdditivePredictor(ComponentTables):
     def _looked_up(
         self, choice: StageChoice, microbatch_size: int
     ) -> dict[tuple[int, int], np.ndarray]:
-        """Components of the stages that were compiled as they are; what the passes need, also of
-        those that are the same program."""
+        """Return the components of the stages that were compiled, by (first, stop). Stages that are
+        the same program as one of them get its passes."""
         graph, sizes = self.graph(microbatch_size), self.param_bytes(choice.param_split).tolist()
         at_size = {
             c: cost
@@ -120,11 +120,11 @@ class AdditivePredictor(ComponentTables):
     def stage_cost(
         self, first: int, stop: int, choice: StageChoice, microbatch_size: int
     ) -> StageCost:
-        """What the compiler is predicted to say of layers [first, stop): for the simulator, which
-        wants the cost of a stage.
+        """Predict the ``StageCost`` that compiling layers [first, stop) would measure, for the
+        simulator and the replay.
 
-        What is kept is all named residuals, because which inputs are among it is not predicted;
-        and what is held of it for the gradients of weights is all named deferred.
+        All kept bytes are named residuals, because which inputs are among them is not predicted;
+        all bytes kept for the gradients of weights are named deferred.
         """
         memory = self.memory(choice, microbatch_size)
 
@@ -153,8 +153,8 @@ class AdditivePredictor(ComponentTables):
         )
 
     def interfaces(self, plan: Plan) -> list[StageInterface]:
-        """What the stages of a plan are predicted to hold and hand over: for replays and
-        simulations of its step.
+        """Predict the interfaces of a plan's stages, what each holds and hands over in bytes, for
+        replays and simulations of its step.
 
         Raises:
             ProfileError: ``profile-split`` if the plan splits backward passes and the profile was
@@ -170,7 +170,7 @@ class AdditivePredictor(ComponentTables):
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
 
     def check_split(self, schedule: str) -> None:
-        """Refuse a schedule of which the profile knows too little.
+        """Refuse a schedule that needs measurements which the profile lacks.
 
         Raises:
             ProfileError: ``profile-split`` if it splits backward passes and the profile was made
@@ -184,7 +184,8 @@ class AdditivePredictor(ComponentTables):
             )
 
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
-        """What the layer graph knows of every stage."""
+        """Return the parts of every stage that the layer graph alone determines: state, gradients,
+        received values, batch and losses, in bytes per device."""
         params = self._stage_params(choice.param_split)
         of = choice.value_split, microbatch_size
         if of not in self._passing:
@@ -192,7 +193,8 @@ class AdditivePredictor(ComponentTables):
         return {"params": params, "gradients": params, **self._passing[of]}
 
     def _passed_on(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
-        """What of that is no parameter."""
+        """Return the bytes per device of received values, gradients from the next stage, batch
+        leaves and losses, each an array (L, L + 1)."""
         graph, split = self.graph(microbatch_size), choice.value_split
         shape = (graph.num_layers, graph.num_layers + 1)
         sizes = [graph.value_bytes(v, split) for v in range(len(graph.values))]
@@ -213,8 +215,8 @@ class AdditivePredictor(ComponentTables):
 
     @memo
     def _arriving(self, split: ParamSplit, most: int) -> np.ndarray:
-        """Gradients of shared parameters that reach every stage at the end of a step, from at most
-        so many later ones."""
+        """Return the bytes of gradients of shared parameters that reach every stage at the end of a
+        step from at most ``most`` later stages, (L, L + 1)."""
         graph, sizes = self.profile.graph, self.param_bytes(split)
         total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
         cuts = np.arange(graph.num_layers + 1)
@@ -228,7 +230,8 @@ class AdditivePredictor(ComponentTables):
 
     @memo
     def _stage_params(self, split: ParamSplit) -> np.ndarray:
-        """Parameter bytes of every stage, shared ones counted once."""
+        """Return the parameter bytes per device of every stage, (L, L + 1); shared parameters count
+        once."""
         params = [layer.params for layer in self.profile.graph.layers]
         return once_per_stage(params, self.param_bytes(split))
 
@@ -244,8 +247,8 @@ class AdditivePredictor(ComponentTables):
         kinds: Kinds | None = None,
         mixed: Mixed | None = None,
     ) -> np.ndarray:
-        """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to
-        the end (the last row: K or more).
+        """Compute the peak bytes of every stage at every position: int64 (K, L, L + 1). Row j - 1
+        is for j stages to the end; the last row is for K or more.
 
         Two things depend on how the layers behind a stage are cut: how many stages share a
         parameter that three or more layers read, and the sum of all stages' summaries. They count
@@ -281,7 +284,8 @@ class AdditivePredictor(ComponentTables):
         return peaks_by_position(memory, positions, [arriving[n] for n in ends])
 
     def depends_on_cuts_behind(self, choice: StageChoice, microbatch_size: int) -> bool:
-        """Whether ``peaks`` says more than the best of plans need."""
+        """Tell whether how the layers behind a stage are cut can change its peak, so that ``peaks``
+        is above that of the best plan."""
         readers = (
             self.profile.graph.param_readers(p) for p in range(len(self.profile.graph.params))
         )
@@ -292,7 +296,8 @@ class AdditivePredictor(ComponentTables):
     # ---- plans -----------------------------------------------------------------------------------
 
     def predict(self, plan: Plan) -> Prediction:
-        """Peaks of a plan with their parts and intervals.
+        """Predict the peak bytes of a plan per stage and per device, with their parts and
+        intervals.
 
         Raises:
             ProfileError: ``profile-other-model`` if the plan is of another model,
@@ -348,8 +353,8 @@ class AdditivePredictor(ComponentTables):
         instant: str,
         parts: Sequence[Mapping[str, int]],
     ) -> list[StagePrediction]:
-        """The prediction of the stages that share some devices, from the parts of each; the
-        interval is the widest that one of them has."""
+        """Predict the stages that share some devices, from the parts of each. Their interval is the
+        widest of any of these stages."""
         total: Counter[str] = Counter()
         for own in parts:
             total.update(own)
@@ -460,12 +465,12 @@ class AdditivePredictor(ComponentTables):
 
 
 def _whole(nbytes: np.ndarray) -> np.ndarray:
-    """Bytes that may be negative, or unknown where there is no stage, as whole ones."""
+    """Round bytes up to integers; negative or unknown (NaN) bytes become 0."""
     return np.ceil(np.fmax(nbytes, 0)).astype(np.int64)
 
 
 def _shared_out(total: int, weights: Sequence[int] | np.ndarray) -> list[int]:
-    """Integers in proportion to the weights that sum to the total."""
+    """Divide a total into integers in proportion to the weights; they sum to the total."""
     bounds = np.concatenate([[0], np.cumsum(np.asarray(weights, np.float64))])
     if bounds[-1] <= 0:
         return [total, *[0] * (len(weights) - 1)]

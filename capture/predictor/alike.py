@@ -7,7 +7,8 @@ import numpy as np
 
 
 class Kinds:
-    """Numbers of stages, equal where these are alike in every table that was looked at.
+    """The grouping of stages into kinds: stages of one number are equal in every table that was
+    looked at.
 
     Attributes:
         of: The number of every stage [first, stop), int64 (L, L + 1). No empty stage (stop <=
@@ -33,8 +34,8 @@ class Kinds:
         self.look(*of)
 
     def look(self, *tables: np.ndarray, kept: bool = False) -> None:
-        """Give stages that differ in some tables (..., L, L + 1) numbers of their own; those that
-        are ``kept`` are looked at once."""
+        """Split kinds whose stages differ in some tables (..., L, L + 1). A table that is ``kept``
+        is looked at only once."""
         for table in tables:
             if kept and id(table) in self._seen:
                 continue
@@ -46,16 +47,17 @@ class Kinds:
                 self._split(row)
 
     def once(self, table: np.ndarray) -> np.ndarray:
-        """Return a table that was looked at with one column per number: (..., S)."""
+        """Return a table that was looked at with one column per kind of stage: (..., S)."""
         return table.reshape(*table.shape[:-2], -1)[..., self.first]
 
     def renumber(self, table: np.ndarray, of: np.ndarray) -> np.ndarray:
-        """Return the same of a table (..., S') with one column per number in ``of``, (L, L + 1),
-        which was looked at."""
+        """Return a table of other kinds ``of``, (..., S'), with one column per kind of this object.
+        The array ``of``, (L, L + 1), was looked at."""
         return table[..., of.ravel()[self.first]]
 
     def _split(self, row: np.ndarray) -> None:
-        """Split numbers by values of all stages that there are."""
+        """Split kinds whose stages have different values in ``row``, which has one value per stage
+        that is not empty."""
         of = self.of.ravel()
         _, values = np.unique(row, return_inverse=True)
         both = of[self._stages] * (int(values.max()) + 1) + values
@@ -67,5 +69,5 @@ class Kinds:
 
 
 def empty_stages(num_layers: int) -> np.ndarray:
-    """Which stages [first, stop) have no layer, bool (L, L + 1)."""
+    """Return which stages [first, stop) have no layer, bool (L, L + 1)."""
     return np.tri(num_layers, num_layers + 1, dtype=bool)

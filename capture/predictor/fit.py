@@ -14,8 +14,8 @@ import numpy as np
 def _regress(
     features: Sequence[Sequence[float]], targets: Sequence[np.ndarray], at: Sequence[float]
 ) -> np.ndarray:
-    """Least squares with an intercept, sampled at one point; of the shape of a target. NaN stays
-    NaN."""
+    """Fit by least squares with an intercept and return the value at one point, in the shape of a
+    target. NaN stays NaN."""
     # A second to import, and most plans need no fit.
     from sklearn.linear_model import LinearRegression
 
@@ -31,7 +31,8 @@ def _regress(
 
 
 def fit_line(sizes: Sequence[float], tables: Sequence[np.ndarray], at: float) -> np.ndarray:
-    """A straight line over the (micro-)batch size; in proportion if a single size is known.
+    """Fit a straight line over the (micro-)batch size and return its value at ``at``; in proportion
+    to the size if a single one is known.
 
     Source: CAPTURE III-B2, Description 2.
     """
@@ -46,7 +47,8 @@ def fit_degree(
     at: float,
     transform: Callable[[float], float],
 ) -> np.ndarray:
-    """a + b * transform(k) through values at some degrees, sampled at another.
+    """Fit a + b * transform(k) through values at some degrees k and return its value at another
+    degree.
 
     Args:
         degrees: k; at least two.
@@ -64,15 +66,17 @@ def fit_degree(
 
 
 def inverse(k: float) -> float:
-    """1 / k."""
+    """Return 1 / k."""
     return 1 / k
 
 
 def fit_degrees(tables: Mapping[tuple[int, int], np.ndarray], at: tuple[int, int]) -> np.ndarray:
-    """A table for a (data, tensor) degree pair that was not profiled, from those that were.
+    """Return a table for a (data, tensor) degree pair that was not profiled, fitted to those that
+    were.
 
-    Along one axis where two degrees of at least 2 are known on it (a single device is not on the
-    curve: it has no buffer for the sum of gradients); else over both axes with a product term.
+    The fit is along one axis where two degrees of at least 2 are known on it (a single device is
+    not on the curve: it has no buffer for the sum of gradients); else over both axes with a product
+    term.
     """
     for axis in (0, 1):
         line = {

@@ -31,7 +31,8 @@ from capture.step.interface import StageInterface, stage_interface, stage_values
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes per device; integers, or arrays of equal shape for many stages at once.
+    """The parts of a stage's memory, bytes per device; integers, or arrays of equal shape for many
+    stages at once.
 
     Attributes:
         params, optimizer: The state.
@@ -74,17 +75,19 @@ class StageMemory:
 
     @property
     def state(self) -> Any:
-        """What outlives a step."""
+        """The bytes per device that stay in memory between steps: parameters and optimizer
+        state."""
         return self.params + self.optimizer
 
     @property
     def end(self) -> Any:
-        """Beside state, losses and what arrives, the most that the end of a step needs."""
+        """The most bytes that the end of a step needs beside state, losses and gradients that
+        arrive from later stages."""
         return self.gradients + np.maximum(self.summaries + self.update, self.summarize)
 
 
 def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
-    """The parts of all stages of a step whose costs are known."""
+    """Return the parts of the memory of every stage of a step whose costs are known."""
     summaries = sum(stage.summary_bytes for stage in stages)
     return [
         StageMemory(
@@ -117,7 +120,7 @@ def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
 
 
 def kept_of(stage: StageInterface) -> int:
-    """What one micro-batch keeps for its backward pass, per device."""
+    """Return the bytes per device that one micro-batch keeps in a stage for its backward pass."""
     kept = stage.residual_bytes + sum(
         stage.value_bytes[v] for v in (*stage.kept_inputs, *stage.kept_outputs)
     )
@@ -125,8 +128,8 @@ def kept_of(stage: StageInterface) -> int:
 
 
 def deferred_of(stage: StageInterface) -> int:
-    """What one micro-batch keeps for the gradients of weights, per device; 0 where these are part
-    of the whole backward pass."""
+    """Return the bytes per device that one micro-batch keeps for the gradients of weights; 0 where
+    the backward pass is not split."""
     if (split := stage.split) is None:
         return 0
     values = sum(stage.value_bytes[v] for v in (*split.inputs, *split.outputs, *split.cotangents))
@@ -137,7 +140,8 @@ def deferred_of(stage: StageInterface) -> int:
 def kept_bytes(
     graph: LayerGraph, first: int, stop: int, choice: StageChoice, cost: StageCost
 ) -> int:
-    """What one micro-batch of layers [first, stop) keeps for its backward pass, per device."""
+    """Return the bytes per device that one micro-batch of layers [first, stop) keeps for its
+    backward pass."""
     total = cost.residual_bytes
     if cost.kept_inputs or cost.kept_outputs:
         used, outputs = stage_values(graph, first, stop)
@@ -153,15 +157,16 @@ def kept_bytes(
 def split_bytes(
     graph: LayerGraph, first: int, stop: int, choice: StageChoice, cost: StageCost
 ) -> int:
-    """What one micro-batch of layers [first, stop) keeps for the gradients of weights, per device;
-    of a cost with a split backward pass."""
+    """Return the bytes per device that one micro-batch of layers [first, stop) keeps for the
+    gradients of weights, from a cost with a split backward pass."""
     assert cost.split is not None, "measured with a split backward pass"
     no_params = [0] * len(graph.params)
     return deferred_of(stage_interface(graph, first, stop, (), choice, no_params, cost))
 
 
 def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:
-    """The peak in bytes per device, of the stages that share it; of the shape of the parts."""
+    """Compute the peak in bytes per device over all stages that share the device, in the shape of
+    the parts."""
     state = sum(stage.state for stage in stages)
     instants = [
         state + sum(map(_held, stages, moment)) + sum(map(_taken, stages, moment))
@@ -172,7 +177,8 @@ def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:
 
 
 def _held(memory: StageMemory, o: Occupancy) -> Any:
-    """What a stage holds beside its state, whatever executes."""
+    """Return the bytes that a stage holds beside its state at one moment, whatever program
+    executes."""
     return (
         o.accumulates * memory.gradients
         + o.num_kept * memory.kept
@@ -184,7 +190,8 @@ def _held(memory: StageMemory, o: Occupancy) -> Any:
 
 
 def _taken(memory: StageMemory, o: Occupancy) -> Any:
-    """What the task that a stage executes needs beside it."""
+    """Return the bytes that the task a stage executes needs beside what the stage holds; 0 if
+    idle."""
     match o.kind:
         case "forward":
             return memory.received + memory.batch + memory.forward
@@ -199,8 +206,8 @@ def _taken(memory: StageMemory, o: Occupancy) -> Any:
 
 
 def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
-    """Beside state and losses, what the end of a step needs at each of its programs: the stages of
-    a device are summed up, and then updated, one after the other."""
+    """Yield the bytes that each program at the end of a step needs beside state and losses. The
+    stages of a device are summarized, then updated, one after the other."""
     for s, stage in enumerate(stages):
         there = sum(each.gradients + each.arriving for each in stages)
         yield there + sum(each.summary for each in stages[:s]) + stage.summarize
@@ -211,8 +218,8 @@ def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
 def peaks_by_position(
     memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[Any]
 ) -> np.ndarray:
-    """``peak_of`` for many positions at once, stacked along a new first dimension; for arrays,
-    without temporary ones.
+    """Compute ``peak_of`` for many positions at once, stacked along a new first dimension; for
+    arrays, without temporary ones.
 
     Args:
         memory: All but ``arriving``.
@@ -246,15 +253,15 @@ def peaks_by_position(
 
 
 def _num_losses(moments: Sequence[Moment]) -> int:
-    """At the end of a step: every micro-batch's."""
+    """Return the number of losses in memory at the end of a step: one per micro-batch."""
     return max(moment[-1].num_losses for moment in moments)
 
 
 def peak_parts(
     stages: Sequence[StageMemory], moments: Sequence[Moment]
 ) -> tuple[str, list[dict[str, int]]]:
-    """The instant of the peak, and the bytes by category at it, of each of the stages that share a
-    device; all of them sum to the peak."""
+    """Return the instant of the peak, and the bytes by category at it, per stage that shares the
+    device. All of them sum to the peak."""
     candidates = [*_parts_at_end(stages, moments), *(_parts_at(stages, m) for m in moments)]
     instant, parts = max(candidates, key=lambda item: sum(sum(p.values()) for p in item[1]))
     return instant, [

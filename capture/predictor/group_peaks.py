@@ -16,8 +16,8 @@ from capture.step.program import replay
 def group_peaks(
     stages: Sequence[StageInterface], schedule: Schedule
 ) -> list[tuple[str, list[dict[str, int]]]]:
-    """What runs at the peak of each group of devices, and the bytes by category at it of each of
-    its stages, which sum to the peak.
+    """Return, per group of devices, the program that runs at its peak and the bytes by category at
+    it, per stage of the group. All of them sum to the peak.
 
     Args:
         stages: Of a plan, in pipeline order.

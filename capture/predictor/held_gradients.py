@@ -54,8 +54,8 @@ def held_gradients(
 
 
 def added_bytes(windows: Windows, num_layers: int, row: int) -> np.ndarray:
-    """Return what each layer adds to the longest measured window of those before it, (L,); 0 of the
-    first layer."""
+    """Return the bytes that each layer adds to the longest measured window of the layers before it,
+    (L,); 0 for the first layer."""
     added = np.zeros(num_layers)
     for layer in range(1, num_layers):
         first = layer

@@ -27,7 +27,8 @@ from capture.predictor.alike import Kinds
 
 
 class Mixed(NamedTuple):
-    """Stages and where in each the layers begin that are as ``cheap``; arrays that broadcast.
+    """The layers of stages, and the border in each from which layers recompute as ``cheap``; arrays
+    that broadcast.
 
     Attributes:
         first, stop: Layers [first, stop) of every stage.
@@ -40,7 +41,7 @@ class Mixed(NamedTuple):
 
     @classmethod
     def every(cls, num_layers: int, num_full: int) -> Mixed:
-        """All stages, (L, L + 1), whose first so many layers are as ``full``."""
+        """Return all stages, (L, L + 1), each with its first ``num_full`` layers as ``full``."""
         first, stop = np.ogrid[:num_layers, : num_layers + 1]
         return cls._at(first, stop, np.array(num_full))
 
@@ -62,7 +63,7 @@ class Mixed(NamedTuple):
         return cls(first, np.clip(first + num_full, 1, np.maximum(stop, 1)), stop)
 
     def windows(self, table: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Everything of a table that the functions below read."""
+        """Return every entry of a table that the functions below read."""
         first, border, stop = self
         inside = np.minimum(border, len(table) - 1)
         return (
@@ -76,7 +77,8 @@ class Mixed(NamedTuple):
 
 
 def kept(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
-    """Of stages, from the tables (..., L, L + 1) of both kinds.
+    """Return the bytes that mixed stages keep per micro-batch, from the tables (..., L, L + 1) of
+    both kinds of activation checkpointing.
 
     Example:
         >>> of_layer = np.arange(4) - np.arange(3)[:, None]
@@ -89,7 +91,8 @@ def kept(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
 
 
 def running(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
-    """As ``kept``, of what programs need while they run."""
+    """Return the bytes that the programs of mixed stages need while they run; arguments as for
+    ``kept``."""
     first, border, stop = mixed
     inside = np.minimum(border, full.shape[-2] - 1)
     alone = full[..., inside, inside + 1]
@@ -101,7 +104,7 @@ def running(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
 def least_kept(
     full: np.ndarray, cheap: np.ndarray, mixed: Mixed, *, passed: np.ndarray
 ) -> np.ndarray:
-    """As ``kept``, of lower bounds.
+    """Return lower bounds of the bytes that mixed stages keep, from tables of lower bounds.
 
     Args:
         full, cheap, mixed: See there.
@@ -114,8 +117,8 @@ def least_kept(
 def least_running(
     full: np.ndarray, cheap: np.ndarray, mixed: Mixed, *, passed: np.ndarray
 ) -> np.ndarray:
-    """As ``running``, of lower bounds: the larger of both parts. Arguments as of
-    ``least_kept``."""
+    """Return lower bounds of the bytes that programs of mixed stages need: the larger of both
+    parts. Arguments as for ``least_kept``."""
     first, border, stop = mixed
     rest = cheap[..., np.minimum(border, full.shape[-2] - 1), stop]
     before = full[..., first, border]
@@ -123,7 +126,7 @@ def least_running(
 
 
 def seconds(full: np.ndarray, cheap: np.ndarray, mixed: Mixed) -> np.ndarray:
-    """As ``kept``, of what programs take."""
+    """Return the seconds that the programs of mixed stages take; arguments as for ``kept``."""
     first, border, stop = mixed
     more = cheap[..., border - 1, stop] - cheap[..., border - 1, border]
     return full[..., first, border] + np.maximum(more, 0)

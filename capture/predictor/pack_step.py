@@ -26,7 +26,7 @@ _ENDLESS_BYTES = 2**62
 
 
 class PackEstimate(Protocol):
-    """A step by the paper's rules: see ``capture.papers.harmony.estimate``."""
+    """The estimate of a step by the paper's rules: see ``capture.papers.harmony.estimate``."""
 
     seconds: float
 
@@ -49,12 +49,13 @@ def by_the_paper(graph: TaskGraph, profile: LayerProfile, server: Server) -> Pac
 
 
 def begins_of(graph: TaskGraph, found: PackEstimate) -> Begins:
-    """When passes begin by the paper's rules: the order in which they are issued."""
+    """Return when each pass begins in the paper's estimate, which decides the order in which passes
+    are issued."""
     return as_the_first(graph, found.begins)
 
 
 def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
-    """The instructions of a plan.
+    """Build the instructions of a step of a plan of packs.
 
     Args:
         graph: Tasks of all ranks.
@@ -68,7 +69,8 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
-    """The step, simulated; where the host has too little memory, as if it had enough."""
+    """Simulate the step of a plan of packs. A host with too little memory is simulated as if it had
+    enough."""
     server, profile = (
         server.with_(host_memory_bytes=_ENDLESS_BYTES),
         profile.as_streamed(graph.swaps.stream),
@@ -78,7 +80,8 @@ def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> S
 
 
 def step_times(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimes:
-    """What a plan keeps of its timeline."""
+    """Simulate a step of packs and return what a plan keeps of its timeline: seconds, idle
+    fractions, bytes moved and peaks."""
     timeline = packs_timeline(graph, profile, server)
     return StepTimes(
         **vars(step_bytes(timeline.program_order)),
@@ -89,6 +92,7 @@ def step_times(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepT
 
 
 def step_bytes(ledger: Ledger) -> StepBytes:
-    """What a plan keeps of a replay."""
+    """Return what a plan keeps of a replay: peak bytes per device and of the host, with their
+    parts."""
     fullest, host = max(ledger.peaks, key=lambda peak: peak.peak_bytes), ledger.peak_of("host")
     return StepBytes(ledger.peak_bytes_per_device, fullest.parts, host.peak_bytes, host.parts)

@@ -20,8 +20,8 @@ def stage_signature(
     param_bytes: Sequence[int],
     value_split: tuple[int, int],
 ) -> Hashable:
-    """Equal for layers [first, stop) of a model whose forward and backward programs are the same
-    but for names.
+    """Return a value that is equal for layers [first, stop) whose forward and backward programs are
+    the same but for names.
 
     Args:
         graph: At the micro-batch size of the stages.
@@ -39,7 +39,8 @@ def stage_signature(
     fresh = count()
 
     def local(kind: str, index: int, what: Hashable) -> Hashable:
-        """The number of a thing; with what it is, where it is met first."""
+        """Return the number of a thing within the stage; where it is met first, what it is
+        instead."""
         if (kind, index) in numbers:
             return numbers[kind, index]
         numbers[kind, index] = next(fresh)

@@ -13,7 +13,8 @@ from capture.plan.choices import StageChoice
 
 
 def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
-    """Per stage [first, stop), the total size of the items that its layers read, each counted once.
+    """Return, per stage [first, stop), the total size of the items that its layers read, each
+    counted once; int64 (L, L + 1).
 
     An item counts in stages that begin after its previous reader and reach its next one.
     """
@@ -29,7 +30,7 @@ def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -
 
 
 def largest_sum(of_stage: np.ndarray) -> int:
-    """Over all ways to cut the layers, the largest sum over the stages; ``of_stage`` is indexed
+    """Return the largest sum over the stages of any way to cut the layers; ``of_stage`` is indexed
     [first, stop)."""
     best = np.zeros(of_stage.shape[1], np.int64)
     for stop in range(1, len(best)):
@@ -38,14 +39,15 @@ def largest_sum(of_stage: np.ndarray) -> int:
 
 
 def largest_part(of_stage: np.ndarray) -> np.ndarray:
-    """Per stage [first, stop), the most of any stage within it that is known; NaN of no stage."""
+    """Return, per stage [first, stop), the largest known value of any stage within it; NaN where
+    none is known."""
     return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
 
 
 def kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
-    """Most bytes that the sum over windows counts again of stages [first, stop), (L, L + 1): of a
-    value or batch leaf that two layers have to do with, too far apart for a window, and none
-    between."""
+    """Return, per stage [first, stop), the most bytes that the sum over windows counts twice,
+    (L, L + 1). They are of values and batch leaves that two layers touch which no window holds both
+    of."""
     found = np.zeros((graph.num_layers, graph.num_layers + 1))
     for nbytes, layers in _touched(graph, choice):
         for layer, later in pairwise(layers):
@@ -55,8 +57,8 @@ def kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarr
 
 
 def passed(graph: LayerGraph, choice: StageChoice) -> np.ndarray:
-    """Bytes of the values and batch leaves that layers on both sides of a cut have to do with,
-    (L + 1,)."""
+    """Return, per cut, the bytes of the values and batch leaves that layers on both sides of it
+    touch, (L + 1,)."""
     found = np.zeros(graph.num_layers + 1)
     for nbytes, layers in _touched(graph, choice):
         if layers:
@@ -65,7 +67,7 @@ def passed(graph: LayerGraph, choice: StageChoice) -> np.ndarray:
 
 
 def _touched(graph: LayerGraph, choice: StageChoice) -> Iterator[tuple[int, list[int]]]:
-    """Bytes of every value and batch leaf, and the layers that have to do with it, in order."""
+    """Yield, per value and batch leaf, its bytes and the layers that read or make it, in order."""
     for v in range(len(graph.values)):
         layers = [layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs]
         yield graph.value_bytes(v, choice.value_split), layers

@@ -27,7 +27,7 @@ def extend_windows(
     num_layers: int,
     keys: Sequence[Hashable] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All stages from some windows: the sum of M_a, and the drift to add to it.
+    """Extend measured windows to all stages: return the sum of M_a, and the drift to add to it.
 
     Args:
         windows: Per (first, stop), an array of components; at least every single layer and every
@@ -69,7 +69,7 @@ def extend_split(
     inputs: int,
     like: Mapping[int, int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As ``extend_windows``, where some components are of backward passes in two programs.
+    """Extend measured windows to all stages where some components are of split backward passes.
 
     A stage that takes nothing which needs a gradient, at the first layers, has no program of the
     gradients of inputs: that of the weights is its whole backward pass. Nothing of the two of other
@@ -107,7 +107,7 @@ def extend_split(
 
 
 def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> int:
-    """The largest n such that all windows of 1 to n layers are there."""
+    """Return the largest n such that all windows of 1 to n layers were measured."""
     most = 0
     while most < num_layers and all((a, a + most + 1) in windows for a in range(num_layers - most)):
         most += 1
@@ -123,8 +123,8 @@ def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) 
 
 
 def inner_starts(length: int, num_layers: int) -> range:
-    """First layers of windows without the first and the last layer of the model; of all windows
-    where no such window fits.
+    """Return the first layers of the windows that contain neither the first nor the last layer of
+    the model; of all windows where none avoids both.
 
     Example:
         >>> list(inner_starts(2, 5)), list(inner_starts(4, 5))
@@ -140,7 +140,7 @@ def inner_starts(length: int, num_layers: int) -> range:
 def without_windows(
     missing: Collection[tuple[int, int]], wanted: Collection[tuple[int, int]]
 ) -> str:
-    """What ``extend_windows`` does without some of the windows that were wanted, in words.
+    """Describe what ``extend_windows`` does where some of the wanted windows are missing.
 
     Args:
         missing: (first, stop) of those that could not be measured, at least one.
@@ -181,7 +181,8 @@ def _drift(
     most: int,
     keys: Sequence[Hashable],
 ) -> np.ndarray:
-    """Measured minus summed at the anchors, linear in the length between them and beyond the last.
+    """Return measured minus summed bytes, linear in the length of a stage between anchors and
+    beyond the last one; (components, L, L + 1).
 
     Where an anchor was not measured, among the first and the last layers, its drift grows from that
     of the anchor before as at the nearest start, if the layers that it adds are the same there. Of
@@ -238,6 +239,6 @@ def _drift(
 
 
 def _alike(mine: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:
-    """Whether the layers that there are, near the end fewer, are the same ones in the same
-    order."""
+    """Tell whether the layers of two windows are the same in the same order; near the end of the
+    model the shorter window decides."""
     return all(a == b for a, b in zip(mine, theirs, strict=False))

@@ -42,7 +42,8 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
 def simulated_timeline(
     plan: Plan, predictor: AdditivePredictor, times: TimePredictor
 ) -> StepTimeline:
-    """Simulate one step of a plan as predictors say that serve several plans of one profile.
+    """Simulate one step of a plan with given predictors, which can serve several plans of one
+    profile.
 
     Args:
         plan: A plan of the predictors' model and target.
@@ -57,8 +58,8 @@ def simulated_timeline(
 
 
 class CountedSteps:
-    """Steps as plans of all schedules are compared: predicted passes by the table of the schedule,
-    with what stages send to each other, and the updates at the end.
+    """An estimator of step seconds that compares plans of all schedules: predicted passes by the
+    schedule's table, what stages send to each other, and the updates at the end.
 
     What is exchanged once per step (gradients of shared parameters, norms) and feeds of the batch
     are left to the simulation.
@@ -79,7 +80,7 @@ class CountedSteps:
         self._tables: dict[tuple[str, int, int], TableTimes] = {}
 
     def seconds(self, plan: Plan) -> float:
-        """Of a step.
+        """Estimate the seconds of one step of a plan.
 
         Raises:
             ProfileError: the codes of ``TimePredictor.table``.
@@ -92,7 +93,8 @@ class CountedSteps:
 
 
 def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -> list[float]:
-    """Per stage but the last, what it sends to the next; nothing where they share their devices.
+    """Return, per stage but the last, the seconds that it takes to send its values to the next
+    stage; 0 where both share their devices.
 
     Values go one after the other, each as large as on the side that has more of it per device.
 
@@ -117,14 +119,15 @@ def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -
 
 
 def has_times(profile: Profile) -> bool:
-    """Whether the profile's target has rates and its windows counted work."""
+    """Tell whether times can be predicted: the profile's target has rates, and its windows counted
+    work."""
     return Target.load(profile.target).rates is not None and any(
         cost.forward_work for cost in profile.measurements.values()
     )
 
 
 def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepTime:
-    """Return what documents and plan files say of a simulated step.
+    """Return the step time that documents and plan files hold, from a simulated step.
 
     Args:
         timeline: The plan's simulated step.
@@ -148,7 +151,7 @@ def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepT
 
 
 def describe_time(time: StepTime) -> str:
-    """Return one line for people."""
+    """Describe a simulated step in one line for people."""
     bubbles = " ".join(f"{fraction:.0%}" for fraction in time.bubble_fraction_per_stage)
     return (
         f"step {format_seconds(time.step_seconds)} (simulated), "

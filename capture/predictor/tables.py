@@ -33,7 +33,8 @@ _TEMPORARIES = ("forward", "backward", "backward_inputs", "backward_weights")
 
 
 class ComponentTables:
-    """The statistics of a profiled model.
+    """The tables of a profiled model: bytes of every component of every stage, per choice and
+    micro-batch size.
 
     Args:
         profile: Measured windows of layers.
@@ -54,7 +55,7 @@ class ComponentTables:
 
     @memo
     def _windows(self, choice: StageChoice, microbatch_size: int) -> Windows:
-        """Return the components of measured windows."""
+        """Return the components of measured windows, by (first, stop)."""
         return {
             window: self._components(*window, choice, microbatch_size, cost)
             for window, cost in self.profile.windows[choice, microbatch_size].items()
@@ -62,7 +63,7 @@ class ComponentTables:
 
     @cached_property
     def _sizes(self) -> Mapping[StageChoice, Sequence[int]]:
-        """Micro-batch sizes at which choices were measured, ascending."""
+        """The micro-batch sizes at which each choice was measured, ascending."""
         found: dict[StageChoice, list[int]] = {}
         for choice, size in sorted(self.profile.windows, key=lambda key: key[1]):
             found.setdefault(choice, []).append(size)
@@ -137,19 +138,21 @@ class ComponentTables:
 
     @memo
     def _most_held(self, split: ParamSplit) -> np.ndarray:
-        """The most that gradients of shared parameters wait in, of every stage."""
+        """Return the most bytes per device that gradients of shared parameters wait in, per stage,
+        (L, L + 1)."""
         return held_gradients(self.profile.graph, self._whole(split))
 
     @memo
     def _whole(self, split: ParamSplit) -> list[int]:
-        """Bytes of every gradient, which is whole until replicas have added theirs."""
+        """Return, per parameter, the bytes per device of its gradient, which is whole until
+        replicas have added theirs."""
         pairs = zip(self.param_bytes(split), self.profile.graph.params, strict=True)
         return [min(split[1] * int(nbytes), param.nbytes) for nbytes, param in pairs]
 
     def _held(self, choice: StageChoice, microbatch_size: int) -> dict[int, np.ndarray]:
-        """What gradients of shared parameters wait in and measured windows do not show, by row of
-        the backward passes that add them, of every stage; nothing of a choice that was not
-        measured."""
+        """Return the bytes of waiting gradients of shared parameters that measured windows do not
+        show, (L, L + 1), by row of the backward passes that add them. Empty for a choice that was
+        not measured."""
         sizes = self._sizes.get(choice, ())
         if not sizes:
             return {}
@@ -157,7 +160,8 @@ class ComponentTables:
         return self._held_beside(self._windows(choice, nearest), choice.param_split)
 
     def _held_beside(self, windows: Windows, split: ParamSplit) -> dict[int, np.ndarray]:
-        """As ``_held``, beside these windows; nothing in lower bounds.
+        """Return the bytes of waiting gradients of shared parameters that the given windows do not
+        show; empty for a profile of lower bounds.
 
         On CPU what layers add to each other stays, gradients too. On accelerators a stage needs
         what its hungriest layers do, whatever the others add (``capture.runtime.layer_order``).
@@ -173,7 +177,7 @@ class ComponentTables:
 
     @property
     def _adding(self) -> list[int]:
-        """Rows of the backward passes with gradients of parameters."""
+        """The rows of the backward passes that make gradients of parameters."""
         names = ("backward", "backward_weights")
         return [row for row, name in enumerate(self.components) if name in names]
 
@@ -198,7 +202,8 @@ class ComponentTables:
         return int(most - min((found[stage] for found in held.values()), default=0))
 
     def param_bytes(self, split: ParamSplit) -> np.ndarray:
-        """Of every parameter, per device."""
+        """Return the bytes per device of every parameter under a split, int64; fitted if it was not
+        profiled."""
         if split in self.profile.param_bytes:
             return np.array(self.profile.param_bytes[split], np.int64)
         return _fit_sizes(self.profile.param_bytes, split)
@@ -248,10 +253,10 @@ class ComponentTables:
     def _kept_of_parts(
         self, choice: StageChoice, microbatch_size: int, known: np.ndarray
     ) -> np.ndarray:
-        """Return what stages keep at least where tensors are split: an even part of what they keep
-        where none is. A value that a window is given whole may be split where its maker is in the
-        stage, so sums over windows say too much. Without that choice, the largest part counts so.
-        """
+        """Return the least bytes that stages keep where tensors are split: an even part of what
+        they keep unsplit. A value that a window is given whole may be split where its maker is in
+        the stage, so sums over windows say too much. Without that choice, the largest part counts
+        so."""
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
         if (whole, microbatch_size) not in self.profile.windows:
             return largest_part(known) / choice.tensor_parallel
@@ -264,7 +269,8 @@ class ComponentTables:
 
     @memo
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
+        """Return the components of every stage: float64 (len(components), L, L + 1), bytes per
+        device.
 
         Raises:
             ProfileError: ``profile-choice`` if the choice was not profiled and extrapolation is not
@@ -311,7 +317,8 @@ class ComponentTables:
         yield from cheap[self.num_passes :, mixed.first, mixed.stop]
 
     def _passed_between(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """Per cut, bytes of what layers on both sides of it have to do with, (L + 1,)."""
+        """Return, per cut, the bytes of values and batch leaves that layers on both sides of it
+        touch, (L + 1,)."""
         of = choice.value_split, microbatch_size
         if of not in self._between:
             self._between[of] = passed(self.graph(microbatch_size), choice)
@@ -327,7 +334,8 @@ class ComponentTables:
     def _drifted(
         self, total: np.ndarray, drift: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]
     ) -> np.ndarray:
-        """The sum with its drift, which takes no temporaries below those of a measured part.
+        """Return the sum over windows with its drift, kept from falling below the temporaries of a
+        measured part of the stage.
 
         The drift is a line between two anchors: it falls before the layers come for which the sum
         was too high. On a GPU the sum itself may be too low: passes go layer by layer
@@ -348,8 +356,8 @@ class ComponentTables:
     def _table_off_sizes(
         self, choice: StageChoice, sizes: Sequence[int], microbatch_size: int
     ) -> np.ndarray:
-        """The table at a size that was not profiled: that of the nearest size above, times what a
-        stage grows by.
+        """Return the table at a micro-batch size that was not profiled: that of the nearest size
+        above, times what a stage grows by.
 
         It grows as the line through the two nearest sizes, of windows that both have, because sums
         of others are not comparable. A program's temporaries are those of its hungriest layers,
@@ -380,7 +388,8 @@ class ComponentTables:
         return table
 
     def can_predict(self, choice: StageChoice, microbatch_size: int) -> bool:
-        """Whether the profile holds all that predictions of a choice are built from."""
+        """Tell whether the profile holds all windows that predictions of a choice are built
+        from."""
         try:
             self.table(choice, microbatch_size)
         except ProfileError:
@@ -408,7 +417,8 @@ class ComponentTables:
         return fit_degrees(tables, (choice.data_parallel, choice.tensor_parallel))
 
     def has_long_windows(self, choice: StageChoice, microbatch_size: int) -> bool:
-        """Whether all windows were measured at a size that are at the largest one."""
+        """Tell whether every window that was measured at the largest micro-batch size was also
+        measured at this one."""
         if self.is_extrapolated(choice, microbatch_size):
             return False
         for part in self._known(choice):
@@ -424,12 +434,13 @@ class ComponentTables:
         )
 
     def _known(self, choice: StageChoice) -> tuple[StageChoice, ...]:
-        """The choices whose windows tell of one."""
+        """Return the choices whose windows a choice is predicted from: itself, or the parts of a
+        mixture."""
         return (choice,) if choice in self.profile.choices else choice.measured
 
 
 def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
-    """The components of stages that were measured; NaN of others."""
+    """Return the components of the stages that were measured; NaN for all others."""
     measured = np.full_like(like, np.nan)
     for (first, stop), parts in windows.items():
         measured[:, first, stop] = parts
@@ -437,7 +448,8 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
 
 
 def _kind(choice: StageChoice) -> StageChoice:
-    """What choices of other degrees have in common with this one."""
+    """Return a choice without its degrees, which is equal for choices that differ in nothing
+    else."""
     return replace(choice, data_parallel=1, tensor_parallel=1)
 
 

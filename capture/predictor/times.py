@@ -22,8 +22,8 @@ from capture.step.times import StageTimes, TimeModel
 
 @dataclass(frozen=True)
 class StageTable:
-    """Seconds of every stage [first, stop): float64 arrays (L, L + 1), meaningless where stop <=
-    first; those of a split backward pass are 0 where it was not measured."""
+    """The seconds of every stage [first, stop): float64 arrays (L, L + 1), meaningless where stop
+    <= first. Those of a split backward pass are 0 where it was not measured."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -49,7 +49,7 @@ def _row(seconds: StageTimes) -> np.ndarray:
 
 
 class TimePredictor:
-    """Predicts how long stages take on the profile's target.
+    """A predictor of how long stages take on the profile's target.
 
     Args:
         profile: Whose windows have counted work: of an accelerator, not of virtual CPU devices.
@@ -72,7 +72,7 @@ class TimePredictor:
 
     @memo
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
-        """Seconds of every stage.
+        """Return the seconds of every stage under a choice; compiled stages as they were compiled.
 
         Raises:
             ProfileError: ``profile-choice`` if the choice was not profiled.
@@ -90,8 +90,9 @@ class TimePredictor:
 
     @memo
     def _summed(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """``table`` as one array, without the stages that were compiled: a sum of what layers take
-        is no longer one where some of it is known better. Mixtures are of the same two."""
+        """Return the seconds of every stage as one array, with compiled stages summed like others.
+        Mixtures are made of such tables: a sum of what layers take is none where some of it is
+        known better."""
         if self._rows(choice, microbatch_size):
             return self._extended(choice, microbatch_size)
         known = (each for each in self.profile.windows if each[0] == choice)
@@ -116,8 +117,8 @@ class TimePredictor:
         kinds.look(*(self._summed(part, microbatch_size) for part in choice.measured), kept=True)
 
     def mixtures(self, choice: StageChoice, microbatch_size: int, mixed: Mixed) -> StageTable:
-        """Seconds of stages of mixtures of what a choice is measured with, (n, S); nothing of them
-        is compiled, and ``look_at_parts`` was called."""
+        """Return the seconds of mixed stages, (n, S). No compiled stage is used, and
+        ``look_at_parts`` was called before."""
         return StageTable(*_possible(self._mixed(choice, microbatch_size, mixed)))
 
     @memo
@@ -144,7 +145,7 @@ class TimePredictor:
         return table + drift
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
-        """Seconds of the programs of every stage of a plan, in pipeline order."""
+        """Return the seconds of the programs of every stage of a plan, in pipeline order."""
         return tuple(
             self.table(stage.choice, plan.microbatch_size).at(stage.first, stage.stop)
             for stage in plan.stages
