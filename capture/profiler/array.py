@@ -69,7 +69,7 @@ _DEVICE = Place("device", (0,))
 
 
 def _code() -> str:
-    """Hash of what traces joint steps."""
+    """Return the hash of the source files that trace joint steps."""
     root = Path(__file__).parents[1]
     files = sorted(path for pattern in _CODE for path in root.glob(pattern))
     assert len(files) >= len(_CODE), "every file is there"
@@ -77,7 +77,7 @@ def _code() -> str:
 
 
 class ArrayBackend:
-    """Measures programs of an array.
+    """The backend that measures programs of an array of models.
 
     Args:
         workload: The task of every model.
@@ -120,7 +120,8 @@ class ArrayBackend:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What beside the program decides a measurement."""
+        """The facts beside the program that decide a measurement: backend, target, versions and
+        flags."""
         if self.machine is None:
             assert self._target is not None, "compiled for it"
             known = CompileBackend(self._workload, target=self._target).provenance
@@ -130,8 +131,8 @@ class ArrayBackend:
         return {**facts, "array_version": ARRAY_VERSION}
 
     def sub_array(self, num_models: int) -> FusedArray:
-        """So many models, fused: from the outline in the store, or traced, and then that is kept.
-        Nothing of it can run."""
+        """Return a sub-array of ``num_models`` fused models, which cannot run: from its outline in
+        the store, or traced and then stored."""
         if num_models not in self._arrays:
             facts = {"backend": "trace", "versions": environment.versions(), "code": _code()}
             key = content_hash([facts, self.fuser.key(num_models)])
@@ -145,13 +146,13 @@ class ArrayBackend:
         return self._arrays[num_models]
 
     def key(self, what: What) -> str:
-        """Content hash of everything that can change a measurement."""
+        """Return the content hash of everything that can change a measurement."""
         if isinstance(what, HostCopy):
             return content_hash([self.provenance, "copy", what.direction, what.nbytes])
         return self.key_of(program_name(self.fuser.of(what.num_models), what.call))
 
     def key_of(self, name: str) -> str:
-        """Of a program with this name."""
+        """Return the store key of the program with this name."""
         return content_hash([self.provenance, name])
 
     @cached_property
@@ -163,7 +164,8 @@ class ArrayBackend:
         return ArrayPrograms(device, compiler.compiler())
 
     def measure(self, what: What) -> ArrayNeeds:
-        """Compile a program, and execute it where that is asked, or copy."""
+        """Compile a program and, where this backend executes, time it; of a host copy, time the
+        copy."""
         if isinstance(what, HostCopy):
             return ArrayNeeds(seconds=copy_seconds(what, NUM_EXECUTIONS, self.clock))
         array, programs = self.fuser.of(what.num_models), self._programs
@@ -184,7 +186,8 @@ class ArrayBackend:
     def measured(
         self, wanted: Mapping[str, What], told: Callable[[int], None]
     ) -> dict[str, ArrayNeeds]:
-        """What has these keys, one by one, each kept as soon as it is there (``Measure``)."""
+        """Measure programs and copies one by one, and store each as soon as it is done
+        (``Measure``); return the measurements by key."""
         found = dict[str, ArrayNeeds]()
         for key, what in wanted.items():
             start = time.perf_counter()
@@ -260,7 +263,7 @@ class ArrayProfile:
 
     @cached_property
     def machine(self) -> Machine:
-        """The target, with its rates and memory.
+        """The target as a machine, with its rates and memory.
 
         Raises:
             TargetError: ``devices-no-rates``.
@@ -273,13 +276,15 @@ class ArrayProfile:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What programs may use of the target; None if nobody knows."""
+        """The bytes of the target's memory that programs may use; None if unknown."""
         return None if self.target.memory is None else self.target.memory.usable_bytes
 
     @cached_property
     def backend(self) -> ArrayBackend:
-        """Raises:
-        PlanError: ``array-devices`` where what would be executed is not on the target.
+        """The backend that compiles the array's programs for the target, or executes them here.
+
+        Raises:
+            PlanError: ``array-devices`` where what would be executed is not on the target.
         """
         shape = ArrayShape(
             self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
@@ -308,7 +313,8 @@ class ArrayProfile:
 
     @cached_property
     def host(self) -> HostLink:
-        """What joins the device and its host: the target's, or fitted to copies that were made.
+        """The link between the device and its host: the target's, or one fitted to copies that were
+        timed.
 
         Raises:
             TargetError: ``fit-no-bandwidth``.
@@ -323,7 +329,7 @@ class ArrayProfile:
 
     @property
     def source(self) -> str:
-        """Where seconds are from, for people."""
+        """The origin of the seconds, in words for people."""
         machine = self.backend.machine
         if machine is None:
             return f"the rates of {Path(self.target.name).name}"
@@ -331,7 +337,8 @@ class ArrayProfile:
 
     @property
     def shared_patterns(self) -> tuple[str, ...]:
-        """As a plan has them: of a predicate, the paths that it chose."""
+        """The patterns of shared parameters as a plan holds them; for a predicate, the paths that
+        it chose."""
         if not callable(self.shared):
             return tuple(self.shared)
         paths, shared = param_paths(self.fuser.traced), self.fuser.optimizer.shared
@@ -342,11 +349,11 @@ class ArrayProfile:
         return self.fuser.traced.graph.model_hash
 
     def sub_array(self, num_models: int) -> SubArray:
-        """So many models, fused."""
+        """Return a sub-array of ``num_models`` fused models, which cannot run."""
         return self.backend.sub_array(num_models)
 
     def _named(self, array: Any, call: Call) -> tuple[str, str]:
-        """Name and key of a program."""
+        """Return the name and the store key of a program."""
         known = array.num_models, call
         if known not in self._names:
             name = program_name(array, call)
@@ -354,7 +361,7 @@ class ArrayProfile:
         return self._names[known]
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Measure the segments of sub-arrays of some sizes: what every search asks for first."""
+        """Measure the segments of sub-arrays of some sizes, which every search asks for first."""
         wanted: dict[str, What] = {}
         for num_models in sorted(set(sizes)):
             array = self.backend.sub_array(num_models)
@@ -364,7 +371,7 @@ class ArrayProfile:
         self._require("segments", wanted)
 
     def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
-        """See ``Programs``."""
+        """Return the name, temporary bytes and seconds of a program (see ``Programs``)."""
         known = sub_array.num_models, call
         if known not in self._known:
             needs = self.needs(sub_array, call)
@@ -373,28 +380,30 @@ class ArrayProfile:
         return self._known[known]
 
     def needs(self, sub_array: Any, call: Call) -> ArrayNeeds:
-        """What was measured of a program."""
+        """Return the measurement of a program, made now if neither this object nor the store has
+        it."""
         _, key = self._named(sub_array, call)
         self._require(MORE, {key: ArrayCall(sub_array.num_models, call)})
         return self._needs[key]
 
     @cached_property
     def times(self) -> TimeModel:
-        """Seconds of what was compiled."""
+        """The model that gives the seconds of compiled programs."""
         return TimeModel(self.rates or self.machine.rates, 1)
 
     def seconds_of(self, num_models: int) -> float:
-        """Of the programs of so many models that are fused, one after the other."""
+        """Return the seconds of all programs of ``num_models`` fused models, executed one after the
+        other."""
         array = self.backend.sub_array(num_models)
         return sum(self.facts(array, issued.call).seconds for issued in Uses(array).issued)
 
     def end(self) -> None:
-        """Nothing more will be asked for."""
+        """Tell ``progress`` that nothing more will be asked for."""
         if self._more:
             self.progress(MORE, len(self._more), len(self._more))
 
     def _require(self, kind: str, wanted: Mapping[str, What]) -> None:
-        """Have measured what neither this object nor the store has."""
+        """Measure what neither this object nor the store has."""
         missing = {key: what for key, what in wanted.items() if key not in self._needs}
         for key, value in self.backend.store.get(missing).items():
             self._needs[key] = read(value, ArrayNeeds)
@@ -414,7 +423,8 @@ class ArrayProfile:
         self._needs.update(measured)
 
     def _seconds(self, needs: ArrayNeeds) -> float:
-        """Infinite of what has no room on the device, even alone."""
+        """Return the seconds of a program; infinite where it does not fit the device, even
+        alone."""
         if needs.work is not None:
             return self.times.program_seconds(needs.work)
         return inf if needs.seconds is None else needs.seconds

@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward", "update", "add"]
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One layer alone, in one direction at one micro-batch size.
+    """The request to measure one layer alone, in one direction at one micro-batch size.
 
     Attributes:
         layer: Of the model.
@@ -32,18 +32,18 @@ class LayerPass:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Passes of one size share what is traced."""
+        """The key of the passes that share a trace: their micro-batch size."""
         return (self.microbatch_size,)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is measured, for people and the store."""
+        """Return the request as JSON, for people and the store."""
         about = {"layers": [self.layer, self.layer], "direction": self.direction}
         return {**about, "microbatch_size": self.microbatch_size}
 
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """What was measured of a layer.
+    """The measured memory and seconds of a layer in one direction.
 
     Attributes:
         nbytes: At the peak, the input aside: weights, the gradient that arrives, temporaries and
@@ -62,7 +62,7 @@ class LayerNeeds:
 
 @dataclass(frozen=True)
 class PackProgram:
-    """One program of a plan of packs.
+    """The request to compile one program of a plan of packs.
 
     Attributes:
         plan: Of packs, for a target.
@@ -77,17 +77,17 @@ class PackProgram:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """All programs of a plan share what is traced."""
+        """The key of the programs that share a trace: all of a plan."""
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is measured, for people and the store."""
+        """Return the request as JSON, for people and the store."""
         return {"program": self.name}
 
 
 @dataclass(frozen=True)
 class PackNeeds:
-    """What was compiled of a program of packs.
+    """The memory of a compiled program of packs.
 
     Attributes:
         transient_bytes: Temporaries and results, less what they are written over.
@@ -102,7 +102,7 @@ CopyWay = Literal["to device", "to host", "both"]
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """What beside a task decides which programs its sub-arrays have.
+    """The settings of an array that, beside its task, decide which programs its sub-arrays have.
 
     Attributes:
         batch_size, num_layers, shared, shared_batches, bundle_bytes: As in the plan; what is shared
@@ -118,7 +118,7 @@ class ArrayShape:
 
 @dataclass(frozen=True)
 class ArrayCall:
-    """A program of a sub-array.
+    """The request to measure one program of a sub-array.
 
     Attributes:
         num_models: That are fused.
@@ -131,17 +131,17 @@ class ArrayCall:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Programs of as many models share what is traced."""
+        """The key of the programs that share a trace: their number of models."""
         return (self.num_models,)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is measured, for people and the store."""
+        """Return the request as JSON, for people and the store."""
         return {"models": self.num_models, "pass": self.call.kind, "segment": self.call.segment}
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy between a device and the memory of its host.
+    """The request to time a copy between a device and the memory of its host.
 
     Attributes:
         direction: Of the copy, or both at once.
@@ -154,17 +154,17 @@ class HostCopy:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Copies in one direction belong together."""
+        """The key of the copies that are timed together: their direction."""
         return (self.direction,)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is measured, for people and the store."""
+        """Return the request as JSON, for people and the store."""
         return {"direction": self.direction, "nbytes": self.nbytes}
 
 
 @dataclass(frozen=True)
 class ArrayNeeds:
-    """What was measured of a program of an array, or of a copy.
+    """The measured memory and seconds of a program of an array, or the seconds of a copy.
 
     Attributes:
         transient_bytes: Of a program, as its compiler reports them: temporaries + outputs - aliased

@@ -11,7 +11,7 @@ from capture.measured.profile import StageConfig
 
 @dataclass(frozen=True)
 class BoundedPasses:
-    """Passes of the same layers and remat, without the end of a step.
+    """The request to bound passes of the same layers and remat, without the end of a step.
 
     Attributes:
         configs: Degrees and micro-batch sizes differ.
@@ -26,11 +26,11 @@ class BoundedPasses:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Batches have nothing in common."""
+        """The key of batches that share something: equal for all, because none do."""
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """For people."""
+        """Return the stage configs of the batch in words, for people."""
         return {"bounds": [str(config) for config in self.configs]}
 
 
@@ -46,7 +46,7 @@ Share = Callable[
 def alone(
     batches: Sequence[BoundedPasses], here: Callable[[BoundedPasses], None]
 ) -> Iterator[tuple[BoundedPasses, Sequence[Any] | None]]:
-    """A ``Share`` of one process."""
+    """Bound batches of passes one after the other in this process: a ``Share`` of one process."""
     for batch in batches:
         here(batch)
         yield batch, None

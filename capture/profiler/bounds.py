@@ -30,7 +30,8 @@ _CUBLAS_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class EndBounds:
-    """As ``StageBounds``, of the end of a step."""
+    """The least and the most that the end of a step is expected to cost (``StageBounds`` are of a
+    stage)."""
 
     least: UpdateCost
     most: UpdateCost
@@ -43,7 +44,8 @@ B = TypeVar("B", StageBounds, EndBounds)
 
 
 class BoundsBackend:
-    """The bounds of stage configs that a backend would compile, kept in its store.
+    """The backend that bounds stage configs instead of compiling them, and keeps the bounds in the
+    store.
 
     Args:
         backend: Knows the model, the target and the store. Programs are traced for no devices.
@@ -65,13 +67,13 @@ class BoundsBackend:
         self._traces: tuple[Any, StageTraces] = None, StageTraces()
 
     def measure(self, config: StageConfig) -> StageBounds:
-        """The bounds of a stage config."""
+        """Return the bounds of a stage config, its passes and the end of its step."""
         found = self.of_passes(config, self.of_ends(config))
         return replace(found, least=other_splits.together(found.least))
 
     def of_ends(self, config: StageConfig, traces: StageTraces | None = None) -> EndBounds:
-        """Bounds of the end of a step alone, which depends on parameters and optimizer; from the
-        store, or traced.
+        """Return the bounds of the end of a step alone, from the store or traced. They depend on
+        parameters and optimizer only.
 
         Args:
             config: The stage.
@@ -86,7 +88,8 @@ class BoundsBackend:
     def of_passes(
         self, config: StageConfig, ends: EndBounds, traces: StageTraces | None = None
     ) -> StageBounds:
-        """Bounds of a stage whose end of a step is known; arguments as of ``of_ends``."""
+        """Return the bounds of a stage from those of the end of its step; other arguments as for
+        ``of_ends``."""
         return self._stored(
             StageBounds,
             [self._backend.key(config), write(ends)],
@@ -94,13 +97,14 @@ class BoundsBackend:
         )
 
     def keep_passes(self, config: StageConfig, document: Any) -> StageBounds:
-        """Keep what ``of_passes`` without an end said elsewhere."""
+        """Store the bounds of passes without an end of a step that another process made with
+        ``of_passes``, and return them."""
         facts = [self._backend.key(config), write(NO_END)]
         return self._stored(StageBounds, facts, lambda: read(document, StageBounds))
 
     def _stored(self, kind: type[B], facts: list[Any], trace: Callable[[], B]) -> B:
-        """What the store has under a content hash of everything that can change it, or what is
-        traced then."""
+        """Return the bounds in the store under a content hash of everything that can change them;
+        else trace and store them."""
         key = content_hash(["bounds", BOUNDS_VERSION, self._bounder.for_devices, *facts])
         store = self._backend.store
         found = store.get([key])
@@ -160,9 +164,9 @@ class BoundsBackend:
         return programs
 
     def _traces_of(self, config: StageConfig) -> StageTraces:
-        """Those of the stage before where only its degrees were others, and of the same layers the
-        end of a step: stages are asked for in that order, and what is traced of a stage is too
-        large to be held for all."""
+        """Return the traces that a stage can share: those of the stage before where only its
+        degrees differ. Of the same layers the end of a step is shared. Stages are asked for in that
+        order, and the traces of a stage are too large to be held for all."""
         choice, remat = config.choice, config.choice.remat
         # Constraints in programs name the mesh.
         has_own = choice.shard_params or choice.sequence_parallel
@@ -177,7 +181,8 @@ class BoundsBackend:
 
 @without_collecting()
 def bounded(backend: CompileBackend, asked: BoundedPasses) -> list[StageBounds | None]:
-    """The bounds of passes; None of those that follow from the others (``lines_of``)."""
+    """Return the bounds of each of the passes; None for those that follow from the others
+    (``lines_of``)."""
     bounds = BoundsBackend(backend, asked.num_devices)
     traces = defaultdict[int, StageTraces](StageTraces)
     found: dict[StageConfig, StageBounds] = {}

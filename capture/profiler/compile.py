@@ -63,8 +63,8 @@ WORK_VERSION = 4
 
 
 class CompileBackend:
-    """``compile:TARGET``: the compiler's memory report per stage config, for a model at any
-    micro-batch size.
+    """The backend ``compile:TARGET``: the compiler's memory report per stage config, for a model at
+    any micro-batch size.
 
     Args:
         workload: The task.
@@ -100,13 +100,13 @@ class CompileBackend:
         self._updates: dict[tuple[tuple[int, ...], bool], StageUpdate] = {}
 
     def compiler_of(self, config: StageConfig, name_buffers: bool = False) -> AnyCompiler:
-        """What compiles the programs of a stage config to be measured; windows of the same layers
-        share kernels."""
+        """Return the compiler that measures the programs of a stage config; windows of the same
+        layers share kernels."""
         kernels = content_hash([str(config.choice), config.microbatch_size])
         return self.compiles.compiler(kernels, name_buffers=name_buffers)
 
     def traced(self, microbatch_size: int) -> TracedModel:
-        """The model at a micro-batch size; traced once."""
+        """Return the model traced at a micro-batch size; each size is traced once."""
         if microbatch_size not in self._traced:
             self._traced[microbatch_size] = traced = trace(
                 self.workload,
@@ -121,7 +121,7 @@ class CompileBackend:
         return self._traced[microbatch_size]
 
     def takes(self, microbatch_size: int) -> bool:
-        """Whether the workload takes micro-batches of a size; it is traced to know."""
+        """Tell whether the workload takes micro-batches of a size; it is traced to know."""
         try:
             self.traced(microbatch_size)
         except Exception:  # of the user's model, which may refuse a batch with any
@@ -129,30 +129,30 @@ class CompileBackend:
         return True
 
     def trace_ahead(self, microbatch_size: int) -> None:
-        """Trace what measurements at a size begin with; what is wrong with it, they say."""
+        """Trace what measurements at a size begin with. Errors are left to these measurements."""
         with suppress(Exception):
             self.traced(microbatch_size)
             _ = self._optimizer
 
     @property
     def model_hashes(self) -> dict[int, str]:
-        """Hash of the model at every micro-batch size at which it is traced."""
+        """The hash of the model at every micro-batch size at which it was traced."""
         return {size: traced.graph.model_hash for size, traced in self._traced.items()}
 
     @property
     def num_layers(self) -> int | None:
-        """Into how many layers the model is cut automatically, None at its marks; without marks it
-        is known once the model is traced."""
+        """The number of layers that the model is cut into automatically; None if it is cut at its
+        marks. For a model without marks it is known once the model is traced."""
         return self._num_layers
 
     @memo
     def sharding(self, microbatch_size: int) -> ModelSharding:
-        """How its parameters are split."""
+        """Return how the parameters of the model are split at a micro-batch size."""
         return ModelSharding(self.traced(microbatch_size), self._rule)
 
     def _update_of(self, config: StageConfig) -> StageUpdate:
-        """Return the optimizer's slice of a stage: other stages need values of it even where it
-        owns all parameters."""
+        """Return the optimizer's slice of a stage. Other stages need values of it even where the
+        stage owns all parameters."""
         graph = self.traced(config.microbatch_size).graph
         owned, _ = owned_and_borrowed(graph, config.first, config.stop)
         is_alone = config.num_layers == graph.num_layers
@@ -164,8 +164,8 @@ class CompileBackend:
         return self._updates[owned, is_alone]
 
     def _summary_of_all(self, config: StageConfig) -> list[str]:
-        """Return, for keys, whether stages without parameters need values of this one, which owns
-        all parameters; nothing elsewhere."""
+        """Return, for the key of a stage that owns all parameters, whether stages without any need
+        values of it; empty for other stages."""
         graph = self.traced(config.microbatch_size).graph
         owned, _ = owned_and_borrowed(graph, config.first, config.stop)
         if len(owned) < len(self._optimizer.params) or config.num_layers == graph.num_layers:
@@ -173,8 +173,8 @@ class CompileBackend:
         return ["summary"] * bool(self._update_of(config).summary)
 
     def state_bytes(self, microbatch_size: int) -> tuple[int, ...]:
-        """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of
-        none, such as a count, is left out."""
+        """Return the bytes of the whole optimizer state per parameter of the graph, from shapes.
+        Leaves that belong to no parameter, such as a count, are left out."""
         params = self.traced(microbatch_size).split_struct
         index = {path: i for i, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
         found = [0] * len(index)
@@ -196,7 +196,8 @@ class CompileBackend:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What beside the program decides a measurement."""
+        """The facts beside the program that decide a measurement: backend, target, versions and
+        flags."""
         facts = {
             "backend": f"compile:{self.target.name}",
             "target": self.target.name,
@@ -214,14 +215,14 @@ class CompileBackend:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """``provenance`` for keys: a target's file counts by what it says to the compiler, wherever
-        it lies."""
+        """The ``provenance`` as keys hold it: a target's file counts by what it says to the
+        compiler, wherever it lies."""
         name = Path(self.target.name).name
         return {**self.provenance, "target": name, "backend": f"compile:{name}"}
 
     def key(self, config: StageConfig) -> str:
-        """Content hash of everything that can change the measurement; equal for stages that are
-        equal but for their position."""
+        """Return the content hash of everything that can change the measurement of a stage config;
+        equal for stages that differ only in position."""
         traced = self.traced(config.microbatch_size)
         graph, layers = traced.graph, traced.slice(config.first, config.stop)
         specs = self.sharding(config.microbatch_size).specs(config.choice.tensor_parallel)
@@ -263,8 +264,8 @@ class CompileBackend:
         )
 
     def _sequence_split(self, config: StageConfig) -> list[Any]:
-        """For keys: nothing where nothing is split along the sequence; else how what the stage is
-        given and makes lies, which layers of other stages have a say in."""
+        """Return, for keys, along which dimensions values of the stage are split, which layers of
+        other stages have a say in; empty without sequence parallelism."""
         choice, size = config.choice, config.microbatch_size
         if not choice.sequence_parallel:
             return []
@@ -279,8 +280,8 @@ class CompileBackend:
         return [SEQUENCE_VERSION, [graph.value_dim(v, choice.value_split) for v in values]]
 
     def update_key(self, config: StageConfig) -> str:
-        """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers
-        or the micro-batch."""
+        """Return the content hash of the end of a step alone, which depends on the parameters, not
+        on the layers or the micro-batch."""
         config = _of_update(config)
         traced, choice = self.traced(config.microbatch_size), config.choice
         owned, borrowed = owned_and_borrowed(traced.graph, config.first, config.stop)
@@ -317,7 +318,7 @@ class CompileBackend:
         )
 
     def measure_update(self, config: StageConfig) -> UpdateCost:
-        """As ``measure``, of the end of a step alone."""
+        """Compile the end of a step of a stage alone, or take its measurement from the store."""
         return self._stored(
             UpdateCost,
             self.update_key(config),
@@ -325,11 +326,13 @@ class CompileBackend:
         )
 
     def split_key(self, config: StageConfig) -> str:
-        """As ``key``, of its backward pass in two programs."""
+        """Return the content hash of a stage config whose backward pass is split into two
+        programs."""
         return content_hash([self.key(config), "split", SPLIT_VERSION])
 
     def measure_split(self, config: StageConfig) -> SplitCost:
-        """As ``measure``, of its backward pass in two programs."""
+        """Compile the two programs of a stage's split backward pass, or take their cost from the
+        store."""
 
         def compile_it() -> SplitCost:
             programs = self.programs(config, kind=SplitStagePrograms)
@@ -339,13 +342,14 @@ class CompileBackend:
         return self._stored(SplitCost, self.split_key(config), compile_it)
 
     def buffers_key(self, config: StageConfig) -> str:
-        """As ``key``, of what the buffers of a stage are: also what its layers are called and where
-        they stand in the model."""
+        """Return the content hash of the buffers of a stage, which also depend on the names of its
+        layers and their position in the model."""
         layers = self.traced(config.microbatch_size).slice(config.first, config.stop)
         return content_hash([self.key(config), "buffers", config.first, layers.sources])
 
     def measure_buffers(self, config: StageConfig) -> StageBuffers:
-        """As ``measure``: which buffers the bytes consist of, and which layer they belong to."""
+        """Return which buffers make up the bytes of a stage and which layer each belongs to,
+        compiled or from the store."""
         return self._stored(
             StageBuffers,
             self.buffers_key(config),
@@ -355,11 +359,12 @@ class CompileBackend:
         )
 
     def split_buffers_key(self, config: StageConfig) -> str:
-        """As ``buffers_key``, with a split backward pass."""
+        """Return the content hash of the buffers of a stage whose backward pass is split."""
         return content_hash([self.buffers_key(config), self.split_key(config)])
 
     def measure_split_buffers(self, config: StageConfig) -> StageBuffers:
-        """As ``measure_buffers``, with a split backward pass."""
+        """Return the buffers of a stage whose backward pass is split, compiled or from the
+        store."""
         compiler = self.compiler_of(config, name_buffers=True)
         return self._stored(
             StageBuffers,
@@ -388,7 +393,7 @@ class CompileBackend:
         compiler: AnyCompiler | None = None,
         kind: type[StagePrograms] = StagePrograms,
     ) -> StagePrograms:
-        """The programs of a stage config, compiled when they are asked for.
+        """Return the programs of a stage config, each compiled when it is asked for.
 
         Args:
             config: The stage.
@@ -412,15 +417,14 @@ class CompileBackend:
 
 
 def _params_split(choice: StageChoice) -> list[str]:
-    """For keys: nothing where parameters are whole, so that measurements from before there was a
-    choice keep theirs."""
+    """Return, for keys, whether parameters are split over replicas (ZeRO-3). Empty where they are
+    whole, so that measurements from before there was a choice keep their keys."""
     return ["params"] if choice.shard_params else []
 
 
 def _arriving(graph: LayerGraph, config: StageConfig) -> list[list[int]]:
-    """For keys: which of the stage's parameters get gradients from later stages; nothing where none
-    do. The sum over several stages that share one takes no more room in the program than that of
-    two."""
+    """Return, for keys, which of the stage's parameters get gradients from later stages; empty
+    where none do. A sum over several stages takes no more room in the program than one over two."""
     owned, shared = (
         owned_and_borrowed(graph, config.first, config.stop)[0],
         shared_onwards(graph, config.first, config.stop),
@@ -429,8 +433,8 @@ def _arriving(graph: LayerGraph, config: StageConfig) -> list[list[int]]:
 
 
 def _of_update(config: StageConfig) -> StageConfig:
-    """A config whose end of a step is the same: replicas do alike, unless they share the
-    optimizer's state."""
+    """Return a stage config with the same end of a step, equal for all numbers of replicas unless
+    these share the optimizer's state."""
     return (
         config
         if config.choice.shard_optimizer

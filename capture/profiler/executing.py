@@ -10,7 +10,7 @@ from capture import environment
 
 @dataclass(frozen=True)
 class ExecutingMachine:
-    """The devices on which runs are made.
+    """The devices on which programs are executed to measure them.
 
     Attributes:
         platform, device_kind: As JAX names them.
@@ -23,7 +23,8 @@ class ExecutingMachine:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What of this process decides what is measured on them."""
+        """The facts of this process that decide measurements on its devices: device kind, versions
+        and flags."""
         return {
             "backend": "run",
             "target": self.platform,

@@ -67,7 +67,8 @@ _FEW_REPLICAS = 2
 
 @dataclass(frozen=True, order=True)
 class _Traced:
-    """Passes of a window as they are traced, in the order in which traces are shared."""
+    """The passes of a window as they are traced; they sort in the order in which traces are
+    shared."""
 
     window: Window
     size: int
@@ -82,7 +83,7 @@ class _Traced:
 
 
 class LayerFacts:
-    """Bounds of windows of one and two layers, whatever their degrees and micro-batch size.
+    """The bounds of windows of one and two layers, whatever their degrees and micro-batch size.
 
     Args:
         backend: Knows the model and the target.
@@ -114,7 +115,7 @@ class LayerFacts:
 
     @cached_property
     def windows(self) -> dict[Window, Window]:
-        """Of all windows, the one that stands for those that are alike."""
+        """The window that stands for each window; windows that are alike have the same one."""
         size, num_layers = self.graph.microbatch_size, self.graph.num_layers
         found: dict[Window, Window] = {}
         first_of: dict[Any, Window] = {}
@@ -130,8 +131,8 @@ class LayerFacts:
 
     @cached_property
     def is_by_example(self) -> bool:
-        """Whether what a device needs depends on its own examples alone, and not on how many the
-        micro-batch has."""
+        """Whether the bytes that a device needs depend on its own examples alone, and not on how
+        many the micro-batch has."""
         size = self.graph.microbatch_size
         if size % 4 or not self._backend.takes(size // 2):
             return False
@@ -149,16 +150,17 @@ class LayerFacts:
 
     @memo
     def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
-        """Of every parameter, per device."""
+        """Return the bytes per device of every parameter under a split."""
         return self._sharding.param_bytes(split)
 
     @memo
     def graph_at(self, microbatch_size: int) -> LayerGraph:
-        """The layers at another micro-batch size."""
+        """Return the layer graph at another micro-batch size."""
         return rescaled(self.graph, microbatch_size)
 
     def graph_of(self, choices: Iterable[StageChoice]) -> LayerGraph:
-        """The graph that knows how stages with these choices split what passes between them."""
+        """Return the layer graph that knows how stages with these choices split the values between
+        them."""
         return self._sharding.graph(choices)
 
     @without_collecting()
@@ -168,7 +170,7 @@ class LayerFacts:
         progress: Callable[[int, int], None] = lambda done, total: None,
         longest: int = LONGEST,
     ) -> None:
-        """Trace what ``bounds`` of stages needs and is not known.
+        """Trace everything that ``bounds`` of stages needs and that is not known yet.
 
         Args:
             asked: Their choices, no mixtures, and micro-batch sizes over all replicas.
@@ -208,14 +210,15 @@ class LayerFacts:
 
     @property
     def _lines_pay(self) -> bool:
-        """Whether passes of many numbers of examples follow from others, or none is known: where
-        sizes are powers of two, those of examples are often those of weights, and each is traced
-        when it is asked for."""
+        """Whether passes of many numbers of examples follow from others, or none is known. Where
+        sizes are powers of two, bytes of examples often equal those of weights; each size is then
+        traced when it is asked for."""
         follow = [line.follows(examples) for line, examples in self._lines.values()]
         return 4 * sum(follow) >= len(follow)
 
     def _take(self, batch: BoundedPasses) -> None:
-        """Know passes; what is not known and does not follow from others is traced."""
+        """Learn the bounds of a batch of passes; trace those that are not known and do not follow
+        from others."""
         if batch.by_example:
             unknown = [config for config in batch.configs if config not in self._lines]
             for line, configs in lines_of(unknown, self._traced):
@@ -225,8 +228,8 @@ class LayerFacts:
                 self._traced(config)
 
     def _needed(self, window: Window, choice: StageChoice, microbatch_size: int) -> list[_Traced]:
-        """What is traced to know a window: its passes, and where it splits along the sequence those
-        on one device to a replica."""
+        """Return the traces that the bounds of a window need: its passes, and with sequence
+        parallelism also those of one device per replica."""
         examples, size = microbatch_size // choice.data_parallel, microbatch_size
         replicas = choice.data_parallel
         if self.is_by_example:
@@ -236,8 +239,8 @@ class LayerFacts:
         return [plain, *[replace(plain, tensor_parallel=1)] * choice.sequence_parallel]
 
     def _size(self, examples: int) -> int:
-        """The micro-batch size at which programs of so many examples on a device are traced: one
-        that the workload takes."""
+        """Return the micro-batch size at which programs of ``examples`` examples per device are
+        traced: one that the workload takes."""
         size = self._sizes.get(examples, 2 * examples)
         while not self._backend.takes(size) and size < self.graph.microbatch_size:
             size *= 2
@@ -245,7 +248,7 @@ class LayerFacts:
         return size
 
     def _trace(self, passes: _Traced) -> StageBounds:
-        """The bounds of passes, which may follow from those of others."""
+        """Return the bounds of passes, traced or computed from a line through those of others."""
         config = passes.config
         if config not in self._passes and config in self._lines:
             line, examples = self._lines[config]
@@ -260,7 +263,8 @@ class LayerFacts:
         return self._passes[config]
 
     def bounds(self, window: Window, choice: StageChoice, microbatch_size: int) -> StageBounds:
-        """Of a window of one or two layers; of those that are alike the same object.
+        """Return the bounds of a window of one or two layers. Windows that are alike get the same
+        object.
 
         Args:
             window: Layers [first, stop).
@@ -273,9 +277,10 @@ class LayerFacts:
         return self._found[key]
 
     def least_held(self, window: Window, choice: StageChoice, microbatch_size: int) -> int:
-        """Bytes per device that a window of one layer adds, at least, to what any stage with it
-        holds once the forward pass of a micro-batch is done: parameters and optimizer state that it
-        owns, and what is kept, values that pass between layers with the layer that reads them."""
+        """Return a lower bound of the bytes per device that a one-layer window adds to what a stage
+        holds after the forward pass of a micro-batch. It counts parameters and optimizer state that
+        the layer owns, and what is kept; values that pass between layers count with the layer that
+        reads them."""
         graph, (layer, _) = self.graph_at(microbatch_size), window
         owned = [p for p in graph.layers[layer].params if graph.param_owner(p) == layer]
         sizes = self.param_bytes(choice.param_split)
@@ -284,8 +289,8 @@ class LayerFacts:
         return sum(sizes[p] for p in owned) + optimizer + int(kept) // choice.tensor_parallel
 
     def least_added(self, window: Window, of: Callable[[Window], float]) -> float:
-        """What a window of one layer adds, at least, to a stage with it: what it has alone, and not
-        more than it adds to the layer behind it.
+        """Return a lower bound of what a one-layer window adds to a stage: what it has alone, but
+        not more than it adds to the layer behind it.
 
         Since jax 0.11 derivatives of some operations (tanh, for one) keep a number of their own
         beside their output. Of the layer alone that is counted, and in a stage whose next layer
@@ -299,8 +304,8 @@ class LayerFacts:
         return max(0, min([of(window), *added]))
 
     def _behind(self, window: Window) -> list[tuple[Window, Window]]:
-        """The different pairs that layers like this one begin, each with its second layer; none
-        where sums over layers hold."""
+        """Return the different pairs of layers that begin with one like this, each with its second
+        layer; empty where sums over layers hold."""
         if not self.needs_pairs:
             return []
         pairs: dict[tuple[Window, Window], tuple[Window, Window]] = {}
@@ -312,12 +317,12 @@ class LayerFacts:
 
     @cached_property
     def needs_pairs(self) -> bool:
-        """Whether what layers have alone may be more than what they add to a stage."""
+        """Whether a layer alone may have more than it adds to a stage."""
         return jax_release() >= (0, 11)
 
     def _least_kept(self, window: Window, choice: StageChoice, microbatch_size: int) -> int:
-        """What a stage that has a window keeps of it and of what it reads, at least, on as many
-        devices as share a replica."""
+        """Return a lower bound of the bytes that a stage keeps of a window and of what it reads,
+        over all devices that share a replica."""
         graph = self.graph_at(microbatch_size)
         # Values of a window may be split where their maker is in the stage.
         whole = replace(choice, tensor_parallel=1, sequence_parallel=False)
@@ -339,8 +344,8 @@ class LayerFacts:
         )
 
     def _passes_together(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
-        """Passes with as many examples on a device, of any number of replicas but one; those of
-        several choices have their kernels in common."""
+        """Return the bounds of passes with as many examples on a device, for any number of replicas
+        but one. Kernels are shared by several choices."""
         plain, *whole = map(self._passes_of, self._needed(window, choice, size))
         if whole:
             plain = self._along_sequence(window, choice, size, plain, whole[0])
@@ -355,7 +360,8 @@ class LayerFacts:
     def _of_split_params(
         self, window: Window, choice: StageChoice, plain: StageBounds
     ) -> StageBounds:
-        """Passes whose parameters are split, from those of others."""
+        """Return the bounds of passes whose parameters are split over replicas (ZeRO-3), computed
+        from those of whole parameters."""
         sent, gathered = self._split_params(window), self._largest_layer(window, choice)
 
         def works(cost: StageCost, own: StageCost, of: Callable[..., Any]) -> dict[str, Any]:
@@ -377,8 +383,9 @@ class LayerFacts:
         )
 
     def _passes_of(self, passes: _Traced) -> StageBounds:
-        """Passes with as many examples on a device, whatever the replicas. None keep less than one
-        replica by itself where a minimum cut depends on them."""
+        """Return the bounds of passes with as many examples on a device, for any number of
+        replicas. Where a minimum cut depends on the replicas, they are not above those of one
+        replica."""
         found = self._trace(passes)
         for one in self._alone(passes):
             alone, least = self._trace(one), found.least
@@ -394,20 +401,21 @@ class LayerFacts:
         return found
 
     def _alone(self, passes: _Traced) -> list[_Traced]:
-        """The passes of one replica by itself, where a minimum cut may be another one there."""
+        """Return the passes of one replica alone where its minimum cut may be another; else
+        nothing."""
         examples = passes.size // passes.data_parallel
         if not (is_cut(passes.remat) and self._cuts_vary and self._backend.takes(examples)):
             return []
         return [replace(passes, size=examples, data_parallel=1)]
 
     def _kept(self, passes: _Traced) -> int:
-        """Bytes that passes keep for the backward one."""
+        """Return the bytes per device that forward passes keep for the backward pass."""
         graph, config = self.graph_at(passes.size), passes.config
         return kept_bytes(graph, *passes.window, config.choice, self._trace(passes).least)
 
     @cached_property
     def _cuts_vary(self) -> bool:
-        """Whether a minimum cut of few examples of one replica is another one than of several: it
+        """Whether a minimum cut differs between one replica with few examples and several. It
         weighs what each example has against what all have in common, such as their mean."""
         fewest = next(filter(self._backend.takes, sorted(self._sizes)), 0)
         if not fewest or not self.is_by_example:
@@ -422,9 +430,9 @@ class LayerFacts:
 
     @memo
     def _split_params(self, window: Window) -> StageBounds:
-        """Passes of a window whose parameters are split over replicas, with the fewest examples;
-        what they are expected to need with the most, where products of few examples are so small
-        that hardly any parameter is gathered for them."""
+        """Return the bounds of a window's passes with parameters split over replicas, traced with
+        the fewest examples. Where hardly any parameter is gathered for so few, because their
+        products are small, the expected bounds are traced with the most examples."""
 
         def passes(examples: int) -> StageBounds:
             choice = StageChoice(_FEW_REPLICAS, 1, "none", True, True)
@@ -441,7 +449,7 @@ class LayerFacts:
         return replace(few, most=passes(max(self._sizes)).most)
 
     def _end(self, window: Window, choice: StageChoice) -> EndBounds:
-        """Of the end of a step, which is the same for replicas that share nothing."""
+        """Return the bounds of the end of a step, the same for replicas that share nothing."""
         replicas = choice.data_parallel if choice.shard_optimizer else 1
         same = replace(choice, data_parallel=replicas, remat="none", sequence_parallel=False)
         if (window, same) not in self._ends:
@@ -451,7 +459,7 @@ class LayerFacts:
         return self._ends[window, same]
 
     def _largest_layer(self, window: Window, choice: StageChoice) -> int:
-        """Bytes of the parameters of a layer once they are gathered."""
+        """Return the bytes per device of the gathered parameters of the window's largest layer."""
         sizes = self.param_bytes((choice.tensor_parallel, 1))
         layers = self.graph.layers[window[0] : window[1]]
         return max(sum(sizes[p] for p in layer.params) for layer in layers)
@@ -459,7 +467,8 @@ class LayerFacts:
     def _along_sequence(
         self, window: Window, choice: StageChoice, size: int, plain: StageBounds, whole: StageBounds
     ) -> StageBounds:
-        """An even part of what one device needs; it is expected to need what it does without."""
+        """Return the bounds of passes split along the sequence: at least an even part of what one
+        device needs, expected to be as without the split."""
         one = replace(choice, tensor_parallel=1, sequence_parallel=False)
         graph, degree = self.graph_at(size), choice.tensor_parallel
         kept = ceil(kept_bytes(graph, *window, one, whole.least) / degree)

@@ -24,12 +24,13 @@ COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
 
 
 def copies_of(sizes: Sequence[int]) -> list[HostCopy]:
-    """What tells the host's link."""
+    """Return the copies whose seconds a host link is fitted to: each size in each direction, and in
+    both."""
     return [HostCopy(way, nbytes) for nbytes in sizes for way in DIRECTIONS]
 
 
 def rows_of(seconds: Mapping[HostCopy, float]) -> list[MeasuredCopies]:
-    """All that was measured of each size."""
+    """Return one row of seconds per size of copy, for each direction and for both at once."""
     sizes = dict.fromkeys(what.nbytes for what in seconds)
     return [MeasuredCopies(n, *(seconds[HostCopy(way, n)] for way in DIRECTIONS)) for n in sizes]
 
@@ -39,7 +40,8 @@ def copy_seconds(
     num_executions: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The median of so many copies, after one that is not counted."""
+    """Time a copy: the median seconds of ``num_executions`` copies, after one that is not
+    counted."""
     device = jax.devices()[0]
     here, there = (SingleDeviceSharding(device, memory_kind=k) for k in (None, HOST_MEMORY))
     array = jax.device_put(jnp.ones(max(1, what.nbytes // 4), jnp.float32), here)

@@ -16,7 +16,7 @@ from capture.runtime.residuals import Residuals
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """The values that the backward pass reads, of one micro-batch on one device.
+    """The bytes that the backward pass reads of one micro-batch on one device.
 
     Attributes:
         total_bytes: Of all layers together.
@@ -30,8 +30,8 @@ class KeptActivations:
 def kept_activations(
     backend: CompileBackend, microbatch_size: int, remat: Remat
 ) -> KeptActivations:
-    """Count the values that layers keep for the backward pass, each once; equal layers are traced
-    once.
+    """Count the bytes of the values that layers keep for the backward pass, each once. Equal layers
+    are traced once.
 
     Args:
         backend: Of the model.

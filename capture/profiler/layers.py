@@ -48,7 +48,7 @@ REFERENCE_SIZE = 2
 
 
 class LayerBackend:
-    """The layers of a model, alone.
+    """The backend that measures the layers of a model one by one.
 
     Args:
         workload: The task.
@@ -88,7 +88,8 @@ class LayerBackend:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What beside the program decides a measurement."""
+        """The facts beside the program that decide a measurement: backend, target, versions and
+        flags."""
         if self._machine is None:
             facts = {k: v for k, v in self.compiler.provenance.items() if k != "program_version"}
         else:
@@ -97,30 +98,32 @@ class LayerBackend:
 
     @memo
     def layers(self, microbatch_size: int) -> Decomposed:
-        """The model at a micro-batch size."""
+        """Return the model at a micro-batch size as programs of single layers."""
         return Decomposed(self.compiler.traced(microbatch_size))
 
     def graph(self, microbatch_size: int = REFERENCE_SIZE) -> LayerGraph:
-        """Its layers."""
+        """Return the layer graph of the model at a micro-batch size."""
         return self.layers(microbatch_size).traced.graph
 
     # ---- what needs no measurement ---------------------------------------------------------------
 
     def state_bytes(self) -> list[int]:
-        """Optimizer state of every layer; what belongs to no parameter, such as a count, is in
-        each."""
+        """Return the bytes of optimizer state of every layer. State that belongs to no parameter,
+        such as a count, is in each."""
         structs = self._update[1].state_structs
         return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
 
     def shared(self) -> tuple[tuple[int, ...], ...]:
-        """Of every parameter that several layers read: bytes, and these layers."""
+        """Return, per parameter that several layers read, its bytes followed by the indices of
+        these layers."""
         graph = self.graph()
         return tuple(
             (graph.params[p].nbytes, *graph.param_readers(p)) for p in shared_params(graph)
         )
 
     def batch(self) -> tuple[tuple[int, ...], ...]:
-        """Of every leaf of the batch that is read: bytes per example, and the layers that do."""
+        """Return, per leaf of the batch that is read, its bytes per example followed by the layers
+        that read it."""
         graph = self.graph()
         readers = [
             [layer.layer_id for layer in graph.layers if b in layer.batch]
@@ -133,18 +136,21 @@ class LayerBackend:
         )
 
     def summary_bytes(self) -> int:
-        """Of what an update needs of the gradients of other layers; 0 if nothing."""
+        """Return the most bytes that the update of a layer needs of the gradients of other layers;
+        0 if it needs none."""
         stages = self._update[1].stages
         return max((sum(map(_struct_bytes, stage.summary)) for stage in stages), default=0)
 
     def coupled(self, one: int, other: int) -> str:
-        """What lets the examples of a micro-batch meet; empty if nothing does."""
+        """Describe what lets the examples of a micro-batch influence each other; empty if nothing
+        does."""
         a, b = (self.layers(size).traced for size in (one, other))
         return coupled_examples(a, b, self.graph(one).num_layers - 1) or ""
 
     @cached_property
     def _update(self) -> tuple[TracedOptimizer, SlicedOptimizer]:
-        """Of the whole model, and cut by layers that own parameters."""
+        """The traced optimizer of the whole model, and the same cut by layers that own
+        parameters."""
         traced, graph = self.layers(REFERENCE_SIZE).traced, self.graph()
         owned = [owned_and_borrowed(graph, i, i + 1)[0] for i in range(graph.num_layers)]
         unread = tuple(sorted({*range(len(graph.params))} - {p for own in owned for p in own}))
@@ -154,7 +160,7 @@ class LayerBackend:
 
     @cached_property
     def _updates(self) -> list[StageUpdate]:
-        """Of every layer; nothing of one that owns no parameter."""
+        """The optimizer's slice of every layer; an empty one for layers that own no parameter."""
         graph, sliced = self.graph(), self._update[1]
         by_params = {stage.params: stage for stage in sliced.stages}
         nothing = StageUpdate(sliced, -1, (), (), ())
@@ -165,7 +171,7 @@ class LayerBackend:
 
     @memo
     def key(self, what: LayerPass) -> str:
-        """Content hash of everything that can change a measurement."""
+        """Return the content hash of everything that can change a measurement."""
         facts: list[Any] = [self.provenance, what.direction]
         if what.direction == "add":
             structs = self._gradients(what.layer)
@@ -180,7 +186,8 @@ class LayerBackend:
         return content_hash([*facts, self._program(what).key, *limit])
 
     def measure(self, what: LayerPass) -> LayerNeeds:
-        """Compile a layer, and execute it where that is asked.
+        """Compile a pass of a layer and, where this backend executes, time it. Updates and sums of
+        gradients are timed only.
 
         Raises:
             TargetError: ``target-refused`` if the compiler does not take the layer.
@@ -228,7 +235,7 @@ class LayerBackend:
         return layers.program(what.direction, what.layer)
 
     def _measured_update(self, layer: int) -> LayerNeeds:
-        """On the host of this process."""
+        """Time the update of a layer's parameters on the host of this process."""
         stage, params = self._updates[layer], self.graph().params
         with jax.default_device(jax.devices("cpu")[0]):
             others = [
@@ -248,7 +255,7 @@ class LayerBackend:
             return LayerNeeds(seconds=self._median_seconds(call))
 
     def _gradients(self, layer: int) -> list[jax.ShapeDtypeStruct]:
-        """Of all parameters that a layer reads."""
+        """Return the shapes of the gradients of all parameters that a layer reads."""
         graph = self.graph()
         return [struct_of(graph.params[p]) for p in graph.layers[layer].params]
 
@@ -277,8 +284,8 @@ class LayerBackend:
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:
-    """What enters every layer, per example; the first layer gets the batch. What has no examples
-    counts for each."""
+    """Return the bytes per example that enter every layer; for the first layer those of the batch.
+    Values without an example dimension count in full."""
 
     def per_example(tensors: Sequence[Tensor]) -> int:
         return sum(_per_example(tensor, graph.microbatch_size) for tensor in tensors)
@@ -292,7 +299,8 @@ def _per_example(tensor: Tensor, microbatch_size: int) -> int:
 
 
 def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:
-    """Of every layer, what belongs to it, and what it reads of earlier layers."""
+    """Return, per layer, the bytes of the parameters that it owns and of those of earlier layers
+    that it reads."""
     parts = [owned_and_borrowed(graph, i, i + 1) for i in range(graph.num_layers)]
     own, others = (
         [sum(graph.params[p].nbytes for p in part[i]) for part in parts] for i in range(2)
@@ -301,12 +309,13 @@ def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:
 
 
 def shared_params(graph: LayerGraph) -> list[int]:
-    """That several layers read."""
+    """Return the indices of the parameters that several layers read."""
     return [p for p in range(len(graph.params)) if len(graph.param_readers(p)) > 1]
 
 
 def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
-    """By dtype to which some parameters are cast wherever they are read."""
+    """Return the bytes of cast parameters, by the dtype to which some are cast wherever they are
+    read."""
     graph = traced.graph
     parts = [owned_and_borrowed(graph, i, i + 1) for i in range(graph.num_layers)]
 

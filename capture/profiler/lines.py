@@ -32,7 +32,7 @@ _PEAKS, _MORE = ("forward_bytes", "backward_bytes"), 0.05
 
 
 class _Numbers(NamedTuple):
-    """The numbers of bounds, and the document without them."""
+    """The numbers of bounds as lists, and the document without them."""
 
     form: Any
     exact: list[int]
@@ -41,7 +41,7 @@ class _Numbers(NamedTuple):
 
     @property
     def equal(self) -> set[tuple[int, int, int]]:
-        """Which arguments have as many bytes as which results, program by program."""
+        """The arguments that have as many bytes as a result, as (program, argument, result)."""
         programs = zip(self.sizes[::2], self.sizes[1::2], strict=True)
         return {
             (at, i, j)
@@ -53,7 +53,7 @@ class _Numbers(NamedTuple):
 
 
 class Line:
-    """Bounds of the same passes, whatever the examples on a device.
+    """The bounds of the same passes as a function of the examples on a device.
 
     Args:
         configs: By the number of examples on a device; they differ in size and replicas alone.
@@ -72,11 +72,12 @@ class Line:
         self._look_between(examples[0], examples[-1], {configs[examples[0]].microbatch_size})
 
     def follows(self, examples: int) -> bool:
-        """Whether so many are on a line between others."""
+        """Tell whether bounds with ``examples`` on a device lie on a line between others and were
+        not traced."""
         return examples in self._ends
 
     def at(self, examples: int) -> StageBounds:
-        """The bounds with so many examples on a device."""
+        """Return the bounds of the passes with ``examples`` on a device."""
         found = None
         if examples in self._ends:
             found = self._on_line(examples, *self._ends[examples])
@@ -92,7 +93,8 @@ class Line:
             return self._trace(*inside)
 
         def rank(each: int) -> tuple[bool, float]:
-            """Programs of a size that is traced already are traced in less time."""
+            """Return a key by which sizes that are traced already, and thus are quick, come
+            first."""
             is_new = self._configs[each].microbatch_size not in sizes
             return is_new, abs(log(each / sqrt(low * high)))
 
@@ -121,9 +123,9 @@ class Line:
 def lines_of(
     configs: Iterable[StageConfig], trace: Callable[[StageConfig], StageBounds]
 ) -> Iterator[tuple[Line, Mapping[int, StageConfig]]]:
-    """Yield a line for all passes of the same layers, remat and tensor parallelism, of one replica
-    and of several; and its configs by the number of examples on a device. What is traced of them is
-    traced here."""
+    """Yield, per group of passes, a line and its configs by the number of examples on a device.
+    Groups have the same layers, remat and tensor parallelism, and one or several replicas. What
+    lines need is traced here."""
     found = defaultdict[Any, dict[int, StageConfig]](dict)
     for config in configs:
         choice = config.choice
@@ -135,7 +137,7 @@ def lines_of(
 
 
 def _numbers(bounds: StageBounds, tensor_parallel: int) -> _Numbers:
-    """The numbers of bounds, of any number of replicas the same."""
+    """Return the numbers of bounds, which are the same for any number of replicas."""
     document = write(bounds)
     sizes = document.pop("sizes")
     for cost in (document["least"], document["most"]):
@@ -149,7 +151,7 @@ def _numbers(bounds: StageBounds, tensor_parallel: int) -> _Numbers:
 
 
 def _form(document: Any, numbers: list[int]) -> Any:
-    """The document without its whole numbers, which are added to a list."""
+    """Return the document with its integers taken out and appended to ``numbers``."""
 
     def taken(value: Any) -> Any:
         if type(value) is not int:  # a truth is one of another kind
@@ -161,13 +163,13 @@ def _form(document: Any, numbers: list[int]) -> Any:
 
 
 def _filled(form: Any, numbers: Iterator[int]) -> Any:
-    """The document of a form."""
+    """Return a form with its integers put back."""
     return mapped(form, lambda value: next(numbers) if value is int else value)
 
 
 def _between(low: _Numbers, high: _Numbers, part: tuple[int, int]) -> _Numbers | None:
-    """What is on the line between two, after a part of it; None where there is none, or nothing
-    whole on it."""
+    """Return the numbers on the line between two bounds at a fraction ``part``; None where there is
+    no line or they are not integers."""
     if low.form != high.form or [*map(len, low.sizes)] != [*map(len, high.sizes)]:
         return None
     exact = _part(low.exact, high.exact, part)
@@ -182,7 +184,8 @@ def _between(low: _Numbers, high: _Numbers, part: tuple[int, int]) -> _Numbers |
 
 
 def _part(low: Sequence[int], high: Sequence[int], part: tuple[int, int]) -> list[int] | None:
-    """What is on the line after a part of it; None where that is not whole."""
+    """Return the integers on the lines from ``low`` to ``high`` at a fraction ``part``; None where
+    one is not whole."""
     done, total = part
     found = [divmod((b - a) * done, total) for a, b in zip(low, high, strict=True)]
     if any(rest for _, rest in found):

@@ -11,13 +11,13 @@ from capture.runtime import least_traffic
 
 
 def keeping(cost: StageCost, nbytes: int) -> StageCost:
-    """A cost that keeps so much for the backward pass, all named residuals."""
+    """Return a cost that keeps ``nbytes`` for the backward pass, all named residuals."""
     return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
 
 
 def of_split_params(bounds: StageBounds, choice: StageChoice) -> StageBounds:
-    """Bounds of a stage that may split what its replicas have in common, where it splits parameters
-    over them; of any number of replicas the same."""
+    """Return the bounds of a stage whose parameters are split over replicas, which may also split
+    what these have in common; the same for any number of replicas."""
     if not choice.shard_params:
         return bounds
     least = bounds.least
@@ -26,7 +26,8 @@ def of_split_params(bounds: StageBounds, choice: StageChoice) -> StageBounds:
 
 
 def sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """A program whose replicas send what those of another do, which has no tensor parallelism."""
+    """Return the work of a program with the collectives between replicas of another, traced without
+    tensor parallelism."""
     if work is None or own is None:
         return None
     sent = [one for one in work.collectives if one.stride != degree]
@@ -35,13 +36,14 @@ def sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> P
 
 
 def splitting(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """The least work as ``least_traffic.of_examples``, with replicas that send as ``sending``."""
+    """Return the least work per example (``least_traffic.of_examples``) with the collectives
+    between replicas of another program (``sending``)."""
     return sending(least_traffic.of_examples(work), own, degree)
 
 
 def gathering_again(work: ProgramWork | None) -> ProgramWork | None:
-    """A backward pass that gathers along the sequence, once more, what its products read of the
-    forward pass."""
+    """Return the work of a backward pass that gathers along the sequence once more what its
+    products read of the forward pass."""
     if work is None:
         return None
     again = [
@@ -52,7 +54,7 @@ def gathering_again(work: ProgramWork | None) -> ProgramWork | None:
 
 
 def together(least: StageCost) -> StageCost:
-    """The least cost with as many kernels for the traffic as a program is sure to have."""
+    """Return the least cost with as many kernels for its traffic as a program is sure to have."""
     return replace(
         least,
         forward_work=least_traffic.together(least.forward_work),
@@ -61,7 +63,7 @@ def together(least: StageCost) -> StageCost:
 
 
 def put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> StageCost:
-    """The cost of a stage from that of its passes and of the end of its step."""
+    """Combine the cost of a stage's passes and that of the end of its step."""
     return replace(
         passes,
         optimizer_bytes=end.optimizer_bytes,
@@ -75,7 +77,7 @@ def put_together(passes: StageCost, end: UpdateCost, choice: StageChoice) -> Sta
 
 
 def among_replicas(work: ProgramWork | None, choice: StageChoice) -> ProgramWork | None:
-    """The work of a program with other replicas than it was traced for."""
+    """Return the work of a program for another number of replicas than it was traced for."""
     if work is None:
         return None
     found = []

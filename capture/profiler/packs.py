@@ -28,7 +28,7 @@ _ENDLESS_BYTES = 2**62
 
 
 class PackBackend:
-    """The programs of plans of packs of a model.
+    """The backend that compiles the programs of plans of packs of a model.
 
     Args:
         workload: The task.
@@ -44,7 +44,8 @@ class PackBackend:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What beside the program decides a measurement."""
+        """The facts beside the program that decide a measurement: backend, target, versions and
+        flags."""
         not_of_packs = ("program_version", "work_version")
         facts = {name: fact for name, fact in self._facts.items() if name not in not_of_packs}
         return {**facts, "packs_version": PACKS_VERSION}
@@ -54,7 +55,7 @@ class PackBackend:
         return TargetCompiler(self.target)
 
     def step(self, plan: PacksPlan) -> StreamedStep:
-        """The step of a plan, uncompiled; that of the last one is kept.
+        """Return the step of a plan, uncompiled; the last one is kept.
 
         Raises:
             PlanError, WorkloadError: those of ``streamed``; TargetError: as ``devices_of``.
@@ -69,18 +70,18 @@ class PackBackend:
         return self._step
 
     def programs(self, plan: PacksPlan) -> list[PackProgram]:
-        """All of a plan's step."""
+        """Return all programs of a plan's step, to be measured."""
         # Nothing else of it is asked.
         bare = replace(plan, prediction=None, why=None, points=())
         return [PackProgram(bare, name) for name in self.step(plan).programs.runs]
 
     def key(self, what: PackProgram) -> str:
-        """Content hash of everything that can change a measurement; equal for packs that do the
-        same."""
+        """Return the content hash of everything that can change a measurement; equal for packs that
+        do the same."""
         return content_hash([self.provenance, self.step(what.plan).programs.key(what.name)])
 
     def measure(self, what: PackProgram) -> PackNeeds:
-        """Compile a program.
+        """Compile a program and return the bytes that it needs while it runs.
 
         Raises:
             TargetError: ``target-refused`` if the compiler does not take it, ``target-report``.
@@ -89,7 +90,7 @@ class PackBackend:
             return PackNeeds(self.step(what.plan).programs.executable(what.name).transient_bytes)
 
     def ledger(self, plan: PacksPlan, needs: Mapping[str, PackNeeds]) -> Ledger:
-        """The replay of a plan's step.
+        """Replay a plan's step and return its ledger; the host is given enough memory for any plan.
 
         Args:
             plan: Of the model.

@@ -25,7 +25,7 @@ _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 
 class StepCompiler:
-    """Compiles train steps of sharding plans.
+    """The compiler of the train steps of sharding plans.
 
     Devices of the target in this process are compiled for as they are; where there are none, the
     target's compiler is asked for absent ones.
@@ -65,7 +65,7 @@ class StepCompiler:
         return step
 
     def measure(self, sharded: Sharded) -> tuple[int, Executable]:
-        """Return the bytes of a device at the peak of ``step``, and its program."""
+        """Return the bytes of a device at the peak of the compiled step, and its program."""
         step = self.step(sharded)
         return step.replay().peak_bytes_per_device[0], step.executable(step.program.runs[0])
 

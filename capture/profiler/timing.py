@@ -17,7 +17,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def machine_here() -> ExecutingMachine:
-    """The devices of this process."""
+    """Return the devices of this process as a machine that executes."""
     devices = jax.devices()
     return ExecutingMachine(devices[0].platform, devices[0].device_kind, len(devices))
 
@@ -29,7 +29,7 @@ def median_seconds(
     prepare: Callable[[], tuple[Any, ...]] = lambda: (),
     end: Callable[[Any], None] = lambda used: None,
 ) -> float:
-    """Of executions, after one that is not counted.
+    """Return the median seconds of ``num_executions`` calls, after one that is not counted.
 
     Args:
         call: What is timed, until its results are there.
@@ -49,7 +49,7 @@ def median_seconds(
 
 
 def filled(struct: Any) -> Any:
-    """An array that no operation is quicker with than with others."""
+    """Return an array with values that make no operation quicker than others would."""
     if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), prod(struct.shape)).reshape(struct.shape)
     if jnp.issubdtype(struct.dtype, jnp.inexact):

@@ -30,8 +30,8 @@ def window_configs(
     *,
     splits_backward: bool = False,
 ) -> list[StageConfig]:
-    """All windows of 1 to ``num_neighbours`` + 1 layers, and the longer anchors, at the largest
-    micro-batch size.
+    """Return all windows of 1 to ``num_neighbours`` + 1 layers and, at the largest micro-batch
+    size, the longer anchors.
 
     Smaller sizes only tell how a layer grows with the micro-batch: there, windows of up to
     ``num_neighbours`` layers do (two at least).
@@ -80,7 +80,8 @@ def window_configs(
 def profiled_microbatch_sizes(
     microbatch_size: int, choices: Iterable[StageChoice]
 ) -> tuple[int, ...]:
-    """The target size, and half of it where every choice can split half; ascending.
+    """Return the target micro-batch size, and half of it where every choice can split half;
+    ascending.
 
     Predictions at the target size then need no scaling, and two points fix the straight line of
     Description 2 for others.
