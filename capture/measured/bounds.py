@@ -23,7 +23,8 @@ class Bounds:
 
     @cached_property
     def split(self) -> Bounds:
-        """The same with backward passes in two programs, of which nothing bounds what they need."""
+        """The bounds with split backward passes, for which nothing measured bounds what the two
+        programs need."""
         return Bounds(_with_split(self.least, _NOTHING), _with_split(self.most, None))
 
 
@@ -31,8 +32,8 @@ _NOTHING = SplitCost(0, 0, 0, 0)
 
 
 def _with_split(profile: Profile, split: SplitCost | None) -> Profile:
-    """Return a profile whose costs have a split backward pass: this one, or what is expected of
-    it. Costs that were the same object still are."""
+    """Return a profile whose costs have a split backward pass: the given one, or the expected one.
+    Costs that were the same object still are."""
     found: dict[tuple[int, bool], StageCost] = {}
 
     def cost_of(config: StageConfig, cost: StageCost) -> StageCost:
@@ -46,8 +47,9 @@ def _with_split(profile: Profile, split: SplitCost | None) -> Profile:
 
 
 def _expected(cost: StageCost, is_first: bool) -> SplitCost:
-    """Each program needs what the whole pass does, and everything that is kept waits for the
-    gradients of weights. The first layers have no gradients of inputs."""
+    """Return the expected cost of a split backward pass: each program needs what the whole pass
+    does, and all that is kept waits for the gradients of weights. The first layers have no
+    gradients of inputs."""
     return SplitCost(
         0 if is_first else cost.backward_bytes,
         cost.backward_bytes,

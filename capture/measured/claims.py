@@ -12,12 +12,12 @@ _LEASE_SECONDS = 24 * 3600.0
 
 
 def name_of_process() -> str:
-    """Return host and process, such as ``node-3:4711``."""
+    """Return the host and the id of this process, such as ``node-3:4711``."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def is_gone(worker: str, since: str) -> bool:
-    """Return whether the process that took a job is no more.
+    """Tell whether the process that took a job no longer exists.
 
     Args:
         worker: ``name_of_process`` of it.

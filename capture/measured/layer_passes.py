@@ -19,7 +19,7 @@ Pass = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class PassProfile:
-    """One direction, as it was measured.
+    """The measured seconds and bytes of all layers in one direction, by micro-batch size.
 
     Attributes:
         u: Micro-batch sizes, ascending.
@@ -34,7 +34,7 @@ class PassProfile:
 
 @dataclass(frozen=True, eq=False)
 class SizedLayers:
-    """Every layer in one direction, at one micro-batch size.
+    """The seconds and bytes of every layer in one direction, at one micro-batch size.
 
     Attributes:
         seconds: Per layer.
@@ -50,25 +50,26 @@ class SizedLayers:
 
     @cached_property
     def sums(self) -> list[float]:
-        """Seconds of the first i layers, i from 0."""
+        """The seconds of the first i layers together, i from 0."""
         return [0.0, *np.cumsum(self.seconds).tolist()]
 
     @cached_property
     def inner_sums(self) -> list[int]:
-        """Bytes of the first i layers without their inputs, i from 0."""
+        """The bytes of the first i layers together without their inputs, i from 0."""
         return [0, *np.cumsum(self.memory_bytes - self.input_bytes).tolist()]
 
     @cached_property
     def inputs(self) -> list[int]:
-        """Bytes of the input of each layer, and none behind the last."""
+        """The bytes of the input of each layer, and 0 behind the last."""
         return [*self.input_bytes.tolist(), 0]
 
     def time(self, first: int, stop: int) -> float:
-        """Seconds of layers [first, stop)."""
+        """Return the seconds of layers [first, stop)."""
         return self.sums[stop] - self.sums[first]
 
     def pack_bytes(self, first: int, stop: int) -> int:
-        """C of layers [first, stop): their memory, with the input of the first alone.
+        """Return C, the bytes of layers [first, stop): their memory, with the input of the first
+        layer alone.
 
         What passes between two layers of a pack is counted by both measurements; the paper's plain
         sum counts it twice (H-i).
@@ -116,7 +117,7 @@ def row_violations(name: str, row: Sequence[float], num_layers: int) -> Iterator
 
 
 def interpolated(sizes: Sequence[int], rows: np.ndarray, size: int) -> np.ndarray:
-    """Return the row of a size, on the line between those of its neighbours."""
+    """Return the row of a micro-batch size, on the line between the rows of its neighbours."""
     above = int(np.searchsorted(sizes, size))
     low, high = sizes[above - 1], sizes[above]
     share = (size - low) / (high - low)

@@ -77,8 +77,8 @@ _UNITS = {"time": "seconds", "memory": "bytes"}
 
 @dataclass(frozen=True)
 class Casts:
-    """Layers whose parameters devices get as casts to a dtype, where they read them so alone; bytes
-    per layer.
+    """The bytes per layer where devices get parameters as casts to a dtype, those that layers read
+    only through this cast.
 
     Attributes:
         w_bytes, b_bytes: Of weights and buffers, as devices get them.
@@ -96,7 +96,8 @@ class Casts:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A model, layer by layer. Indices of layers count from 0; see the module for the fields."""
+    """The measurements of a model, layer by layer. Indices of layers count from 0; see the module
+    for the fields."""
 
     name: str
     num_layers: int
@@ -126,7 +127,7 @@ class LayerProfile:
 
     @classmethod
     def load(cls, path: Path | str) -> LayerProfile:
-        """That of a file.
+        """Read a layer profile from a file.
 
         Raises:
             ProfileError: ``layers-file`` if it cannot be read or is no JSON, and those of
@@ -140,7 +141,7 @@ class LayerProfile:
 
     @classmethod
     def from_json(cls, data: Any) -> LayerProfile:
-        """What ``to_json`` wrote.
+        """Read a layer profile from the document that ``to_json`` returned.
 
         Raises:
             ProfileError: ``layers-corrupt`` for a missing or wrong field, ``layers-count`` where
@@ -163,20 +164,21 @@ class LayerProfile:
         return {key: value for key, value in document.items() if value or key not in known}
 
     def save(self, path: Path | str) -> None:
-        """Write JSON; the path of the workload is stored relative to the file."""
+        """Write the profile as JSON; the path of the workload is stored relative to the file."""
         path, workload = Path(path), self.workload
         stored = replace(self, workload=workload and workload.relative_to(path.parent))
         path.write_text(json.dumps(stored.to_json()) + "\n")
 
     def largest(self, which: Pass) -> int:
-        """The largest micro-batch size that was measured."""
+        """Return the largest micro-batch size that was measured."""
         return self._of(which).u[-1]
 
     def smallest(self, which: Pass) -> int:
         return self._of(which).u[0]
 
     def as_streamed(self, dtype: str) -> LayerProfile:
-        """The same layers, as devices need them that get casts to a dtype; empty: the parameters.
+        """Return the profile for devices that get parameters as casts to a dtype; empty: as they
+        are.
 
         Raises:
             ProfileError: ``packs-stream`` where no parameter is read only through such a cast.
@@ -195,19 +197,20 @@ class LayerProfile:
         return replace(self, streamed=dtype)
 
     def weight_bytes(self, first: int, stop: int) -> int:
-        """Weights and buffers of layers [first, stop), as they are."""
+        """Return the bytes of weights and buffers of layers [first, stop), uncast."""
         return self._sum("weights", first, stop)
 
     def streamed_bytes(self, first: int, stop: int) -> int:
-        """Of the same, what devices get."""
+        """Return the bytes of weights and buffers of layers [first, stop) as devices get them."""
         return self._sum("streamed", first, stop)
 
     def cast_bytes(self, first: int, stop: int) -> int:
-        """Casts that the host keeps beside the parameters."""
+        """Return the bytes of the casts of layers [first, stop) that the host keeps beside the
+        parameters."""
         return self._sum("casts", first, stop)
 
     def gradient_bytes(self, first: int, stop: int, *, alone: bool = False) -> int:
-        """What goes back to the host.
+        """Return the bytes of gradients of layers [first, stop) that go back to the host.
 
         Args:
             first, stop: The layers.
@@ -216,39 +219,45 @@ class LayerProfile:
         return self._sum("alone" if alone else "weights", first, stop)
 
     def state_bytes(self, first: int, stop: int) -> int:
-        """Optimizer state of the same."""
+        """Return the bytes of optimizer state of layers [first, stop)."""
         return self._sum("state", first, stop)
 
     def batch_bytes(self, first: int, stop: int) -> int:
-        """Of the batch, what layers read beside their input, per example; each counts its own."""
+        """Return the bytes per example of the batch that layers [first, stop) read beside their
+        input; each layer counts its own."""
         return self._sum("batch", first, stop)
 
     def update_seconds(self, first: int, stop: int) -> float:
-        """Of their updates on the host."""
+        """Return the seconds that the host takes to update layers [first, stop)."""
         return self._update_sums[stop] - self._update_sums[first]
 
     def adding_seconds(self, first: int, stop: int) -> float:
-        """To add gradients of layers to those of the micro-batches before, on the device."""
+        """Return the seconds that a device takes to add gradients of layers [first, stop) to those
+        of the micro-batches before."""
         return self._add_sums[stop] - self._add_sums[first] if self.add_seconds else 0.0
 
     def cast_seconds(self, first: int, stop: int) -> float:
-        """To make their casts on the host, at the rate of their updates."""
+        """Return the seconds that the host takes to cast the parameters of layers [first, stop), at
+        the rate of their updates."""
         masters = self._sum("masters", first, stop)
         return self._host_seconds(first, stop, masters + self.cast_bytes(first, stop))
 
     def widen_seconds(self, first: int, stop: int) -> float:
-        """To make gradients of parameters there of those of casts."""
+        """Return the seconds that the host takes to turn gradients of casts into gradients of
+        parameters, at the rate of updates."""
         whole, alone = (self.gradient_bytes(first, stop, alone=one) for one in (False, True))
         return self._host_seconds(first, stop, whole + alone) if alone < whole else 0.0
 
     def _host_seconds(self, first: int, stop: int, nbytes: int) -> float:
-        """An update reads weights, gradients and state, and writes weights and state."""
+        """Return the seconds that the host takes to move ``nbytes`` at the rate of the updates of
+        some layers. An update reads weights, gradients and state, and writes weights and state."""
         moved = self._sum("updated", first, stop)
         return self.update_seconds(first, stop) * nbytes / moved if moved else 0.0
 
     @memo
     def at(self, which: Pass, size: int) -> SizedLayers:
-        """All layers at a micro-batch size between the smallest and the largest measured.
+        """Return all layers at a micro-batch size between the smallest and the largest that were
+        measured.
 
         Bytes are cut to whole numbers, as the released scheduler does.
 
@@ -277,8 +286,8 @@ class LayerProfile:
         *,
         of: Literal["time", "memory"] = "time",
     ) -> list[float]:
-        """Relative errors of every layer at the sizes that a sweep with a wider stride would not
-        have measured: at all but each ``stride``-th, the first and the last.
+        """Return the relative errors of every layer at the sizes that a sweep with a wider stride
+        would not have measured: all but each ``stride``-th, the first and the last.
 
         Raises:
             ProfileError: ``layers-range`` if the stride leaves one size.
@@ -308,7 +317,7 @@ class LayerProfile:
 
     @cached_property
     def as_sent(self) -> Casts:
-        """The layers as devices get them now."""
+        """The bytes of the layers as devices get them now."""
         if self.streamed:
             return self.casts[self.streamed]
         shared = tuple(nbytes for nbytes, *_ in self.shared)
@@ -316,7 +325,7 @@ class LayerProfile:
 
     @cached_property
     def _sums(self) -> Mapping[str, list[int]]:
-        """Bytes of the first i layers, by what they are."""
+        """The bytes of the first i layers together, by what the bytes are."""
 
         def sums(*rows: Sequence[int]) -> list[int]:
             return list(accumulate(map(sum, zip(*rows, strict=True)), initial=0))
@@ -353,7 +362,8 @@ class LayerProfile:
         whole, come = (np.array(each.w_bytes) + np.array(each.b_bytes) for each in (self, casts))
 
         def arrays(measured: PassProfile) -> tuple[np.ndarray, np.ndarray]:
-            """A layer that is given casts holds no parameters, and need not make them."""
+            """Return seconds and bytes; a layer that is given casts holds no parameters, and need
+            not make casts."""
             memory = np.array(measured.memory) - (whole - come)
             return np.array(measured.time, dtype=float), memory
 

@@ -17,7 +17,7 @@ from capture.model.graph import agreed_value_dims
 
 
 def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
-    """One profile of a target from several.
+    """Merge several profiles of one model into one profile of a target.
 
     Measurements are those of the profiles of the target; of the others what does not depend on a
     target. Of two that measured the same stage config the first counts; the errors of all
@@ -121,7 +121,7 @@ def _violations(
 
 
 def _differences(one: Profile, other: Profile) -> Iterator[str]:
-    """In what two profiles are not of the same model."""
+    """Yield, in words, each difference that shows two profiles to be of different models."""
     for size in sorted(one.model_hashes.keys() & other.model_hashes.keys()):
         if one.model_hashes[size] != other.model_hashes[size]:
             yield (

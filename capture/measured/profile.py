@@ -38,8 +38,8 @@ PROFILE = documents.Format("profile", ProfileError, "profile", "make it again wi
 
 @dataclass(frozen=True, order=True)
 class StageConfig:
-    """What a measurement is of: layers [first, stop) under a choice, for a micro-batch size over
-    all replicas."""
+    """The identity of a measurement: layers [first, stop) under a choice, for a micro-batch size
+    over all replicas."""
 
     first: int
     stop: int
@@ -48,7 +48,7 @@ class StageConfig:
 
     @classmethod
     def of(cls, stage: Stage, microbatch_size: int) -> StageConfig:
-        """That of a plan's stage."""
+        """Return the stage config of a plan's stage."""
         return cls(stage.first, stage.stop, stage.choice, microbatch_size)
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ class StageConfig:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Stages of one choice and size share what is traced."""
+        """The key of the stages that share a trace: their choice and micro-batch size."""
         return self.choice, self.microbatch_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is measured, for people and files."""
+        """Return the stage config as JSON, for people and files."""
         return {
             "layers": [self.first, self.stop - 1],
             **self.choice.to_json(),
@@ -76,7 +76,7 @@ class StageConfig:
 
 
 def layers_in_words(first: int, stop: int) -> str:
-    """Layers [first, stop), at least one."""
+    """Return the layers [first, stop), at least one, in words."""
     return f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
 
 
@@ -87,8 +87,8 @@ _FLOOR, _UNSEEN = 0.005, 8
 
 @dataclass(frozen=True)
 class StageError:
-    """How far the prediction of one stage was off: measured / predicted - 1 of its peak; above 0 it
-    was too low."""
+    """The error of the prediction of one stage's peak: measured / predicted - 1; above 0 the
+    prediction was too low."""
 
     config: StageConfig
     error: float
@@ -96,7 +96,7 @@ class StageError:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far predictions were off for stages that are not in the profile.
+    """The errors of predictions for stages that are not in the profile.
 
     Attributes:
         errors: One for each stage of each calibration plan.
@@ -112,21 +112,21 @@ class Calibration:
 
     @cached_property
     def num_stages(self) -> int:
-        """Different stages that were seen: errors of one stage at several positions say little more
-        than one."""
+        """The number of different stages that were seen: errors of one stage at several positions
+        say little more than one."""
         return len({e.config for e in self.errors})
 
     def coverage(self, wanted: float = 0.98) -> float | None:
-        """The probability that the errors support: (n - 1) / (n + 1) of n stages where they are too
-        few for the wanted one; None if 0."""
+        """Return the probability that the errors support: (n - 1) / (n + 1) for n stages where they
+        are too few for the wanted one; None if it is 0."""
         supported = (self.num_stages - 1) / (self.num_stages + 1)
         return min(wanted, supported) if supported > 0 else None
 
     def interval_off_sizes(
         self, config: StageConfig, num_layers: int, octaves: float
     ) -> tuple[float, float]:
-        """As ``interval``, for a prediction at a size so many octaves from the profiled ones: wider
-        by what held-out sizes say."""
+        """Return the interval of a prediction at a micro-batch size so many octaves from the
+        profiled ones. It is ``interval``, wider by what held-out sizes say."""
         low, high = self.interval(config, num_layers)
         width = (
             extrapolation_width(self.size_errors, octaves)[0]
@@ -136,8 +136,8 @@ class Calibration:
         return max(0.0, low - width), high + width
 
     def interval(self, config: StageConfig, num_layers: int) -> tuple[float, float]:
-        """Factors (low, high) on the prediction of a stage that hold the measured peak with the
-        probability ``coverage()``.
+        """Return the factors (low, high) on a stage's prediction that hold the measured peak with
+        the probability ``coverage()``.
 
         On each side the largest error of all, of stages at the same end of the model that recompute
         the same, and of stages of the same degrees; each stretched by 1 + 2 / sqrt(n), because the
@@ -162,7 +162,7 @@ class Calibration:
         return max(0.0, 1 - low), 1 + high
 
     def widest(self, choices: Iterable[StageChoice], num_layers: int) -> tuple[float, float]:
-        """The interval of the least certain kind of stage with one of the choices."""
+        """Return the interval of the least certain kind of stage with one of the choices."""
         ends = {
             (0, 1),
             (0, num_layers),
@@ -182,13 +182,13 @@ def _kind(config: StageConfig, num_layers: int) -> tuple[Any, ...]:
 
 
 def _alike(choice: StageChoice) -> StageChoice:
-    """The same for all mixtures, however many layers recompute."""
+    """Return a choice that is equal for all mixtures, however many layers recompute."""
     return replace(choice, remat="full:1") if num_full_layers(choice.remat) else choice
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that planning needs to know of a model on a target.
+    """The measurements and facts that planning needs of a model on a target.
 
     Attributes:
         graph: The layers, at the largest profiled micro-batch size.
@@ -224,29 +224,30 @@ class Profile:
 
     @property
     def target(self) -> str:
-        """Name of what was measured."""
+        """The name of the target that was measured."""
         return str(self.provenance.get("target", "cpu"))
 
     @property
     def cut_into(self) -> int | None:
-        """So many layers the model was cut into automatically; None at its marks."""
+        """The number of layers that the model was cut into automatically; None if it was cut at its
+        marks."""
         return self.graph.num_layers if self.auto_layers else None
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether its measurements are the least that a compiler can say: of a stage, the most of
-        any part of it is known, not a sum."""
+        """Whether the measurements are lower bounds of compiled ones. A stage then counts as the
+        most of any part of it, not as a sum."""
         return self.provenance.get("bounds") == "least"
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether every measurement is of split backward passes, too."""
+        """Whether every measurement includes split backward passes."""
         costs = self.measurements.values()
         return bool(costs) and all(cost.split is not None for cost in costs)
 
     @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
-        """Profiled choices."""
+        """The profiled choices, ascending."""
         return tuple(sorted({choice for choice, _ in self.windows}))
 
     @cached_property
@@ -262,12 +263,12 @@ class Profile:
         return found
 
     def graph_at(self, microbatch_size: int) -> LayerGraph:
-        """The graph with every batch dimension scaled to another micro-batch size."""
+        """Return the layer graph with every batch dimension scaled to another micro-batch size."""
         return rescaled(self.graph, microbatch_size, self.model_hashes.get(microbatch_size, ""))
 
     def without_stages(self, refused: Mapping[StageConfig, str]) -> Profile:
-        """The profile in which no memory suffices for some stages, which a compiler refuses: why,
-        by stage."""
+        """Return the profile with some stages, which a compiler refuses, marked as too large for
+        any memory. The reasons are given by stage."""
         cost = StageCost(0, REFUSED_BYTES, REFUSED_BYTES, 0, 0, (), (), ())
         said = [f"{config}: {why}" for config, why in refused.items()]
         return replace(
@@ -292,7 +293,7 @@ class Profile:
         num_microbatches: int,
         schedule: str,
     ) -> Plan:
-        """A plan of the model."""
+        """Make a plan of the profiled model."""
         return Plan(
             cluster,
             self.graph.num_layers,
@@ -320,7 +321,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
-        """The profile that ``to_json`` wrote.
+        """Read a profile from the document that ``to_json`` returned.
 
         Raises:
             ProfileError: ``profile-schema`` or ``graph-schema`` for an unknown schema version,
@@ -343,7 +344,7 @@ class Profile:
         )
 
     def save(self, path: Path | str) -> None:
-        """Write JSON; the path of a target's file is stored relative to the file."""
+        """Write the profile as JSON; the path of a target's file is stored relative to the file."""
         path = Path(path)
         stored = replace(
             self,
@@ -353,7 +354,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path | str) -> Profile:
-        """Read what ``save`` wrote.
+        """Read a profile from a file that ``save`` wrote.
 
         Raises:
             ProfileError: ``profile-file`` if there is no such file, ``profile-corrupt`` if it is no
@@ -414,8 +415,8 @@ class _Error(_Row):
 
 @dataclass(frozen=True)
 class _Calibration:
-    """As it is written; one of earlier versions is refused, whose errors do not say what they are
-    of and leave out what stages exchange."""
+    """The calibration as files hold it. Those of earlier versions are refused: their errors do not
+    say what they are of and leave out what stages exchange."""
 
     errors: tuple[float | _Error, ...]
     seed: int
@@ -431,7 +432,7 @@ class _Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class _ProfileFile:
-    """A profile as files have it."""
+    """The profile as files hold it."""
 
     workload: WorkloadSpec | None
     provenance: Mapping[str, Any]
@@ -454,7 +455,8 @@ _SAME = tuple(field.name for field in fields(_ProfileFile) if field.name not in 
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:
-    """A graph at another micro-batch size: batch dimensions and FLOPs scale in proportion."""
+    """Return a graph at another micro-batch size: batch dimensions and FLOPs scale in
+    proportion."""
     if microbatch_size == graph.microbatch_size:
         return graph
 

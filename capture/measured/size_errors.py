@@ -15,7 +15,7 @@ UNCALIBRATED_FRACTION = 0.17
 
 @dataclass(frozen=True)
 class SizeError:
-    """One stage, compiled at a micro-batch size that was not profiled.
+    """The error of one stage, compiled at a micro-batch size that was not profiled.
 
     Attributes:
         error: measured / predicted - 1 of its peak; above 0 the prediction was too low.
@@ -27,7 +27,8 @@ class SizeError:
 
 
 def octaves_away(microbatch_size: int, profiled: Sequence[int]) -> float:
-    """Distance to the nearest profiled size: the absolute logarithm of their ratio, to base 2.
+    """Return the distance to the nearest profiled size: the absolute logarithm of their ratio, to
+    base 2.
 
     Example:
         >>> [octaves_away(size, (4, 8)) for size in (1, 2, 8, 32)]
@@ -39,8 +40,8 @@ def octaves_away(microbatch_size: int, profiled: Sequence[int]) -> float:
 def extrapolation_width(
     errors: Sequence[SizeError], octaves: float, coverage: float = 0.98
 ) -> tuple[float, float]:
-    """Half the width of the interval of a prediction so far from the profiled sizes, as a fraction
-    of it, and the coverage that is claimed.
+    """Return half the width of the interval of a prediction so far from the profiled sizes, as a
+    fraction of it, and the coverage that is claimed.
 
     Split conformal over |error| / octaves: an error is taken to grow with the number of octaves,
     and counts as one octave's at least, because between profiled sizes, too, the compiler may

@@ -57,7 +57,8 @@ class SplitCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What only the compiler knows of a stage: bytes per device for one micro-batch.
+    """The cost of a stage that only the compiler knows: bytes per device for one micro-batch, and
+    work.
 
     Attributes:
         residual_bytes: Activations kept for the backward pass, other than inputs, outputs and batch
@@ -95,7 +96,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageBounds:
-    """What tracing knows of a stage: two costs between which that of the compiler is expected.
+    """The bounds of a stage from tracing: two costs between which that of the compiler is expected.
 
     Attributes:
         least: No compiled cost is below it, in any field.
@@ -117,5 +118,5 @@ NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
 
 
 def _known(cost: StageCost | UpdateCost | SplitCost) -> dict[str, Any]:
-    """Without what was not asked for."""
+    """Return a cost as JSON without the fields that were not asked for."""
     return {key: value for key, value in documents.fields_of(cost).items() if value is not None}

@@ -66,7 +66,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """A job, its measurement, or both.
+    """One row of the store: a job, its measurement, or both.
 
     Attributes:
         key: Content hash, of both.
@@ -93,7 +93,7 @@ class Row:
 
 
 class Store:
-    """Measurements by key, and the state of the jobs that make them.
+    """The database of measurements by key, and of the state of the jobs that make them.
 
     Args:
         path: The database file; its folder is made. None keeps it in memory.
@@ -158,7 +158,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it is kept, or nothing."""
+        """Run one transaction: all of it is kept, or nothing."""
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -179,7 +179,7 @@ class Store:
     # ---- measurements ----------------------------------------------------------------------------
 
     def get(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The values of those keys that are there."""
+        """Return the values of those keys that are in the store."""
         found = {}
         with closing(self._database.cursor()) as cursor:
             for key in keys:
@@ -200,7 +200,7 @@ class Store:
         return int(count)
 
     def typical_seconds(self) -> dict[tuple[str, str], float]:
-        """What a measurement took on average, by (backend, kind of job)."""
+        """Return the average seconds of a measurement, by (backend, kind of job)."""
         query = (
             "SELECT json_extract(m.provenance, '$.backend'), json_extract(j.job, '$.part'), "
             "AVG(m.seconds) "
@@ -213,8 +213,7 @@ class Store:
     # ---- jobs ------------------------------------------------------------------------------------
 
     def enqueue(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Note jobs that are to be done, by key; what an owner that was killed left running waits
-        again.
+        """Note jobs that are to be done, by key. Jobs that a killed owner left running wait again.
 
         Returns:
             Those that were set aside, which are not to be done, with their last error.
@@ -230,7 +229,7 @@ class Store:
         return {key: error for key, error in rows if key in jobs}
 
     def start(self, key: str, worker: str) -> None:
-        """A worker has taken a job."""
+        """Note that a worker has taken a job."""
         self._update(key, "state = 'running', worker = ?", worker)
 
     def finish(
@@ -260,7 +259,7 @@ class Store:
             )
 
     def fail(self, key: str, error: str, traceback: str = "", *, set_aside: bool) -> None:
-        """An attempt has failed: the job is tried again, or set aside."""
+        """Note that an attempt has failed: the job is tried again, or set aside."""
         state = "set aside" if set_aside else "failed"
         self._update(
             key,
@@ -271,7 +270,7 @@ class Store:
         )
 
     def release(self, keys: Iterable[str]) -> None:
-        """Jobs that were taken and not done, through no fault of theirs, wait again."""
+        """Let jobs wait again that were taken and not done, through no fault of theirs."""
         with self._writing() as database:
             database.executemany(
                 f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ?",
@@ -301,8 +300,8 @@ class Store:
     # ---- everything ------------------------------------------------------------------------------
 
     def rows(self, state: str | None = None, key_prefix: str = "") -> Iterator[Row]:
-        """Jobs and measurements, ascending by key: those in a state, those whose key begins as
-        given."""
+        """Yield jobs and measurements, ascending by key: those in a state, those whose key begins
+        as given."""
         query = (
             "SELECT key, COALESCE(j.state, 'done') AS state, COALESCE(j.job, '{}'), m.value, "
             "COALESCE(m.provenance, '{}'), "
@@ -332,7 +331,7 @@ class Store:
             )
 
     def add(self, rows: Iterable[Row]) -> tuple[int, list[str]]:
-        """Take rows of another store. What is here stays; a job that was done there is done here
+        """Add rows of another store. What is here stays; a job that was done there is done here
         too.
 
         Returns:
@@ -373,7 +372,7 @@ class Store:
         return added, different
 
     def remove(self, unwanted: Callable[[Row], bool]) -> int:
-        """Forget rows, and give their space back to the disk. Returns how many."""
+        """Remove rows, and give their space back to the disk. Returns how many."""
         keys = [(row.key,) for row in self.rows() if unwanted(row)]
         with self._writing() as database:
             database.executemany("DELETE FROM measurements WHERE key = ?", keys)

@@ -12,7 +12,7 @@ from capture import documents
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """Equal collective operations of a program.
+    """A group of equal collective operations of a program.
 
     Attributes:
         kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
@@ -40,7 +40,8 @@ class Collective:
 
 @dataclass(frozen=True, order=True)
 class Kernel:
-    """Equal kernels of a program; most have no products, and a document of them has no such fields.
+    """A group of equal kernels of a program; most have no products, and their documents no such
+    fields.
 
     Attributes:
         nbytes: What each reads and writes.
@@ -67,7 +68,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """Per device and execution.
+    """The work of a compiled program: what it computes, reads and sends, per device and execution.
 
     Attributes:
         flops: By XLA's cost analysis of the optimised program.
@@ -90,7 +91,8 @@ class ProgramWork:
     kernels: tuple[Kernel, ...] | None = None
 
     def writing(self, sizes: Mapping[int, int]) -> ProgramWork:
-        """Return the same with kernels beside, which write so many bytes, each so many times."""
+        """Return the work with further kernels that only write: ``sizes`` gives their number by
+        bytes."""
         written = [Kernel(nbytes, count=count) for nbytes, count in sizes.items()]
         return replace(
             self,

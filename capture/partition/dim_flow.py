@@ -46,7 +46,7 @@ _CHEAP_LOSS = {
 
 
 def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
-    """Follow the dimensions of one operand into the first result.
+    """Return where each dimension of one operand goes in the first result of an equation.
 
     Element-wise equations keep them; a transpose, broadcast, reshape, reduction, slice or gather
     moves or drops them. An unknown primitive keeps the dimensions of equal size, as nearly all that
@@ -105,8 +105,8 @@ def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
 
 
 def loss_is_cheap(eqn: Any) -> bool:
-    """Whether XLA drops a sharded dimension with a masked lookup, or an all-reduce of the small
-    result.
+    """Tell whether XLA drops a sharded dimension here with a masked lookup, or an all-reduce of the
+    small result.
 
     A reshape that cuts through the shards, a sort or a top-k instead gathers the whole tensor on
     every device.
@@ -115,7 +115,8 @@ def loss_is_cheap(eqn: Any) -> bool:
 
 
 def reshaped_dim(shape: Sequence[int], result: Sequence[int], dim: int, degree: int) -> int | None:
-    """The dimension of a reshaped array whose contiguous blocks are those of ``dim``.
+    """Return the dimension of a reshaped array whose contiguous blocks are those of ``dim``, or
+    None.
 
     ``dim`` must be the first of the dimensions that it is merged with, and the block it becomes
     must divide by ``degree``.
@@ -141,7 +142,7 @@ def reshaped_dim(shape: Sequence[int], result: Sequence[int], dim: int, degree: 
 def reshape_groups(
     shape: Sequence[int], result: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions of equal size on both sides of a reshape."""
+    """Yield the smallest runs of dimensions that have equal sizes on both sides of a reshape."""
     if not math.prod(shape):
         return
     i = j = 0
@@ -167,8 +168,8 @@ def _mixed_dims(params: dict[str, Any], ndim: int) -> set[int]:
 
 
 def _gathered(eqn: Any, operand: int) -> DimFlow:
-    """Dimensions taken whole stay as offset dimensions, batching dimensions meet those of the
-    indices."""
+    """Return the dimension flow of a gather. Dimensions taken whole stay as offset dimensions;
+    batching dimensions meet those of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, indices, result = (
         eqn.invars[0].aval.shape,

@@ -55,8 +55,8 @@ def localize(
 
 
 def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
-    """FLOPs, per device, of the operations that hold a Pallas kernel for some platform, or of the
-    others."""
+    """Count the FLOPs per device of the operations that hold a Pallas kernel for some platform, or
+    of the others."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == PRIMITIVE:
@@ -75,13 +75,13 @@ def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
 
 
 def _holds(equation: Any, name: str) -> bool:
-    """Whether an equation is of a primitive, or runs one in a body."""
+    """Tell whether an equation is of a primitive, or runs one in a body."""
     inner = (e for body in sub_jaxprs(equation.params) for e in body.eqns)
     return equation.primitive.name == name or any(_holds(e, name) for e in inner)
 
 
 def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
-    """The mesh axis over which each factor of an operation is split."""
+    """Return the mesh axis over which each factor of an operation is split."""
     axes: dict[str, str] = {}
     rule = split_rule(equation)
     for factor, operand, dim in rule.factors if rule else ():
@@ -108,8 +108,8 @@ def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
 
 
 def _localized(value: Any, mesh: Mesh, is_open: bool) -> tuple[Any, Sequence[Any]]:
-    """A parameter of an equation with the operations in its bodies replaced, and the operands that
-    an open body takes before its own."""
+    """Return a parameter of an equation with the operations in its bodies replaced, and the
+    operands that an open body takes before its own."""
     if isinstance(value, (tuple, list)):
         return (
             type(value)(_localized(item, mesh, is_open)[0] for item in value)
@@ -137,7 +137,7 @@ def _holds_call(value: Any) -> bool:
 
 
 def _local_call(equation: Any, mesh: Mesh) -> Callable[..., Any] | None:
-    """What to run in the place of one operation; None leaves it to JAX."""
+    """Return the function that runs one operation on its local parts; None leaves it to JAX."""
     rule = split_rule(equation)
     if rule is None:
         return None

@@ -59,7 +59,7 @@ class SequenceSplit:
 
 
 class SequenceSplits:
-    """Those of all layers, per tensor-parallel degree; equal layers are walked once.
+    """The sequence splits of all layers, per tensor-parallel degree; equal layers are walked once.
 
     Args:
         traced: The model.
@@ -72,7 +72,7 @@ class SequenceSplits:
     def of_layers(
         self, specs: Sequence[PartitionSpec], degree: int
     ) -> list[tuple[LayerCall, SequenceSplit | None]]:
-        """Every layer with its split; None where nothing is split.
+        """Return every layer with its sequence split; None where nothing is split.
 
         Args:
             specs: Per parameter of the graph.
@@ -89,8 +89,8 @@ class SequenceSplits:
         return found
 
     def value_dims(self, specs: Sequence[PartitionSpec], degree: int) -> tuple[int | None, ...]:
-        """Per value of the graph, the dimension along which its maker leaves it split and all
-        layers that read it want it; None where they differ. Arguments as of ``of_layers``."""
+        """Return, per value of the graph, the dimension along which its maker leaves it split and
+        all layers that read it want it. None where they differ. Arguments as for ``of_layers``."""
         values = self._traced.graph.values
         made: dict[int, int | None] = {}
         wanted: dict[int, set[int | None]] = {}
@@ -135,7 +135,7 @@ class SequenceSplits:
 
 
 def _dims(call: LayerCall, split: SequenceSplit) -> dict[Any, int | None]:
-    """By number, the dimension along which a value of a layer is split."""
+    """Return, by number of a layer's value, the dimension along which the value is split."""
     function = call.function
     found = dict(zip(function.inputs, split.inputs, strict=True))
     for op, dims in zip(function.ops, split.results, strict=True):
@@ -144,7 +144,8 @@ def _dims(call: LayerCall, split: SequenceSplit) -> dict[Any, int | None]:
 
 
 def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
-    """Per input a dimension to cut: all that are as long, but for the examples of a batch."""
+    """Yield, per input, a dimension to cut: all inputs' dimensions of one length, but for the
+    examples of a batch."""
     sizes = [
         [size if dim != tensor.batch_dim and size % degree == 0 else 0]
         for tensor in data
@@ -166,7 +167,7 @@ def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
 
 
 class _Layer:
-    """A layer's program, and how its tensor parallelism splits it."""
+    """The program of a layer, and how its tensor parallelism splits it."""
 
     def __init__(
         self, call: LayerCall, groups: Sequence[Any], cuts: Sequence[int | None], degree: int
@@ -197,7 +198,8 @@ class _Layer:
                 self._from_data.update(equation.outvars)
 
     def along(self, dims: Sequence[int | None], num_inputs: int) -> tuple[SequenceSplit, float]:
-        """The split that begins with these dimensions of the data, and bytes that it saves."""
+        """Return the split that begins with these dimensions of the data, and the bytes that it
+        saves."""
         jaxpr = self._jaxpr
         found = followed_dims(jaxpr, [*[None] * self._num_params, *dims], self._degree)
         for equation in reversed(jaxpr.eqns):
@@ -237,13 +239,13 @@ class _Layer:
         )
 
     def _is_split(self, equation: Any) -> bool:
-        """Whether tensor parallelism splits an operand: a part of the result is made of the whole
-        of the others."""
+        """Tell whether tensor parallelism splits an operand: a part of the result is made of the
+        whole of the others."""
         return any(is_variable(v) and self._own.get(v) is not None for v in equation.invars)
 
     def _back(self, equation: Any, found: dict[Any, int | None]) -> None:
-        """What meets a value that is split, element by element, is split like it: masks, sums of
-        what came another way."""
+        """Split the operands that meet a split result element by element: masks, and sums of what
+        came another way."""
         dim = found.get(equation.outvars[0])
         if dim is None or equation.primitive.name in ("dot_general", "conv_general_dilated"):
             return
@@ -268,7 +270,7 @@ class _Layer:
 
 
 def _keeps(equation: Any, operand: int, split: Mapping[Any, int], degree: int) -> bool:
-    """Whether an operation makes its split results of the split operand as it lies."""
+    """Tell whether an operation makes its split results of the split operand as it lies."""
     name, dim = equation.primitive.name, split[equation.invars[operand]]
     if any(out not in split for out in equation.outvars):
         return False
@@ -288,7 +290,8 @@ def _is_body_of_another(value: Any) -> bool:
 
 
 def _body_keeps(body: Any, equation: Any, split: Mapping[Any, int], degree: int) -> bool:
-    """Whether all of a call's operations do, and its results are split as is found outside."""
+    """Tell whether all operations of a call keep their split operands, and its results are split as
+    outside."""
     given = [split.get(v) if is_variable(v) else None for v in equation.invars]
     dims = followed_dims(body, given, degree)
     inside = {v: dim for v, dim in dims.items() if dim is not None}
@@ -306,7 +309,8 @@ def _body_keeps(body: Any, equation: Any, split: Mapping[Any, int], degree: int)
 
 
 def _lying(array: Any, dim: int, mesh: Mesh, axis: str | None) -> NamedSharding:
-    """One dimension split over an axis, or whole; the others as they come."""
+    """Return a sharding with one dimension split over an axis, or whole; the others as they
+    come."""
     spec = [PartitionSpec.UNCONSTRAINED] * array.ndim
     return NamedSharding(mesh, PartitionSpec(*spec[:dim], axis, *spec[dim + 1 :]))
 
@@ -316,12 +320,14 @@ def split_along(array: Any, dim: int, mesh: Mesh) -> Any:
 
 
 def gathered(array: Any, dim: int, mesh: Mesh) -> Any:
-    """The whole of what is split; its gradient is scattered where it arises."""
+    """Gather an array that is split along one dimension; its gradient is scattered where it
+    arises."""
     return _constrained(array, _lying(array, dim, mesh, None), _lying(array, dim, mesh, MODEL_AXIS))
 
 
 def scattered(array: Any, dim: int, mesh: Mesh) -> Any:
-    """The part of a sum over the devices; its gradient is gathered where it is read."""
+    """Return the local part of a sum over the devices; its gradient is gathered where it is
+    read."""
     return _constrained(array, _lying(array, dim, mesh, MODEL_AXIS), _lying(array, dim, mesh, None))
 
 
@@ -337,7 +343,7 @@ def _constrained(array: Any, sharding: NamedSharding, of_gradient: NamedSharding
 
 
 class SplitRun:
-    """Runs the operations of one layer with its values split.
+    """The runner of one layer's operations with its values split.
 
     Args:
         call: The layer.
@@ -366,15 +372,15 @@ class SplitRun:
         self.outputs = tuple(self._dims.get(v) for v in function.outputs)
 
     def enter(self, inputs: Sequence[Any]) -> list[Any]:
-        """The layer's inputs, split."""
+        """Split the layer's inputs."""
         return [
             array if dim is None else split_along(array, dim, self._mesh)
             for array, dim in zip(inputs, self._entering, strict=True)
         ]
 
     def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
-        """Results of one operation; what it reads whole stands in the environment beside the value,
-        for all that do."""
+        """Run one operation and return its results. Operands that it reads whole are kept in the
+        environment beside the value, for later operations."""
         at, given, wholes = self._index[op], list(arguments), dict[int, int]()
         for i in self._split.whole[at]:
             value = op.inputs[i]
@@ -397,8 +403,9 @@ class SplitRun:
         ]
 
     def _run_whole(self, op: Op, parts: Sequence[Any], wholes: Mapping[int, int]) -> Sequence[Any]:
-        """Of what is gathered here the backward pass keeps the part, and gathers once more (section
-        4.2.2): else that of all products would be there at once when a layer is run again."""
+        """Run an operation on gathered operands. Under ``jax.checkpoint`` the backward pass keeps
+        the parts and gathers once more (section 4.2.2): else the gathered operands of all products
+        would be in memory at once when a layer is run again."""
         given = [
             gathered(part, wholes[i], self._mesh) if i in wholes else part
             for i, part in enumerate(parts)

@@ -19,8 +19,8 @@ from capture.tracing.slices import LayerCall, struct_of
 
 
 class ModelSharding:
-    """Specs of all parameters per tensor-parallel degree; a shared parameter is split as its first
-    layer wants it.
+    """The specs of all parameters per tensor-parallel degree; a shared parameter is split as its
+    first layer wants it.
 
     Args:
         traced: The model.
@@ -34,7 +34,7 @@ class ModelSharding:
 
     @memo
     def specs(self, degree: int) -> list[PartitionSpec]:
-        """One spec per parameter of the graph; equal layers are walked once."""
+        """Return one spec per parameter of the graph; equal layers are walked once."""
         graph = self._traced.graph
         specs: dict[int, PartitionSpec] = {}
         for layer in graph.layers:
@@ -67,18 +67,20 @@ class ModelSharding:
         return self._by_key[key]
 
     def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
-        """Bytes per device of every parameter of the graph."""
+        """Return the bytes per device of every parameter of the graph."""
         return tuple(
             _shard_bytes(p, spec, split)
             for p, spec in zip(self._traced.graph.params, self.specs(split[0]), strict=True)
         )
 
     def layer_splits(self, degree: int) -> list[tuple[LayerCall, SequenceSplit | None]]:
-        """Every layer, and how sequence parallelism splits it; None where it does not."""
+        """Return every layer with the split of its sequence parallelism; None where there is
+        none."""
         return self._sequences.of_layers(self.specs(degree), degree)
 
     def graph(self, choices: Iterable[StageChoice]) -> LayerGraph:
-        """The model's, which knows how stages with these choices split what passes between them."""
+        """Return the model's graph with the dimensions along which stages with these choices split
+        the values between them."""
         degrees = sorted({choice.value_split[1] for choice in choices} - {1})
         return replace(self._traced.graph, value_dims={d: self._value_dims(d) for d in degrees})
 
@@ -88,8 +90,8 @@ class ModelSharding:
 
 
 def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int) -> PartitionSpec:
-    """A spec that also splits the largest dimension that is whole and even over the replicas; the
-    same where there is none."""
+    """Return a spec that also splits the largest dimension that is whole and even over the
+    replicas; the spec itself where there is none."""
     if data_parallel == 1:
         return spec
     axes = [*spec, *[None] * (len(shape) - len(spec))]

@@ -36,7 +36,7 @@ _FOLLOWED = REDUCTIONS | {"argmax", "argmin", "broadcast_in_dim", "squeeze", "tr
 
 
 class SplitReach:
-    """The joined dimensions of a program's values.
+    """The joined dimensions of a program's values: those that are split together or not at all.
 
     Args:
         jaxpr: Flat.
@@ -52,7 +52,7 @@ class SplitReach:
                     self._next[self._last(one)] = self._last(other)
 
     def of(self, split: Iterable[Dim]) -> set[Any]:
-        """The values that may be split where these dimensions are."""
+        """Return the values that may be split where these dimensions are."""
         groups = {self._last(dim) for dim in split}
         values = [*self._jaxpr.invars, *(v for e in self._jaxpr.eqns for v in e.outvars)]
         return {v for v in values if any(self._last(dim) in groups for dim in _dims(v))}
@@ -152,8 +152,8 @@ def _of_convolution(equation: Any) -> Iterator[tuple[Dim, Dim]]:
 
 
 def _of_lookup(equation: Any) -> Iterator[tuple[Dim, Dim]]:
-    """Of a gather, or a scatter: the table and the windows that are taken from it, or put into it;
-    the indices and which windows."""
+    """Yield the joined dimensions of a gather or scatter: of the table and the windows that are
+    taken from it or put into it, of the indices and which windows."""
     numbers, operands = equation.params["dimension_numbers"], equation.invars
     table, indices = operands[0], operands[1]
     if equation.primitive.name == "gather":
@@ -178,7 +178,8 @@ def _of_lookup(equation: Any) -> Iterator[tuple[Dim, Dim]]:
 
 
 def _between(some: Sequence[Dim], others: Sequence[Dim]) -> Iterator[tuple[Dim, Dim]]:
-    """Pairs, but for those of constants; what has no partner is left out."""
+    """Yield pairs of dimensions, except those of constants; a dimension without a partner is left
+    out."""
     return (
         pair
         for pair in zip(some, others, strict=False)

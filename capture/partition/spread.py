@@ -14,7 +14,7 @@ from capture.tracing.jaxprs import sub_jaxprs
 
 
 class Spread:
-    """The splits of a program.
+    """The splits of all values of a program, remembered per split of its inputs.
 
     Args:
         jaxpr: Flat.
@@ -28,7 +28,8 @@ class Spread:
     def dims(
         self, inputs: Sequence[int | None], degree: int, axis: str
     ) -> Mapping[Any, int | None]:
-        """As ``followed_dims``."""
+        """Return the dimension along which every value of the program is split (see
+        ``followed_dims``)."""
         # The walk asks of a degree only which sizes it divides.
         key = (tuple(inputs), axis, frozenset(s for s in self._sizes if s % degree))
         if key not in self._dims:
@@ -40,7 +41,7 @@ class Spread:
         return _divided(self._jaxpr)
 
     def reached(self, split: Sequence[Dim]) -> Collection[Any]:
-        """The values that may be split where these dimensions are."""
+        """Return the values that may be split where these dimensions are."""
         key = frozenset(split)
         if key not in self._reached:
             self._reached[key] = self._reach.of(split)
@@ -52,7 +53,8 @@ class Spread:
 
 
 def _divided(jaxpr: Any) -> set[int]:
-    """All that a walk may divide, in bodies too: dimensions, and groups of convolutions."""
+    """Return all sizes that a walk may divide, in bodies too: dimensions, and groups of
+    convolutions."""
     values = {*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)}
     found = {size for v in values for size in getattr(v.aval, "shape", ())}
     for equation in jaxpr.eqns:

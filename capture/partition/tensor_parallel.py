@@ -31,7 +31,7 @@ def parameter_specs(
     rule: Rule = "auto",
     names: Sequence[str] | None = None,
 ) -> list[PartitionSpec]:
-    """How to shard the parameters of a function over the mesh axis ``model``.
+    """Decide how to shard the parameters of a function over the mesh axis ``model``.
 
     **Assumes** the arguments are whole along ``model``; XLA's propagation does the rest, with
     nothing annotated inside ``fn``.
@@ -94,7 +94,7 @@ def _spec(shape: tuple[int, ...], dim: int | None) -> PartitionSpec:
 
 
 def cut_dim(spec: PartitionSpec) -> int | None:
-    """The dimension that a spec of one axis names."""
+    """Return the dimension that a spec of one axis names, or None."""
     return next((dim for dim, entry in enumerate(spec) if entry is not None), None)
 
 
@@ -113,7 +113,7 @@ def _specs_by_name(
     shapes: Sequence[tuple[int, ...]],
     degree: int,
 ) -> dict[int, PartitionSpec]:
-    """The specs that the user gave, by parameter, after checking that they fit."""
+    """Return the specs that the user gave, by parameter, after checking that they fit."""
     if names is None or len(names) != len(shapes):
         given = "no names" if names is None else f"{len(names)} names"
         message = (

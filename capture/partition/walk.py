@@ -42,7 +42,7 @@ _BODIES = BODIES | {split_rule.PRIMITIVE: "call"}
 def cut_parameters(
     jaxpr: Jaxpr, shapes: Sequence[tuple[int, ...]], degree: int, fixed: Mapping[int, int | None]
 ) -> dict[int, int | None]:
-    """Decide the parameters of a program.
+    """Decide along which dimension each parameter of a program is cut.
 
     Args:
         jaxpr: Its first inputs are the parameters; the others are whole.
@@ -77,8 +77,7 @@ def cut_parameters(
 def followed_dims(
     jaxpr: Jaxpr, inputs: Sequence[int | None], degree: int, axis: str | None = None
 ) -> dict[Any, int | None]:
-    """The dimension along which every value of a program is split, where that of its inputs is
-    known.
+    """Return the dimension along which every value of a program is split, from those of its inputs.
 
     Args:
         jaxpr: The program.
@@ -93,7 +92,7 @@ def followed_dims(
 
 @dataclass(frozen=True)
 class _Value:
-    """What the walk knows of a variable.
+    """The facts that the walk knows of a variable.
 
     Attributes:
         dim: Its sharded dimension.
@@ -121,7 +120,7 @@ _WHOLE = _Value()
 
 
 class _Walk:
-    """One walk over a jaxpr.
+    """The state of one walk over a jaxpr.
 
     Attributes:
         cuts: The decision per parameter: its sharded dimension, or None to stay whole. Who has none
@@ -156,7 +155,7 @@ class _Walk:
         return self._decided(env.get(atom, _WHOLE)) if is_variable(atom) else _STATIC
 
     def follow(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> dict[Any, _Value]:
-        """What is known of every variable."""
+        """Return what is known of every variable, from what is known of the inputs."""
         env: dict[Any, _Value] = dict.fromkeys(jaxpr.constvars, _STATIC)
         env.update(zip(jaxpr.invars, inputs, strict=False))
 
@@ -178,7 +177,7 @@ class _Walk:
                 self.cuts.setdefault(param, divisible[0])
 
     def _decided(self, value: _Value) -> _Value:
-        """A parameter that was decided meanwhile counts as a sharded value."""
+        """Return a value as a sharded one if the parameter that it views was decided meanwhile."""
         if value.param is None or value.param not in self.cuts:
             return value
         cut = self.cuts[value.param]
@@ -237,18 +236,18 @@ class _Walk:
         return [self._follow(eqn, inputs)] * len(eqn.outvars)
 
     def _constrained(self, eqn: Any, value: _Value) -> _Value:
-        """A dimension that a constraint leaves open stays as it comes."""
+        """Return a value as a sharding constraint leaves it; a dimension that the constraint leaves
+        open stays as it comes."""
         spec = getattr(eqn.params["sharding"], "spec", ())
         named = (dim for dim, entry in enumerate(spec) if _names(entry, self._axis))
         kept = value.dim if value.dim in eqn.params["unconstrained_dims"] else None
         return replace(value.as_activation(), dim=next(named, kept))
 
     def _dot(self, eqn: Any, inputs: list[_Value]) -> _Value:
-        """A product with a parameter decides it, by where the other operand is cut: contracted, the
-        parameter becomes a row and the result is whole after a sum; in a batch dimension, experts;
-        nowhere, a column may begin here. A product of two activations decides nothing, but where
-        it would sum scores over the devices, the column that led to it is taken back.
-        """
+        """Decide the parameter of a product by where the other operand is cut. Contracted: the
+        parameter becomes a row and the result is whole after a sum; in a batch dimension: experts;
+        nowhere: a column may begin here. A product of two activations decides nothing, but where it
+        would sum scores over the devices, the column that led to it is taken back."""
         (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
         contract, batch = (contract_lhs, contract_rhs), (batch_lhs, batch_rhs)
         self._undo(*(value.lost for value in inputs))
@@ -291,14 +290,14 @@ class _Walk:
         return result
 
     def _keep_table_whole_on_features(self, weight: _Value) -> None:
-        """A head that is tied to a table contracts its features: cut there, whole logits would be
-        summed over the devices."""
+        """Rule out cuts by features for a table that a head is tied to: the head contracts them, so
+        whole logits would be summed over the devices."""
         if weight.param in self._tables:
             self._tables[weight.param] = self._tables[weight.param][:1]
 
     def _convolution(self, eqn: Any, inputs: list[_Value]) -> _Value:
-        """As a product over features: an output channel is a column, an input channel a row, a
-        depthwise filter follows."""
+        """Follow a convolution like a product over features: an output channel is a column, an
+        input channel a row, a depthwise filter follows."""
         numbers, image, kernel = eqn.params["dimension_numbers"], *inputs
         (image_batch, image_features), (out_features, in_features) = (
             numbers.lhs_spec[:2],
@@ -351,8 +350,8 @@ class _Walk:
         )
 
     def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
-        """The body, once; what is stacked over the iterations loses its first dimension inside and
-        has it back outside."""
+        """Follow the body of a scan, once; what is stacked over the iterations loses its first
+        dimension inside and has it back outside."""
         body = opened(eqn.params["jaxpr"])
         num_consts, num_carry = scan_arity(eqn)
         first_stacked = num_consts + num_carry
@@ -363,7 +362,8 @@ class _Walk:
     def _loop(
         self, body: Jaxpr, inputs: list[_Value], num_consts: int, num_carry: int | None = None
     ) -> list[_Value]:
-        """The body of a loop; a carry stays sharded only if it leaves the body as it came."""
+        """Follow the body of a loop; a carry stays sharded only if it leaves the body as it
+        came."""
         stop = len(inputs) if num_carry is None else num_consts + num_carry
         carries = [value.as_activation() for value in inputs[num_consts:stop]]
         results = [
@@ -377,8 +377,8 @@ class _Walk:
         return [*kept, *results[len(carries) :]]
 
     def _follow(self, eqn: Any, inputs: list[_Value]) -> _Value:
-        """Everything else: the result is sharded where an operand is, and undecided parameters
-        follow.
+        """Follow any other equation: the result is sharded where an operand is, and undecided
+        parameters follow.
 
         A cut that the operation loses is no error here: it is noted, and taken back only where a
         product would need it. The result of an operation on one parameter alone is a view of it,
@@ -417,7 +417,7 @@ class _Walk:
 
 
 def _by_rule(rule: split_rule.SplitRule, inputs: Sequence[_Value]) -> list[_Value]:
-    """The results of an operation that says itself what may be split."""
+    """Return the results of an operation that says itself what may be split."""
     columns: dict[str, int | None] = {}
     lost = next((value.lost for value in inputs if value.lost is not None), None)
     for value, factors in zip(inputs, rule.operands, strict=True):
@@ -445,8 +445,8 @@ def _ndim(atom: Any) -> int:
 
 
 def product_dim(eqn: Any, side: int, dim: int) -> int:
-    """Where a dimension of an operand that is not contracted stands in the result of a product:
-    batch, left, right."""
+    """Return where an operand's dimension that is not contracted stands in the result of a product,
+    whose dimensions are: batch, left, right."""
     (contract, batch) = ((dims[0], dims[1]) for dims in eqn.params["dimension_numbers"])
     if dim in batch[side]:
         return tuple(batch[side]).index(dim)
@@ -458,7 +458,7 @@ def product_dim(eqn: Any, side: int, dim: int) -> int:
 
 
 def _shifted(value: _Value, by: int) -> _Value:
-    """The value with its first dimension taken away (-1) or a new one put before it (1)."""
+    """Return the value with its first dimension taken away (-1) or a new one put before it (1)."""
     dim = None if value.dim is None or value.dim + by < 0 else value.dim + by
     dims = value.param_dims[1:] if by < 0 else (None, *value.param_dims)
     return replace(value, dim=dim, param_dims=dims if value.param is not None else ())

@@ -265,7 +265,7 @@ class CompileBackend:
 
     def _sequence_split(self, config: StageConfig) -> list[Any]:
         """Return, for keys, along which dimensions values of the stage are split, which layers of
-        other stages have a say in; empty without sequence parallelism."""
+        other stages have a say in; empty where nothing is split along the sequence."""
         choice, size = config.choice, config.microbatch_size
         if not choice.sequence_parallel:
             return []
