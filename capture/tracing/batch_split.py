@@ -43,7 +43,7 @@ _QUICK_COMPILE: dict[str, str | bool] = {
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """Whether a loss splits over micro-batches.
+    """The answer whether a loss splits over micro-batches, and how it was found.
 
     Attributes:
         splits: None if it was not decided.
@@ -61,7 +61,7 @@ class SplitCheck:
 
 @dataclass(frozen=True)
 class _TracedTwice:
-    """The loss of n and of 2 n examples."""
+    """The loss as traced for n and for 2 n examples."""
 
     num_examples: int
     closed: Any
@@ -152,7 +152,8 @@ def _is_number(atom: Any) -> bool:
 
 
 def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None:
-    """What to tell the user; None if the loss splits.
+    """Return the warning for a user whose loss does not split over micro-batches; None if it
+    splits.
 
     Args:
         check: Of the loss.
@@ -172,7 +173,7 @@ def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None
 
 
 def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str, ...]:
-    """Return all that a user should know of a loss before training with it; arguments as of
+    """Return all warnings that a user should read before training with a loss; arguments as for
     ``split_warning``."""
     warnings = [split_warning(check, parts)]
     if check.loss is not None:
@@ -207,8 +208,8 @@ def _can_run(traced: _TracedTwice) -> bool:
 
 
 def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | None:
-    """Run the loss on a batch and on its halves; None where it cannot be run, or rounding may
-    explain the difference."""
+    """Run the loss on a batch and on its halves and compare; None where it cannot be run, or
+    rounding may explain the difference."""
     leaves = jax.tree.leaves(traced.params)
     try:
         with jax.default_device(jax.devices("cpu")[0]):
@@ -247,7 +248,8 @@ def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | N
 def _losses(
     workload: WorkloadProtocol, traced: _TracedTwice, params: Sequence[Any]
 ) -> tuple[float, float, float]:
-    """Losses of 2 n random examples and of their halves, with the leaves of some parameters."""
+    """Return the losses of 2 n random examples and of their two halves, with the leaves of some
+    parameters."""
     n = traced.num_examples
     batch = jax.tree.leaves(_quickly(lambda key: workload.batch(key, 2 * n), jax.random.key(0)))
     halves = [
@@ -263,8 +265,8 @@ def _losses(
 
 
 def _random_leaf(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> np.ndarray:
-    """Near 1 for scales and biases, else small enough that products keep the size of their
-    inputs."""
+    """Return a random parameter: near 1 for scales and biases, else small enough that products keep
+    the size of their inputs."""
     if len(leaf.shape) < 2:
         return random.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
     return (

@@ -37,8 +37,8 @@ _BROADCASTS = ("broadcast_in_dim", "squeeze")
 
 
 def coupled_examples(one: TracedModel, other: TracedModel, stop: int) -> str | None:
-    """What first lets the examples of a micro-batch meet in layers [0, stop), for people; None if
-    nothing does.
+    """Describe what first lets examples of a micro-batch influence each other in layers [0, stop);
+    None if nothing does.
 
     Args:
         one, other: The same loss at two sizes.
@@ -88,8 +88,9 @@ def _meetings(one: Any, other: Any) -> Iterator[str]:
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> list[tuple[Any, Any]] | None:
-    """The same operations of two programs; None if there are others. Over a single example JAX does
-    not broadcast, and what is made so has no use but in the operations behind it."""
+    """Return the equal operations of two programs as pairs; None if the programs differ. Over a
+    single example JAX does not broadcast, and what is made so has no use but in the operations
+    behind it."""
 
     def names(equations: Sequence[Any]) -> list[str]:
         return [equation.primitive.name for equation in equations]
@@ -103,6 +104,6 @@ def _alike(one: Sequence[Any], other: Sequence[Any]) -> list[tuple[Any, Any]] | 
 
 
 def _grown(one: Any, other: Any) -> list[int]:
-    """Dimensions of a value that depend on the size of the micro-batch."""
+    """Return the dimensions of a value that depend on the size of the micro-batch."""
     pair = np.shape(one.aval), np.shape(other.aval)
     return [d for d, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]

@@ -32,7 +32,8 @@ FLOPS_TOLERANCE = 0.25
 
 
 def mark_cuts(program: Program) -> list[int]:
-    """Cut positions at the marks; a mark with nothing to compute before or after it is no cut.
+    """Return the cut positions at the model's marks; a mark with nothing to compute before or after
+    it is no cut.
 
     Raises:
         TracingError: ``trace-no-marks`` if no mark divides the program.
@@ -72,16 +73,16 @@ PRODUCTS: dict[str, Kind] = {
 
 
 def product_kind(program: Program, op: Op) -> Kind | None:
-    """``matmul``, ``conv`` or ``embedding`` if the operation applies a parameter, however cast or
-    transposed, to data; else None."""
+    """Return ``matmul``, ``conv`` or ``embedding`` if the operation applies a parameter, however
+    cast or transposed, to data; else None."""
     static = program.from_params - program.from_batch
     reads = set(op.reads)
     return PRODUCTS.get(op.primitive.name) if reads & static and reads - static else None
 
 
 def product_cuts(program: Program) -> list[int]:
-    """Cut positions before every product with a parameter but the first; what follows a product up
-    to the next one belongs to it."""
+    """Return cut positions before every product with a parameter but the first; what follows a
+    product up to the next one belongs to it."""
     last = program.producer[program.loss]
     found = [
         i
@@ -92,8 +93,8 @@ def product_cuts(program: Program) -> list[int]:
 
 
 def applied(program: Program) -> list[bool]:
-    """By operation, whether an automatic layer may be made around it: it, or its body, multiplies
-    data with a parameter.
+    """Return, per operation, whether an automatic layer may be made around it: it, or its body,
+    multiplies data with a parameter.
 
     In a loss without any such product (scales and shifts alone), those that compute with a
     parameter take their place.
@@ -121,7 +122,8 @@ def _has_product(name: str, params: dict[str, Any]) -> bool:
 
 
 def layers_without_marks(program: Program, num_devices: int) -> int:
-    """Into how many layers a loss without marks is cut; the same number at every micro-batch size.
+    """Choose the number of layers of a loss without marks; it is the same at every micro-batch
+    size.
 
     As many as it has equal blocks: a part of them where they are too many to measure, a multiple
     where they are too few for stages to differ. Never more than there are operations that apply
@@ -166,7 +168,7 @@ def layers_without_marks(program: Program, num_devices: int) -> int:
 
 
 def crossing_bytes(program: Program) -> list[int]:
-    """Bytes that are live across each position 0..len(ops), recomputed values and leaves
+    """Return the bytes that are live across each position 0..len(ops), recomputed values and leaves
     excluded."""
     end = len(program.ops)
     last_read: dict[int, int] = {
@@ -183,8 +185,8 @@ def crossing_bytes(program: Program) -> list[int]:
 
 
 def cluster_cuts(program: Program, num_layers: int) -> list[int]:
-    """Cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and the fewest
-    bytes crossing.
+    """Choose the cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and
+    the fewest bytes crossing.
 
     FLOPs come first: every layer is within a tolerance of the mean, which grows only while nothing
     fits. Among those cuts the bytes decide; the distance from an even share counts less than one
@@ -243,8 +245,8 @@ def cheapest_path(
     most: float,
     found: list[int],
 ) -> list[int] | None:
-    """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost
-    in between; O(n L).
+    """Find indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least
+    cost in between, in O(n L); None if there are none.
 
     One pass per step. Indices enter the window as they come within reach and leave it at its far
     end, both in order, and one that costs more than a later one never wins again: so the window's

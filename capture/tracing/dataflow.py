@@ -58,7 +58,7 @@ class DataFlow:
         self._nbytes: dict[Any, int] = {}
 
     def nbytes(self, value: Any) -> int:
-        """Of a whole value."""
+        """Return the bytes of a whole value, unsharded."""
         found = self._nbytes.get(value)
         if found is None:
             found = self._nbytes[value] = aval_bytes(value)
@@ -66,8 +66,8 @@ class DataFlow:
 
     @cached_property
     def opened(self) -> DataFlow:
-        """The same with all branches of every ``lax.cond`` beside each other, and of their results
-        one chosen: data flow through each result is its own."""
+        """The data flow with all branches of every ``lax.cond`` beside each other, and one of their
+        results chosen, so that data flow through each result is its own."""
         if not any(equation.primitive.name == "cond" for equation in self.jaxpr.eqns):
             return self
         return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
@@ -78,17 +78,17 @@ class DataFlow:
 
     @property
     def key(self) -> str:
-        """Hash of all that it computes, closed-over arrays by content."""
+        """The hash of all that the program computes, closed-over arrays by content."""
         return jaxpr_key(jex_core.ClosedJaxpr(self.jaxpr, self._consts))
 
     @property
     def constants(self) -> dict[Any, Any]:
-        """Closed-over arrays, by variable."""
+        """The closed-over arrays, by variable."""
         return dict(zip(self.jaxpr.constvars, self._consts, strict=True))
 
     @property
     def values(self) -> list[Any]:
-        """All variables but constants, in program order."""
+        """The variables in program order, without constants."""
         return [*self.inputs, *(out for e in self.jaxpr.eqns for out in e.outvars)]
 
     def propagate(
@@ -96,7 +96,7 @@ class DataFlow:
         owners: Mapping[Any, frozenset[int]],
         of_result: Callable[[frozenset[int], int], frozenset[int]] | None = None,
     ) -> dict[Any, frozenset[int]]:
-        """Union of the owners of the inputs that each value depends on.
+        """Return, per value, the union of the owners of the inputs that it depends on.
 
         Args:
             owners: Owners of each input, by variable.
@@ -136,16 +136,17 @@ class DataFlow:
         return {out: i for i, equation in enumerate(self.jaxpr.eqns) for out in equation.outvars}
 
     def maker(self, var: Any) -> Any | None:
-        """The equation that makes a value; None if it is an input or a constant."""
+        """Return the equation that makes a value; None if it is an input or a constant."""
         at = self.order(var)
         return self.jaxpr.eqns[at] if at >= 0 else None
 
     def order(self, var: Any) -> int:
-        """Position of a value in program order; inputs come first."""
+        """Return the position of the equation that makes a value; -1 for inputs and constants."""
         return self._position.get(var, -1)
 
     def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
-        """Equations that the wanted values depend on, in order, stopping at given ones."""
+        """Return the equations that the wanted values depend on, in order, stopping at given
+        values."""
         waiting, chosen = list(wanted), set()
         while waiting:
             value = waiting.pop()
@@ -160,8 +161,8 @@ class DataFlow:
     def evaluate(
         self, env: dict[Any, Any], wanted: Sequence[Any], *, whole: bool = False
     ) -> list[Any]:
-        """Values of the wanted variables from those in ``env``; with ``whole``, all is run, for the
-        effects of what nobody reads."""
+        """Compute the wanted variables from the values in ``env``. With ``whole`` all equations are
+        run, for the effects of what nobody reads."""
         values = self.constants | env
         for equation in self.jaxpr.eqns if whole else self.needed(wanted, values):
             bind(equation, [value_of(v, values) for v in equation.invars], values)
@@ -196,8 +197,8 @@ def bind(
 
 
 def _traceback(equation: Any, caller: Any) -> Any:
-    """The body of a function that JAX keeps traced was not called from any line of the model: the
-    call was."""
+    """Return the traceback of an equation; for a body that JAX keeps traced, and no line of the
+    model calls, that of the call."""
     own = equation.source_info.traceback
     return own if caller is None or line_of(own) else caller
 

@@ -57,7 +57,7 @@ _Value = int | jex_core.Literal | _Stack
 
 @dataclass(frozen=True)
 class Flattening:
-    """What flattening found.
+    """The flat program of a loss, and what was learned of its scans.
 
     Attributes:
         program: The operations.
@@ -133,7 +133,7 @@ def flatten(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an equation stands: its name scopes, the remat regions around it, its path, and where
+    """The place of an equation: its name scopes, the remat regions around it, its path, and where
     the model calls it."""
 
     scope: str = ""
@@ -187,7 +187,7 @@ class _Flattener:
     def open(
         self, jaxpr, consts: Sequence[Any], arguments: Sequence[_Value], place: _Place
     ) -> list[_Value]:
-        """Append the equations of a body; returns its outputs."""
+        """Append the equations of a body and return its outputs."""
         env: dict[Any, _Value] = dict(
             zip(jaxpr.constvars, map(self.new_const, consts), strict=True)
         )
@@ -204,7 +204,7 @@ class _Flattener:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation, inputs: list[_Value], place: _Place) -> Sequence[_Value]:
-        """Values of the results of one equation, appended as an op or opened.
+        """Append one equation as an op, or open it; return the values of its results.
 
         Calls are opened so that cuts may fall inside them, but not those that say how they are to
         be sharded, unless they hold a mark; a scan is unrolled where it holds one, or where that is
@@ -269,7 +269,7 @@ class _Flattener:
         return output
 
     def whole(self, value: _Value, place: _Place) -> int | jex_core.Literal:
-        """The array itself."""
+        """Return a value as one array; the parts of a stack are stacked by an added operation."""
         if not isinstance(value, _Stack):
             return value
         if value.whole is None:
@@ -296,7 +296,7 @@ class _Flattener:
         return stack  # a copy
 
     def _unrolls(self, equation, inputs: list[_Value], place: _Place) -> bool:
-        """Whether to unroll a scan; notes which parameter leaves it runs over."""
+        """Tell whether to unroll a scan, and note which parameter leaves it runs over."""
         num_consts, num_carry = scan_arity(equation)
         scanned = inputs[num_consts + num_carry :]
         leaves = [self.origin[v] for v in scanned if is_value(v) and v in self.origin]
@@ -333,7 +333,7 @@ class _Flattener:
         return [*carry, *stacks]
 
     def _row(self, value: _Value, i: int, place: _Place) -> int:
-        """Entry i along the leading dimension."""
+        """Return entry ``i`` of a value along its leading dimension."""
         if isinstance(value, _Stack) and value.dim == 0:
             return value.parts[i]
         return self.emit(("index", i), [self.as_value(value, place)], place)
@@ -357,6 +357,6 @@ def _emitted_jaxpr(operation: tuple, avals: tuple):
 
 
 def _is_sharded(params: Mapping[str, Any]) -> bool:
-    """Whether a jit carries shardings of its own, which opening it would lose."""
+    """Tell whether a jit carries shardings of its own, which opening it would lose."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)

@@ -38,8 +38,8 @@ _NO_FLOPS = frozenset(
 
 
 def equation_flops(equation) -> int:
-    """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for
-    moving data.
+    """Count the floating-point operations of an equation: 2 per multiply-add, 1 per element of
+    other arithmetic, 0 for moving data.
 
     A scan counts its body ``length`` times, a ``cond`` its dearest branch (one by platform its
     default), a ``while`` one iteration, a Pallas kernel what its author estimates, or else its body

@@ -19,7 +19,7 @@ from capture.tracing.leaf_uses import LAYOUT
 
 
 def following(jaxpr, known: set) -> set:
-    """Variables that follow from known ones by operations that are fused."""
+    """Return the variables that follow from known ones by operations that are fused."""
     found = set[Any]()
     for equation in jaxpr.eqns:
         if _is_fused(equation) and all(
@@ -34,8 +34,8 @@ MULTIPLY = PRODUCTS.keys() - {"gather"}
 
 
 def multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
-    """Variables that are read: whether all that reads them, directly or in another layout, is
-    products at default precision.
+    """Tell, per variable that is read, whether only products at default precision read it, directly
+    or in another layout.
 
     Args:
         jaxpr: The forward pass.
@@ -53,8 +53,8 @@ def multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
 
 
 def _precision(equation) -> str:
-    """That a product asks for; ``highest`` where it names an algorithm, which is exact or says
-    itself what it computes in."""
+    """Return the precision that a product asks for; ``highest`` where it names an algorithm, which
+    is exact or says itself what it computes in."""
     asked = equation.params.get("precision")
     if asked is None or isinstance(asked, tuple):
         return max(
@@ -122,7 +122,7 @@ def _is_long(equation) -> bool:
 
 
 def _is_fused(equation) -> bool:
-    """Whether it is fused into what reads its result."""
+    """Tell whether an operation is fused into what reads its result."""
     name, (result, *more) = equation.primitive.name, equation.outvars
     if more or name in _WHOLE or name in PRODUCTS or "call" in name:
         return False
@@ -132,7 +132,7 @@ def _is_fused(equation) -> bool:
 
 
 def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """Whether it is the result's, but for dimensions of 1."""
+    """Tell whether a shape is the result's, except where its dimensions are 1."""
     return not shape or (
         len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True))
     )
@@ -146,7 +146,7 @@ def kept(
     nbytes: Callable[[Any], int],
     fuse_operands: bool,
 ) -> set:
-    """Variables that a compiler keeps for those that are saved.
+    """Return the variables that a compiler keeps in place of those that ``jax.vjp`` saves.
 
     Results of products are in memory anyway, operands unless they are fused, and so are sums and
     values between layers. What follows from them by element-wise operations is computed again where
@@ -196,7 +196,7 @@ _SAME = frozenset({*LAYOUT, "slice", "split", "concatenate"})
 
 
 def going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
-    """Bytes that come and go, at most, while one operation after the product goes backwards.
+    """Return the most bytes that come and go while one operation after the product goes backwards.
 
     One that is not fused, a lookup of labels among log-probabilities for example, reads the
     gradient of its result and writes those of its operands; and what it reads of the forward pass

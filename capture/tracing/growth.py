@@ -13,7 +13,7 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Growth:
-    """How the values that pass between the layers of a loss grow.
+    """The dimensions along which the values between the layers of a loss grow with the micro-batch.
 
     Attributes:
         microbatch_size: At which it was traced.
@@ -32,8 +32,8 @@ class Growth:
     def at(
         self, microbatch_size: int, operations: Sequence[Any], values: Sequence[int], shapes: Shapes
     ) -> Sequence[int | None] | None:
-        """Return the dimensions of a trace at another size, which need not be traced at twice that:
-        the same, if it is the same program, all grow, and in proportion; else None."""
+        """Return the dimensions of a trace at another size, if they follow without tracing at twice
+        that size: it is the same program and all values grow in proportion; else None."""
         one, other = self.microbatch_size, microbatch_size
         if other == 2 * one:
             return None  # the proportion is of this size and its double, and wants a third
@@ -50,12 +50,12 @@ class Growth:
 
 
 def operations_of(program: Program) -> Sequence[Any]:
-    """Return what makes which value."""
+    """Return, per operation, its primitive and the values that it makes."""
     return [(op.primitive, op.outputs) for op in program.ops]
 
 
 def grown_dim(shape: Sequence[int], doubled: Sequence[int]) -> int | None:
-    """Return the dimension that doubled with the micro-batch."""
+    """Return the dimension that doubled with the micro-batch; None if none did."""
     if len(shape) != len(doubled):
         return None
     return next(

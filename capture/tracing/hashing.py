@@ -43,12 +43,13 @@ def digest(text: str) -> str:
 
 
 def jaxpr_key(closed: Any) -> str:
-    """Equal for closed jaxprs that compute the same, closed-over arrays included."""
+    """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
+    included."""
     return ProgramHasher(Program((), (), {}, (), (), 0, (), ())).body(closed)
 
 
 class ProgramHasher:
-    """Hashes the layers of one program; remembers the text of bodies that occur again."""
+    """The hasher of the layers of one program; it remembers the text of bodies that occur again."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -62,7 +63,7 @@ class ProgramHasher:
         self._open_functions: set[int] = set()
 
     def layer_key(self, layer: LayerOps) -> str:
-        """Equal for layers that run the same program on other parameters.
+        """Return a hash that is equal for layers that run the same program on other parameters.
 
         Leaves and inputs are named by their position in the layer's lists, which is the order of
         its arguments.
@@ -91,21 +92,21 @@ class ProgramHasher:
         return digest("\n".join(lines))
 
     def const(self, value: int) -> str:
-        """A constant of the program, by content."""
+        """Return a text of a constant of the program, by content."""
         if value not in self._consts:
             self._consts[value] = _array(self._program.consts[value])
         return self._consts[value]
 
     def literal(self, atom: Any) -> str:
-        """An operand that is no value of the program, by content."""
+        """Return a text of an operand that is a literal, by content."""
         return _array(atom.val)
 
     def region(self, region: RematRegion) -> str:
-        """What a remat region does."""
+        """Return a text of the policy and options of a remat region."""
         return f"{self._text(region.policy)}{region.prevent_cse}"
 
     def operation(self, op: Op) -> str:
-        """What an operation does, whatever it reads."""
+        """Return a text of what an operation does, whatever it reads."""
         # Many layers, and slices of layers, have the same one.
         if op not in self._operations:
             self._operations[op] = self._equation(op)
@@ -117,7 +118,8 @@ class ProgramHasher:
         return self._types[value]
 
     def _equation(self, equation) -> str:
-        """Primitive and parameters of an ``Op`` or of an equation of a jaxpr."""
+        """Return a text of the primitive and parameters of an ``Op`` or of an equation of a
+        jaxpr."""
         name, params = equation.primitive.name, equation.params
         shown = {
             k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")
@@ -132,8 +134,8 @@ class ProgramHasher:
         return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
 
     def _rule(self, primitive, params: dict[str, Any]) -> str:
-        """A custom derivative by what it traces to: the functions themselves have only addresses to
-        tell them apart.
+        """Return a text of a custom derivative: what it traces to, because the functions themselves
+        have only addresses to tell them apart.
 
         Inside a rule, custom functions (often the same one) are only evaluated, so there their
         rules do not matter.
@@ -155,7 +157,7 @@ class ProgramHasher:
         return self._known[id(params), False][1]
 
     def body(self, body: Any) -> str:
-        """A jaxpr."""
+        """Return a hash of a jaxpr, closed-over arrays included."""
         jaxpr, consts = opened(body), consts_of(body)
         names = {
             v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))
@@ -176,7 +178,8 @@ class ProgramHasher:
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
     def _text(self, value: Any) -> str:
-        """A parameter of an equation, without names, addresses and variable identity."""
+        """Return a text of a parameter of an equation, without names, addresses and variable
+        identity."""
         match value:
             case Mapping():
                 return (
@@ -209,8 +212,8 @@ class ProgramHasher:
         return digest(repr((code.co_code, code.co_names, nested)))
 
     def _function(self, function: types.FunctionType) -> str:
-        """Code, closure and the functions of its module that it names: two lambdas of one line may
-        differ in what they close over only."""
+        """Return a hash of a function's code, closure and the functions of its module that it
+        names. Two lambdas of one line may differ in what they close over only."""
         if id(function) in self._open_functions:
             return "recursive"
         self._open_functions.add(id(function))
@@ -232,7 +235,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
-    """Primals and gradients of a call with a custom rule."""
+    """Return a function that computes primals and gradients of a call with a custom rule."""
 
     def function(*arguments):
         def call(floats):
@@ -248,7 +251,8 @@ def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Names of globals and attributes that a function or one inside it uses, in order."""
+    """Return the names of globals and attributes that a function or one inside it uses, in
+    order."""
     nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 
@@ -258,7 +262,7 @@ def _type(aval) -> str:
 
 
 def _array(array: Any) -> str:
-    """A constant by content."""
+    """Return a text of an array: dtype, shape and a hash of its content."""
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)

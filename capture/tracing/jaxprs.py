@@ -26,12 +26,12 @@ def is_body(value: Any) -> bool:
 
 
 def is_variable(atom: Any) -> bool:
-    """Whether it is no literal."""
+    """Tell whether an operand of an equation is a variable, not a literal."""
     return not isinstance(atom, jex_core.Literal)
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    """Return those that are no literals."""
+    """Return those operands that are variables, not literals."""
     return filter(is_variable, atoms)
 
 
@@ -41,22 +41,22 @@ def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def opened(body: Any) -> Any:
-    """The open jaxpr."""
+    """Return the open jaxpr of an open or closed one."""
     return getattr(body, "jaxpr", body)
 
 
 def consts_of(body: Any) -> Sequence[Any]:
-    """Those of a closed jaxpr; none of an open one."""
+    """Return the constants of a closed jaxpr; an open one has none."""
     return getattr(body, "consts", ())
 
 
 def several(value: Any) -> Sequence[Any]:
-    """Return a parameter that is one or several as several."""
+    """Return a parameter that may be one or several as a sequence."""
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The open jaxprs among an equation's parameters (bodies, branches, conditions)."""
+    """Yield the open jaxprs among an equation's parameters (bodies, branches, conditions)."""
     for value in params.values():
         for item in several(value):
             if is_body(item):
@@ -64,8 +64,8 @@ def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def scan_arity(equation: Any) -> tuple[int, int]:
-    """Numbers of constants and carries, from ranks: what is scanned or collected has one dimension
-    more outside. The parameters that say so differ between versions."""
+    """Return the numbers of constants and carries of a scan, from ranks: what is scanned or
+    collected has one dimension more outside. The parameters that say so differ between versions."""
     body = opened(equation.params["jaxpr"])
     num_scanned = _num_stacked(equation.invars, body.invars)
     num_carry = len(equation.outvars) - _num_stacked(equation.outvars, body.outvars)
@@ -79,7 +79,7 @@ def _num_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 def evaluate(
     body: Any, args: Sequence[Any], run: Callable[[Any, list[Any], dict[Any, Any]], None]
 ) -> list[Any]:
-    """The results of a body.
+    """Evaluate the body of a jaxpr and return its results.
 
     Args:
         body: Open or closed.

@@ -15,7 +15,8 @@ from capture.tracing.program import Op, Program
 
 @dataclass(frozen=True, eq=False)
 class LayerOps:
-    """One layer in terms of the program's values, each list ascending.
+    """The operations of one layer, with the program's values that they read and make, each list
+    ascending.
 
     Attributes:
         ops: In program order, recomputed ones included.
@@ -40,8 +41,8 @@ class LayerOps:
 
 
 def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
-    """Layers between consecutive cut positions ``0 = cuts[0] < ... < cuts[-1] =
-    len(program.ops)``.
+    """Return the layers between consecutive cut positions
+    ``0 = cuts[0] < ... < cuts[-1] = len(program.ops)``.
 
     An op that is cheap to repeat (``program.recomputed``) belongs to no layer: each gets a copy of
     those that it needs, backwards through what they read, so that nothing cheap crosses a border.

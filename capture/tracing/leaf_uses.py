@@ -30,7 +30,7 @@ LAYOUT = (*ORDERED, "reshape", "squeeze", "broadcast_in_dim", "expand_dims")
 
 @dataclass(frozen=True)
 class Slicing:
-    """How an operation that reads a parameter is split.
+    """The dimensions along which an operation that reads a parameter is split.
 
     Attributes:
         dim: Dimension of the parameter, as the operation reads it.
@@ -44,7 +44,7 @@ class Slicing:
 
 
 def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
-    """How to split an operation along one of its operands; None if it cannot be.
+    """Return how to split an operation along one of its operands; None if it cannot be.
 
     Args:
         op: An operation that reads a parameter.
@@ -76,7 +76,7 @@ def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
 
 @dataclass(frozen=True)
 class Cast:
-    """That all layers read a parameter through a cast to a smaller dtype.
+    """The cast to a smaller dtype through which all layers read a parameter.
 
     Attributes:
         dtype: To which.
@@ -89,7 +89,8 @@ class Cast:
 
 
 def casts(program: Program, layers: Sequence[LayerOps]) -> tuple[Cast | None, ...]:
-    """Per parameter of a program; None where a layer reads it otherwise, or none does."""
+    """Return, per parameter of a program, the cast through which all layers read it. None where a
+    layer reads it otherwise, or none does."""
     reads: defaultdict[int, list[Any]] = defaultdict(list)
     for layer in layers:
         for v in layer.outputs:
@@ -113,8 +114,8 @@ def casts(program: Program, layers: Sequence[LayerOps]) -> tuple[Cast | None, ..
 
 
 def split_dims(program: Program) -> tuple[int | None, ...]:
-    """Per parameter of a program, the dimension that all operations that read it can be split
-    along; None if there is none."""
+    """Return, per parameter, the dimension along which all operations that read it can be split;
+    None if there is none."""
     seen: dict[int, tuple[int, tuple[int, ...]]] = {
         v: (p, tuple(range(len(program.avals[v].shape)))) for p, v in enumerate(program.params)
     }

@@ -44,7 +44,8 @@ def least_kept(
     recompute: Callable[[Any], float | None] = recompute_bytes,
     traffic_per_kept_byte: float = TRAFFIC_PER_KEPT_BYTE,
 ) -> list[Any]:
-    """The values to keep, in program order; never more bytes than the required ones.
+    """Return the values to keep by a minimum cut, in program order; never more bytes than the
+    required ones.
 
     Args:
         flow: The forward pass.
@@ -93,9 +94,9 @@ def least_kept_within(
     budget: float,
     known: Sequence[Any],
 ) -> list[Any]:
-    """The values to keep so that running operations again costs no more than a budget, less what
-    writing and reading the others would: the fewest bytes of all minimum cuts that do, one for
-    every price of a kept byte, and of what is known beside them.
+    """Return values with few bytes to keep so that running operations again stays within a budget.
+    The traffic saved by values that are not kept is added to the budget. Candidates are minimum
+    cuts, one for every price of a kept byte, and ``known``.
 
     Between two cuts there may be other sets of values, with fewer bytes within the budget, which no
     price makes a minimum cut.
@@ -127,8 +128,8 @@ def least_kept_within(
 
 
 class _Network:
-    """Nodes by number: of every value, before and after it is kept; of every operation that may be
-    run again."""
+    """The flow network; its nodes are numbers: two per value, before and after it is kept, and one
+    per operation that may be run again."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -141,11 +142,11 @@ class _Network:
         return self._number(("value", v))
 
     def output(self, v: Any) -> int:
-        """Where it is read."""
+        """Return the node of a value where it is read, after the choice to keep it."""
         return self._number(("output", v))
 
     def run_of(self, equation: Any, order: int, cost: float) -> int:
-        """The operation; one with several results is run once for all."""
+        """Return the node of an operation; one with several results is run once for all."""
         key = ("run", order)
         if key not in self._numbers:
             self.join(_SOURCE, self._number(key), cost)
@@ -161,8 +162,8 @@ class _Network:
         self.join(node, _SINK)
 
     def sink_side(self) -> np.ndarray:
-        """Per node, whether the sink can be reached in what a maximum flow leaves: the minimum cut
-        that is nearest to the sink, and so runs least again."""
+        """Return, per node, whether the sink can be reached in what a maximum flow leaves. This is
+        the minimum cut nearest to the sink, which runs least again."""
         # scikit-learn's own dependency; loading it takes a quarter of a second.
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

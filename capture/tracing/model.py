@@ -38,7 +38,7 @@ from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
 
 @dataclass(frozen=True, eq=False)
 class TracedModel:
-    """A loss cut into layers.
+    """The traced loss of a workload, cut into layers.
 
     Attributes:
         graph: The layers, framework-free.
@@ -74,8 +74,8 @@ class TracedModel:
         )
 
     def split_params(self, params: PyTree) -> PyTree:
-        """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while
-        tracing."""
+        """Convert the user's parameter tree to the form of ``split_struct``; arrays of NumPy or
+        JAX, also while tracing."""
         tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(params)
         return tree.unflatten(
@@ -86,7 +86,8 @@ class TracedModel:
         )
 
     def join_params(self, split: PyTree) -> PyTree:
-        """The inverse of ``split_params``."""
+        """Convert a tree of the form of ``split_struct`` back to the user's: the inverse of
+        ``split_params``."""
         tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(split)
         return tree.unflatten(
@@ -97,7 +98,7 @@ class TracedModel:
         )
 
     def batch_of(self, leaves: Sequence[Any]) -> PyTree:
-        """A tree like a batch.
+        """Return a tree of the batch's structure with the given leaves.
 
         Args:
             leaves: In the order of ``graph.batch``; a key's is left out.
@@ -105,8 +106,8 @@ class TracedModel:
         return self._batch_tree.unflatten(leaves[: self._batch_tree.num_leaves])
 
     def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
-        """Flat leaves in the order of ``graph.batch``; the key comes last if the loss takes one,
-        and is not used otherwise.
+        """Flatten a batch to leaves in the order of ``graph.batch``. The key comes last if the loss
+        takes one, and is not used otherwise.
 
         Args:
             batch: A pytree of the structure that the workload's ``batch`` returns.
@@ -132,7 +133,7 @@ class TracedModel:
 
     @memo
     def slice(self, first: int, stop: int) -> StageSlice:
-        """Layers [first, stop) as one pure function.
+        """Return layers [first, stop) as one pure function.
 
         Raises:
             TracingError: ``trace-slice`` unless 0 <= first < stop <= num_layers.
@@ -299,7 +300,7 @@ def trace(
 def _batch(
     workload: WorkloadProtocol, microbatch_size: int, key
 ) -> tuple[PyTree, list[int | None]]:
-    """Shapes of a micro-batch, and the dimension of each leaf that grows with it."""
+    """Return the shapes of a micro-batch, and the dimension of each leaf that grows with it."""
     struct, double = (
         jax.eval_shape(lambda k, n=n: workload.batch(k, n), key)
         for n in (microbatch_size, 2 * microbatch_size)
@@ -342,17 +343,17 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
 def flatten_loss(
     closed, num_params: int, num_layers: int | None
 ) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
-    """The program of a loss, the scans that were unrolled (None: those with marks) and the
+    """Return the program of a loss, the scans that were unrolled (None: those with marks) and the
     dimension of each stacked leaf.
+
+    The loss is flattened again with every fact that flattening found: a scan too large for one
+    layer, a parameter stacked over layers.
 
     Args:
         closed: Jaxpr of the loss; parameter leaves come first.
         num_params: Number of them.
         num_layers: As for ``trace``; more than there are operations: all scans over stacked
             parameters are unrolled.
-
-    Flattened again with every fact that flattening found: a scan too large for one layer, a
-    parameter stacked over layers.
     """
     unroll = None if num_layers is None else frozenset[EquationPath]()
     found = flatten(closed, num_params, unroll, {})
@@ -380,8 +381,8 @@ def flatten_loss(
 def _grown_avals(
     workload, params_struct, microbatch_size, key, program: Program, unroll, stacked
 ) -> Sequence[Any] | None:
-    """Shapes of the same values at twice the micro-batch size; None if the program is another one
-    there."""
+    """Return the shapes of the program's values at twice the micro-batch size; None if the program
+    is another one there."""
     try:
         batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
         closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
@@ -413,7 +414,8 @@ def _layer_calls(
 def _stage_slice(
     graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int
 ) -> StageSlice:
-    """Layers [first, stop) as one function: what it reads, what leaves it, and its content hash.
+    """Return layers [first, stop) as one function: what it reads, what leaves it, and its content
+    hash.
 
     What leaves it is what a later layer reads, be it far behind. The hash names tensors by position
     and layers by their own hash, so stages of equal layers are one program wherever they stand.
@@ -477,8 +479,8 @@ def _value_name(program: Program, value: int) -> str:
 
 
 def _layer_names(layers: Sequence[LayerOps]) -> list[str]:
-    """The name scope that all ops of a layer share, where it tells the layer from the others; else
-    ``layer_3``."""
+    """Return the name of every layer: the name scope that all its ops share, where it tells the
+    layer from the others; else ``layer_3``."""
     scopes = [_common_scope([op.scope for op in layer.ops if op.scope]) for layer in layers]
     root = _common_scope(scopes)
     return [

@@ -53,12 +53,12 @@ class TracedOperators:
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """By operator, the names of its parameters."""
+        """The names of the parameters of each operator."""
         return tuple(tuple(self.leaves[p].name for p in own) for own in self.params)
 
     @property
     def stacked_params(self) -> list[list[int]]:
-        """Parameters that are steps of one leaf of the user's tree, by leaf."""
+        """The parameters that are steps of one leaf of the user's tree, by leaf."""
         found, start = [], 0
         for i, struct in enumerate(jax.tree.leaves(self.traced.params_struct)):
             dim = self.traced.stacked.get(i)
@@ -69,7 +69,7 @@ class TracedOperators:
         return found
 
     def sharded_over(self, num_devices: int, smallest_bytes: int) -> OperatorModel:
-        """The operators as so many devices can shard them.
+        """Return the operators as ``num_devices`` devices can shard them.
 
         Parameters that are smaller than ``smallest_bytes``, or of which the devices divide no
         dimension, are replicated whatever the mode.
@@ -114,7 +114,7 @@ def traced_operators(
     microbatch_size: int = 1,
     products: Products = Target.products,
 ) -> TracedOperators:
-    """The operators of a loss, in program order; equal ones are found by their content.
+    """Trace a loss into operators, in program order; equal ones are found by their content.
 
     What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves,
     less what a compiler computes again from values that are in memory anyway (``fusion.kept``).
@@ -194,7 +194,7 @@ def traced_operators(
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer of the trace, and what its backward pass needs.
+    """The needs of one layer of the trace: its product, and what its backward pass keeps.
 
     Attributes:
         kind: The kind of its first product.
@@ -226,8 +226,8 @@ class _Part:
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
-    """The parts of all layers; the last is made first, because who reads a value later says in
-    which data type it is kept."""
+    """Return the parts of all layers. The last is made first, because the readers of a value decide
+    in which data type it is kept."""
     multiplied, parts = dict[int, bool](), list[_Part]()
     inside = _inside_regions(traced)
     for layer in reversed(traced.graph.layers):
@@ -248,8 +248,8 @@ def _parts(traced: TracedModel, products: Products) -> list[_Part]:
 
 
 def _inside_regions(traced: TracedModel) -> set[int]:
-    """Values of the graph that only the remat region that makes them reads, and that it computes
-    again."""
+    """Return the values of the graph that only the remat region that makes them reads, and that it
+    computes again."""
     made, read_elsewhere = dict[int, RematRegion](), set[int]()
     for layer in traced.graph.layers:
         (call,) = traced.slice(layer.layer_id, layer.layer_id + 1).calls
@@ -268,7 +268,8 @@ def _inside_regions(traced: TracedModel) -> set[int]:
 
 
 def _up_to_each(traced: TracedModel, parts: Sequence[_Part]) -> list[int]:
-    """By layer, what its remat regions have computed again when its backward pass begins.
+    """Return, per layer, the bytes that its remat regions have computed again when its backward
+    pass begins.
 
     A region is computed again as a whole and then goes backwards, so the values of its first layers
     stay until its last ones have gone.
@@ -288,8 +289,8 @@ def _regions(layers: StageSlice) -> set[RematRegion]:
 def _differentiated(
     traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]
 ) -> _Part:
-    """The part of one layer; ``multiplied`` says of values that later ones read whether only
-    products do, and then of its own.
+    """Return the part of one layer. ``multiplied`` holds, for values that later layers read,
+    whether only products do; the layer's own are added.
 
     What is saved is read off ``jax.vjp`` itself, traced with abstract values, and not modelled: its
     leaves are outputs of the jaxpr. What a compiler then keeps in their place is ``fusion.kept``.
@@ -376,7 +377,7 @@ def _differentiated(
 
 
 def _static(jaxpr, num_params: int) -> Iterator:
-    """Variables that depend on parameters and constants alone."""
+    """Yield the variables that depend on parameters and constants alone."""
     static = {*jaxpr.constvars, *jaxpr.invars[:num_params]}
     yield from static
     for equation in jaxpr.eqns:
@@ -390,7 +391,7 @@ def _of(tensors, indices) -> list[Tensor]:
 
 
 def _state_ratio(workload: WorkloadProtocol) -> float:
-    """(parameters + gradients + optimizer state) / parameters, in bytes."""
+    """Return (parameters + gradients + optimizer state) / parameters, in bytes."""
     params = jax.eval_shape(workload.init, jax.random.key(0))
     state = jax.eval_shape(workload.optimizer.init, params)
     sizes = [

@@ -19,13 +19,13 @@ _KEY = "key<fry>"
 
 @dataclass(frozen=True)
 class _Primitive:
-    """Of an operation that cannot run."""
+    """The name of a primitive in the place of the primitive: such an operation cannot run."""
 
     name: str
 
 
 class OutlineHasher(ProgramHasher):
-    """Hashes the layers of a program from its outline: the same keys as those of the program."""
+    """The hasher of a program's outline, which gives layers the same keys as the program."""
 
     def __init__(self, program: Program, operations: Mapping[Op, str]):
         super().__init__(program)
@@ -43,7 +43,7 @@ class OutlineHasher(ProgramHasher):
 
 @dataclass
 class _Texts:
-    """Texts, equal ones once."""
+    """The numbering of texts; equal texts have one number."""
 
     known: dict[str, int] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class _Texts:
 
 
 def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
-    """A program as JSON; the hasher is of it."""
+    """Return a program as JSON; ``hasher`` is the program's."""
     texts, regions = _Texts(), dict[RematRegion, int]()
     ops = [
         [
@@ -82,7 +82,7 @@ def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
 
 
 def outlined(document: Mapping[str, Any]) -> tuple[Program, OutlineHasher]:
-    """A program that cannot run, and its hasher, from its outline."""
+    """Return a program that cannot run, and its hasher, from its outline."""
     texts = document["texts"]
     primitives = [_Primitive(text) for text in texts]
     regions = [

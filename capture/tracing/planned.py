@@ -9,7 +9,7 @@ from capture.tracing.model import TracedModel, trace
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
-    """The model cut into the plan's layers, at the plan's micro-batch size.
+    """Trace the model at the plan's micro-batch size and cut it into the plan's layers.
 
     Raises:
         PlanError: ``plan-other-model`` if it is not the model that the plan was made for.

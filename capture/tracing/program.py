@@ -35,7 +35,7 @@ NEVER_RECOMPUTED = frozenset(
 
 @dataclass(frozen=True)
 class RematRegion:
-    """A ``jax.checkpoint`` region of the model.
+    """The identity of a ``jax.checkpoint`` region of the model.
 
     Attributes:
         region_id: In order of appearance.
@@ -52,7 +52,7 @@ class RematRegion:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One equation; an input is the id of a value or a literal.
+    """One equation of the flat program; an input is the id of a value or a literal.
 
     Attributes:
         primitive: The JAX primitive.
@@ -103,12 +103,12 @@ class Op:
 
     @property
     def reads(self) -> Iterator[int]:
-        """The values among its operands."""
+        """The values among the operation's operands; literals are left out."""
         return filter(is_value, self.inputs)
 
 
 def is_value(operand: Any) -> TypeGuard[int]:
-    """Return whether an operand is a value of its program; others are literals."""
+    """Tell whether an operand is a value of its program; others are literals."""
     return isinstance(operand, int)
 
 
@@ -151,7 +151,7 @@ class Program:
 
     @cached_property
     def producer(self) -> dict[int, int]:
-        """Index of the op that makes a value; leaves and constants have none."""
+        """The index of the op that makes each value; leaves and constants have none."""
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
     def _reached_from(
@@ -165,23 +165,23 @@ class Program:
 
     @cached_property
     def from_params(self) -> frozenset[int]:
-        """Values computed from parameters."""
+        """The values computed from parameters."""
         return self._reached_from(self.params)
 
     @cached_property
     def from_batch(self) -> frozenset[int]:
-        """Values computed from the batch or the random key."""
+        """The values computed from the batch or the random key."""
         return self._reached_from(self.batch)
 
     @cached_property
     def differentiable(self) -> frozenset[int]:
-        """Floating-point values through which a gradient can flow back to a parameter."""
+        """The floating-point values through which a gradient can flow back to a parameter."""
         reached = self._reached_from(self.params, stop=frozenset({"stop_gradient"}))
         return frozenset(v for v in reached if jnp.issubdtype(self.avals[v].dtype, jnp.inexact))
 
     @cached_property
     def toward_loss(self) -> frozenset[int]:
-        """Values through which a gradient can come back from the loss."""
+        """The values through which a gradient can come back from the loss."""
         reached = {self.loss}
         for op in reversed(self.ops):
             if op.primitive.name != "stop_gradient" and not reached.isdisjoint(op.outputs):
@@ -189,7 +189,8 @@ class Program:
         return frozenset(reached)
 
     def _is_early(self, op: Op) -> bool:
-        """Whether the op needs parameters only, or batch only: it could run in any layer."""
+        """Tell whether an op needs parameters only, or batch only, so that it could run in any
+        layer."""
         return not op.has_effects and not (
             any(v in self.from_params for v in op.outputs)
             and any(v in self.from_batch for v in op.outputs)
@@ -197,8 +198,8 @@ class Program:
 
     @cached_property
     def recomputed(self) -> frozenset[int]:
-        """Ops that every layer which needs the result runs itself, so that the result never crosses
-        a boundary.
+        """The indices of ops that every layer which needs the result runs itself, so that the
+        result never crosses a boundary.
 
         They are cheap and fed by leaves, constants and each other: casts and slices of parameters,
         masks, positions, key splits.
@@ -216,7 +217,8 @@ class Program:
         return frozenset(found)
 
     def sunk(self) -> Program:
-        """The program with ops that any layer could run moved to just before their first user.
+        """Return the program with ops that any layer could run moved to just before their first
+        user.
 
         A marked value stays where it is. An op moves in front of a remat region rather than into
         it, where it would divide the region.
@@ -255,7 +257,7 @@ class Program:
         return replace(self, ops=tuple(self.ops[i] for i in order), marks=marks)
 
     def without_dead_ops(self) -> Program:
-        """The program without ops that make no result of it, nor anything that one needs."""
+        """Return the program without ops that make no result of it, nor anything that one needs."""
         live = set(self.results)
         kept = [False] * len(self.ops)
         for i in reversed(range(len(self.ops))):

@@ -113,8 +113,8 @@ _FLOPS |= dict.fromkeys(FUNCTIONS, 20) | dict.fromkeys(LONG_FUNCTIONS, 100)
 
 
 def recompute_bytes(equation: Any) -> float | None:
-    """Bytes of memory traffic that running an equation once more is worth; None where it is never
-    run again.
+    """Return the bytes of memory traffic that running an equation once more is worth; None where it
+    is never run again.
 
     Arithmetic counts 1 / ``FLOPS_PER_BYTE``; a move what it writes, a reduction what it reads; what
     is called, the sum of its body, of a ``cond`` all branches.
@@ -144,8 +144,8 @@ def recompute_bytes(equation: Any) -> float | None:
 
 
 def product_bytes(equation: Any) -> float:
-    """Bytes of memory traffic that a product, a loop or another program is worth: its arithmetic,
-    or what it reads and writes where that is more.
+    """Return the bytes of memory traffic that a product, a loop or another program is worth: its
+    arithmetic, or what it reads and writes where that is more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -160,7 +160,8 @@ def product_bytes(equation: Any) -> float:
 
 
 def _splits_alike(equation: Any) -> bool:
-    """Whether random bits, if any, are the same however a compiler splits them over devices."""
+    """Tell whether random bits, if any, are the same however a compiler splits them over
+    devices."""
     if equation.primitive.name not in LONG_FUNCTIONS:
         return True
     dtypes = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
@@ -169,7 +170,7 @@ def _splits_alike(equation: Any) -> bool:
 
 
 def aval_bytes(atom: Any) -> int:
-    """Bytes of a whole value; random keys are pairs of 32-bit words."""
+    """Return the bytes of a whole value; random keys are pairs of 32-bit words."""
     aval = atom.aval
     if not hasattr(aval, "shape"):
         return 0
@@ -178,7 +179,7 @@ def aval_bytes(atom: Any) -> int:
 
 
 def unlisted(names: Iterable[str]) -> set[str]:
-    """Names of primitives that are in no list."""
+    """Return the names of primitives that are in no list."""
     return (
         set(names)
         - _FLOPS.keys()

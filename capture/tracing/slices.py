@@ -32,13 +32,13 @@ RunOp = Callable[[Op, Sequence[Any], dict[Any, Any]], Sequence[Any]]
 
 
 class LayerRun(Protocol):
-    """How one layer is run."""
+    """The way in which one layer is run."""
 
     def enter(self, inputs: Sequence[Any]) -> list[Any]:
-        """The layer's inputs as it reads them, and as remat keeps them."""
+        """Return the layer's inputs as it reads them, and as remat keeps them."""
 
     def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> Sequence[Any]:
-        """A ``RunOp``."""
+        """Run one operation of the layer: a ``RunOp``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,8 @@ class Region:
 
 
 class LayerFunction:
-    """One layer: ``(params, inputs, batch) -> outputs``, lists in the order of its ``LayerOps``."""
+    """One layer as a function: ``(params, inputs, batch) -> outputs``, lists in the order of its
+    ``LayerOps``."""
 
     def __init__(self, layer: LayerOps, consts: Mapping[int, Any]):
         self._layer = layer
@@ -66,7 +67,7 @@ class LayerFunction:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Values of the program, as its results are."""
+        """The program's values that the layer reads from earlier layers, by number."""
         return self._layer.inputs
 
     @property
@@ -75,7 +76,7 @@ class LayerFunction:
 
     @property
     def without_remat(self) -> LayerFunction:
-        """The same without the model's remat regions."""
+        """The layer without the model's remat regions."""
         return LayerFunction(
             replace(self._layer, ops=tuple(replace(op, regions=()) for op in self._layer.ops)),
             self._consts,
@@ -101,7 +102,7 @@ class LayerFunction:
 
 
 def steps_of(layer: LayerOps) -> tuple[Op | Region, ...]:
-    """The operations of a layer, those of a remat region together."""
+    """Return the operations of a layer, with those of a remat region grouped together."""
     last_read = {v: i for i, op in enumerate(layer.ops) for v in op.reads}
     last_read.update(dict.fromkeys(layer.outputs, len(layer.ops)))
     return _nest(list(enumerate(layer.ops)), last_read, frozenset(layer.consts), depth=0)
@@ -134,7 +135,7 @@ def _nest(
 
 
 def run_op(op: Op, arguments: Sequence[Any]) -> Sequence[Any]:
-    """Results of one operation, in its own scope and at its own line."""
+    """Run one operation, in its own scope and at its own line, and return its results."""
     with at_source(op.traceback, op.scope), op.context.manager:
         result = op.primitive.bind(*arguments, **op.primitive.get_bind_params(op.params))
     return result if op.primitive.multiple_results else [result]
@@ -226,8 +227,8 @@ class StageSlice:
 
     @property
     def without_remat(self) -> StageSlice:
-        """The same without the model's remat regions; under the same key, so it is to be traced and
-        not to be measured."""
+        """The slice without the model's remat regions. It has the same key, so it is to be traced
+        and not to be measured."""
         return replace(
             self,
             calls=tuple(replace(call, function=call.function.without_remat) for call in self.calls),
@@ -235,7 +236,8 @@ class StageSlice:
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """Name scopes and line of the model, per operation: no part of ``key``."""
+        """The name scopes and the line of the model of every operation; they are no part of
+        ``key``."""
         return [
             (op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops
         ]
@@ -304,7 +306,7 @@ class StageSlice:
 def struct_of(
     tensor: Tensor, sharding: jax.sharding.Sharding | None = None
 ) -> jax.ShapeDtypeStruct:
-    """A tensor of the layer graph as JAX's structure."""
+    """Return a tensor of the layer graph as JAX's structure."""
     dtype = (
         jax.eval_shape(lambda: jax.random.key(0)).dtype
         if tensor.dtype.startswith("key<")

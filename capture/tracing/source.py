@@ -23,14 +23,14 @@ _PACKAGE = str(Path(capture.__file__).parent)
 
 
 def layer_scope(layer: int) -> AbstractContextManager[Any]:
-    """The name scope of what a layer does, in HLO, in profiles and in traces; ``layer_of_scope``
-    reads it."""
+    """Return the name scope of a layer's operations, in HLO, in profiles and in traces;
+    ``layer_of_scope`` reads it."""
     return jax.named_scope(f"layer[{layer}]")
 
 
 def at_source(traceback: Any, scope: Any) -> AbstractContextManager[Any]:
-    """What is bound in this context has the line of a traceback and the name scopes around it,
-    beneath the current ones.
+    """Return a context in which operations are bound with the line of a traceback and its name
+    scopes, beneath the current ones.
 
     Args:
         traceback: ``equation.source_info.traceback``.
@@ -43,7 +43,7 @@ def at_source(traceback: Any, scope: Any) -> AbstractContextManager[Any]:
 
 
 def layer_of_scope(op_name: str) -> int | None:
-    """The layer in whose scope an operation stands.
+    """Return the layer in whose scope an operation stands, or None.
 
     Example:
         >>> layer_of_scope("jit(_backward)/transpose(jvp(layer[3]))/dot_general")
@@ -54,7 +54,7 @@ def layer_of_scope(op_name: str) -> int | None:
 
 
 def goes_backwards(op_name: str) -> bool:
-    """Whether an operation computes gradients.
+    """Tell whether an operation computes gradients.
 
     Example:
         >>> goes_backwards("jit(_backward)/transpose(jvp(layer[3]))/dot_general")
@@ -64,7 +64,8 @@ def goes_backwards(op_name: str) -> bool:
 
 
 def operation_name(op_name: str) -> str:
-    """The scopes and the name of an operation without what JAX and this package put around them.
+    """Return the scopes and the name of an operation without what JAX and this package put around
+    them.
 
     Example:
         >>> operation_name("jit(_backward)/transpose(jvp(layer[3]))/Gpt/head/dot_general")
@@ -79,8 +80,8 @@ def operation_name(op_name: str) -> str:
 
 
 def model_line(frames: Iterable[tuple[str, int]]) -> str:
-    """``file:line`` of the innermost frame that is of no library; empty if this package calls the
-    libraries itself.
+    """Return ``file:line`` of the innermost frame that is of no library; empty if this package
+    calls the libraries itself.
 
     Args:
         frames: (file, line), innermost first.
@@ -94,7 +95,7 @@ def model_line(frames: Iterable[tuple[str, int]]) -> str:
 
 
 def line_of(traceback: Any) -> str:
-    """``model_line`` of a traceback of JAX; empty if it has none."""
+    """Return the ``model_line`` of a traceback of JAX; empty if it has none."""
     return (
         ""
         if traceback is None

@@ -37,7 +37,7 @@ class SplitRule:
 
     @property
     def factors(self) -> Iterator[tuple[str, int, int]]:
-        """(factor, operand, dimension), where each stands first."""
+        """The factors as (factor, operand, dimension), each where it stands first."""
         seen: set[str] = set()
         for operand, factors in enumerate(self.operands):
             for dim, factor in enumerate(factors):
@@ -47,8 +47,8 @@ class SplitRule:
 
 
 def split_rule(equation: Any) -> SplitRule | None:
-    """The rule of a ``custom_partitioning`` equation; None if it has none that is known before it
-    is lowered.
+    """Return the rule of a ``custom_partitioning`` equation; None if it has none that is known
+    before it is lowered.
 
     A factor may be split that every result has, or that the rule calls a reduction: then the
     operation's author adds up what the devices have. One that is a part of a dimension (a compound
@@ -116,7 +116,7 @@ def _named(
 
 
 def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
-    """One entry per dimension: a factor, or several that share it."""
+    """Return one entry per dimension: a factor, or several that share it."""
     dims: list[Any] = []
     for entry in mapping:
         leading = isinstance(entry, str) and entry.startswith(_LEADING)
@@ -125,8 +125,8 @@ def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
 
 
 def may_hold_split_rule(equation: Any) -> bool:
-    """Whether an equation is such an operation or runs one, perhaps only when it is
-    differentiated."""
+    """Tell whether an equation is a ``custom_partitioning`` operation or runs one, perhaps only
+    when it is differentiated."""
     if equation.primitive.name in (PRIMITIVE, "custom_vjp_call"):
         return True
     return any(
