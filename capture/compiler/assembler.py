@@ -21,7 +21,7 @@ done
 
 
 def write_assembler(folder: Path) -> Path:
-    """Put the stand-in below a folder, and return what XLA is to be told is its CUDA toolkit
+    """Write the stand-in below a folder and return the folder to name to XLA as its CUDA toolkit
     (``xla_gpu_cuda_data_dir``)."""
     toolkit = folder / "toolkit"
     (toolkit / "bin").mkdir(parents=True)

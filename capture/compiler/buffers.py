@@ -43,8 +43,8 @@ class _Instruction:
 def read_buffers(
     folder: Path, layer_of: Callable[[str], int | None] = layer_of_scope
 ) -> tuple[Buffer, ...]:
-    """The temporaries and results of the one program that is dumped in a folder, where they need
-    most, largest first; no arguments.
+    """Read the temporaries and results that the one dumped program of a folder holds at its peak,
+    largest first; arguments are left out.
 
     Args:
         folder: Given to the compiler as ``xla_dump_to``.
@@ -61,7 +61,7 @@ def read_buffers(
 def parse_buffers(
     assignment: str, live: str, program: str, layer_of: Callable[[str], int | None] = layer_of_scope
 ) -> tuple[Buffer, ...]:
-    """The same from the texts of the files."""
+    """Return the buffers that ``read_buffers`` does, from the texts of the files."""
     temporaries, results = _allocated(assignment)
     ranges = [
         (match[1], match[2] or "{}", int(match[3]), int(match[4]))
@@ -80,7 +80,7 @@ def parse_buffers(
 
 @dataclass(frozen=True)
 class _Life:
-    """A value among the temporaries: where it lies, and its first and last instruction."""
+    """One value among the temporaries: where it lies, and its first and last instruction."""
 
     name: str
     size: int
@@ -93,8 +93,8 @@ class _Life:
 
 
 def _at_peak(lives: Sequence[_Life]) -> list[_Life]:
-    """Those that are live where they need most together. An instruction may write its result over
-    an operand: that counts once."""
+    """Return the values that are live where they need most bytes together. An instruction may write
+    its result over an operand: that counts once."""
     starting: dict[int, list[_Life]] = {}
     for life in lives:
         starting.setdefault(life.start, []).append(life)
@@ -116,8 +116,8 @@ def _at_peak(lives: Sequence[_Life]) -> list[_Life]:
 def _allocated(
     assignment: str,
 ) -> tuple[dict[tuple[str, str], tuple[int, int]], list[tuple[str, int]]]:
-    """(values among the temporaries with their size and offset, results that have an allocation of
-    their own with its size).
+    """Return (values among the temporaries with their size and offset, results that have an
+    allocation of their own with its size).
 
     The text lists allocations, each followed by the values that share it. Only memory space 0
     counts, the device's own; parameters are the caller's. Values in one result's allocation are the
@@ -147,7 +147,8 @@ def _allocated(
 
 
 class _Origins:
-    """Finds the layer, the operation and the source line behind the name of an instruction."""
+    """The finder of the layer, the operation and the source line behind the name of an
+    instruction."""
 
     def __init__(self, program: str, layer_of: Callable[[str], int | None]):
         frames = _Frames(program)
@@ -166,7 +167,7 @@ class _Origins:
         return users
 
     def of(self, name: str) -> tuple[int | None, str, str]:
-        """(layer, operation, source line)."""
+        """Return the (layer, operation, source line) of an instruction."""
         own = self._instructions.get(name)
         what = operation_name(own.op_name) if own and own.op_name else ""
         layer, source = None, own.source if own else ""
@@ -184,7 +185,7 @@ class _Origins:
         return layer, what or name, source
 
     def _nearest(self, name: str) -> Iterator[_Instruction]:
-        """The instruction, then its neighbours in rings; operands before users."""
+        """Yield the instruction, then its neighbours in rings; operands before users."""
         ring, seen = [name], {name}
         for _ in range(_MOST_STEPS):
             following = []
@@ -231,7 +232,8 @@ class _Frames:
         self._known: dict[int, str] = {}
 
     def source(self, instruction: str) -> str:
-        """The line of the model that an instruction comes from; empty if it comes from none."""
+        """Return the line of the model that an instruction comes from; empty if it comes from
+        none."""
         if written := _FILE_AND_LINE.search(instruction):
             return model_line([(written[1], int(written[2]))])
         frame = _FRAME_ID.search(instruction)

@@ -20,7 +20,7 @@ from capture.machine.target import Target
 
 
 def main(job_file: str, dump: str) -> None:
-    """Compile the job of a file; its folder of dumps is the compiler's to make."""
+    """Compile the job of a file; the compiler makes the folder of dumps."""
     # What JAX's persistent cache has kept would write no dump.
     jax.config.update("jax_enable_compilation_cache", False)
     job = pickle.loads(Path(job_file).read_bytes())

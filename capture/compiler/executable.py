@@ -32,7 +32,7 @@ _MEASURING_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A compiled program and its needs.
+    """A compiled program with the bytes and work that it needs.
 
     Attributes:
         call: Runs it on arrays of the shardings it was compiled for; refuses others.
@@ -53,7 +53,8 @@ class Executable:
 
     @cached_property
     def scratch(self) -> Scratch:
-        """What its kernels allocate on CPU beside ``transient_bytes``, read from its text."""
+        """The bytes that the program's kernels allocate on CPU beside ``transient_bytes``, read
+        from its text."""
         return scratch_of(self.call.as_text())  # type: ignore[attr-defined]  # of ``jax.stages``
 
 
@@ -89,7 +90,7 @@ class AnyCompiler(Protocol):
 
 @dataclass(frozen=True)
 class Compiler:
-    """XLA, for devices that are there or that stand for others.
+    """The compiler XLA, for devices that are there or that stand for others.
 
     Attributes:
         fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but
@@ -116,7 +117,7 @@ class Compiler:
         layer_of: LayerOf | None = None,
         local_flops: LocalFlops = NO_LOCAL_FLOPS,
     ) -> Executable:
-        """See ``AnyCompiler``."""
+        """Compile a function for abstract arguments (see ``AnyCompiler``)."""
         names = layer_of if self.name_buffers else None
         in_shardings, structs = _untyped_memory(args)
         jitted = jax.jit(
@@ -179,8 +180,9 @@ def not_kept() -> Iterator[None]:
 
 
 def _untyped_memory(args: Sequence[Any]) -> tuple[dict[str, Any], Sequence[Any]]:
-    """Arguments in the memory of the host as shardings of the program, which then is traced as if
-    they were on the device: typed by their memory, they may not meet a constant."""
+    """Return the memory kinds of host arguments as shardings of the program, and plain arguments.
+    The program is then traced as if they were on the device: typed by their memory, they may not
+    meet a constant."""
     leaves = jax.tree.leaves(tuple(args))
     if all(leaf.sharding is None or leaf.sharding.memory_kind != HOST_MEMORY for leaf in leaves):
         return {}, args

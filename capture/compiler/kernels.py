@@ -63,7 +63,8 @@ _BACKWARD = re.compile(r"convBackward(Input|Filter)")
 
 
 def shape_bytes(text: str) -> int:
-    """Bytes of a shape, or of a tuple of shapes, as HLO writes them; layouts do not count.
+    """Return the bytes of a shape, or of a tuple of shapes, as HLO writes them; layouts do not
+    count.
 
     Example:
         >>> shape_bytes("(f32[8,16]{1,0}, bf16[4]{0})")
@@ -95,18 +96,18 @@ def _bits(dtype: str) -> int:
 
 
 def calls_kernels(text: str) -> bool:
-    """Whether a program calls kernels of Pallas."""
+    """Tell whether a program calls kernels of Pallas."""
     return _KERNEL_CALL.search(text) is not None
 
 
 def costs_of(module: Any) -> dict[str, float]:
-    """XLA's cost analysis of an HLO module."""
+    """Return XLA's cost analysis of an HLO module."""
     return _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One that a device runs.
+    """An instruction of an optimised program that a device runs.
 
     Attributes:
         op, shape, rest: Opcode, result and attributes, as HLO writes them.
@@ -127,7 +128,7 @@ class Instruction:
 
     @property
     def is_kernel_call(self) -> bool:
-        """Whether it is a kernel of Pallas."""
+        """Whether the instruction calls a kernel of Pallas."""
         return self.op == "custom-call" and bool(_KERNEL_CALL.search(self.rest))
 
     @property
@@ -161,7 +162,7 @@ class Program:
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """What a device runs, collectives among it, in loops and calls too."""
+        """The instructions that a device runs, collectives among them, in loops and calls too."""
         return tuple(self._run(self._entry, 1))
 
     def _run(self, computation: str, times: int) -> Iterator[Instruction]:
@@ -199,7 +200,8 @@ class Program:
         return max(branches, key=lambda branch: sum(map(self.nbytes, branch)), default=[])
 
     def nbytes(self, instruction: Instruction) -> int:
-        """Bytes that an instruction reads and writes; a library's workspace does not count."""
+        """Return the bytes that an instruction reads and writes; a library's workspace does not
+        count."""
         if instruction.op == "custom-call":
             result = _WORKSPACE.sub(")", instruction.shape) if instruction.is_product else ""
             read = sum(shape_bytes(shape) for _, shape in instruction.operands)
@@ -207,15 +209,16 @@ class Program:
         return int(self._costs(instruction).get("bytes accessed", 0))
 
     def flops(self, instruction: Instruction) -> int:
-        """FLOPs of the products of an instruction; 0 for a kernel of Pallas, in which XLA sees
-        nothing."""
+        """Return the FLOPs of the products of an instruction; 0 for a kernel of Pallas, in which
+        XLA sees nothing."""
         if instruction.op != "custom-call":
             return int(self._costs(instruction).get("flops", 0))
         found = _product_of_call(instruction)
         return 0 if found is None else found.flops
 
     def product_shape(self, instruction: Instruction) -> tuple[int, ...]:
-        """(batches, rows, columns) of the results of a product in a library; empty for others."""
+        """Return (batches, rows, columns) of the results of a product in a library; empty for
+        others."""
         found = _product_of_call(instruction) if instruction.op == "custom-call" else None
         return () if found is None else found.shape
 
@@ -235,7 +238,7 @@ class Program:
         )
 
     def _called(self, text: str) -> tuple[str, ...]:
-        """Computations that a text calls, those that they call before them."""
+        """Return the computations that a text calls, each after those that it calls."""
         found: dict[str, None] = {}
         for one, several in _COMPUTATIONS.findall(text):
             for name in [one] if one else OPERAND.findall(several):
@@ -245,7 +248,7 @@ class Program:
 
 
 class _Product(NamedTuple):
-    """Of a library.
+    """The shape and FLOPs of a matrix product or convolution that a library computes.
 
     Attributes:
         shape: (batches, rows, columns) of the results.
@@ -257,7 +260,7 @@ class _Product(NamedTuple):
 
 
 def _product_of_call(call: Instruction) -> _Product | None:
-    """None for what is no product, or has no operands."""
+    """Return the product of a library call; None if it is no product, or has no operands."""
     shapes = [
         _dims(dims)
         for shape in (*(shape for _, shape in call.operands), call.shape)

@@ -29,7 +29,7 @@ _TOTAL = re.compile(
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes per device in main memory.
+    """The bytes of a program per device in main memory.
 
     Attributes:
         total_bytes: Arguments, results, temporaries and constants; a donated argument that holds a
@@ -44,12 +44,13 @@ class MemoryReport:
 
     @property
     def transient_bytes(self) -> int:
-        """What the program needs beside its arguments while it runs."""
+        """The bytes that the program needs beside its arguments while it runs."""
         return self.total_bytes - self.argument_bytes
 
 
 def read_report(folder: Path) -> MemoryReport | None:
-    """The report of the one program that is dumped in a folder; None as long as it is not complete.
+    """Read the memory report of the one program that is dumped in a folder; None as long as it is
+    not complete.
 
     Args:
         folder: Given to the compiler as ``xla_dump_to``.
@@ -69,7 +70,7 @@ def read_report(folder: Path) -> MemoryReport | None:
 
 
 def parse_report(report: str, assignment: str) -> MemoryReport | None:
-    """The same from the texts of both files; None if they hold no total."""
+    """Return the memory report from the texts of both files; None if they hold no total."""
     total = _TOTAL.search(report)
     if total is None:
         return None
@@ -85,7 +86,7 @@ def parse_report(report: str, assignment: str) -> MemoryReport | None:
 
 
 def read_program(folder: Path) -> str | None:
-    """The optimised program of the dump as text."""
+    """Read the optimised program of the dump as text; None if it is not there."""
     return _one(folder.glob("*after_optimizations.txt"))
 
 

@@ -37,7 +37,8 @@ _PAUSE_SECONDS = 0.02
 
 
 class ReportCompiler:
-    """Compiles (``AnyCompiler``) for a target whose devices are not there.
+    """The compiler (``AnyCompiler``) for a target whose devices are not there, stopped at its
+    memory report.
 
     Args:
         target: With ``stop_at_report`` in its compiler settings.
@@ -154,7 +155,7 @@ class ReportCompiler:
 
 
 def _positions(args: Sequence[Any]) -> list[int]:
-    """The argument that each leaf belongs to, by position."""
+    """Return, per leaf, the position of the argument that it belongs to."""
     return [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
 

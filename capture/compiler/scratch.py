@@ -56,7 +56,7 @@ _FREE_CALLS = re.compile(
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a program's kernels may allocate.
+    """The bytes that a CPU program's kernels may allocate.
 
     Attributes:
         nbytes: At most, at any time, per device.
@@ -86,7 +86,7 @@ def scratch_of(text: str, num_threads: int | None = None) -> Scratch:
 
 
 def _scratch_bytes(kernel: Instruction, threads: int) -> int | None:
-    """Return the bytes of one kernel; None for a call of an unknown library."""
+    """Return the bytes that one kernel allocates; None for a call of an unknown library."""
     shapes = [shape for _, shape in kernel.operands]
     match kernel.op:
         case "fusion":
@@ -151,7 +151,7 @@ def _copied_bytes(product: re.Match[str], operands: Sequence[str]) -> int:
 
 
 def _in_eigen(rest: str, shapes: Sequence[str], result: str, threads: int) -> int:
-    """Return the bytes of a matrix product, of all matrices of a batch at once."""
+    """Return the bytes of a matrix product in Eigen, of all matrices of a batch at once."""
     lhs, rhs = map(dims_of, shapes)
     summed = dict(_CONTRACTING.findall(rest))
     k = math.prod(lhs[int(dim)] for dim in summed.get("lhs", "").split(",") if dim)
@@ -172,7 +172,7 @@ def _convolution_in_eigen(rest: str, shapes: Sequence[str], result: str, threads
 
 
 def _contraction_bytes(m: int, n: int, k: int, itemsize: int, threads: int) -> int:
-    """Return what Eigen takes for [m, k] x [k, n] on several threads."""
+    """Return the bytes that Eigen takes for [m, k] x [k, n] on several threads."""
     if min(m, n) <= 1:  # a matrix and a vector: nothing is packed but the vector
         return (m + n + k) * itemsize
     packed = (m + n) * min(k, 2 * _SLICE) * itemsize

@@ -20,7 +20,7 @@ from capture.machine.target import Target
 
 
 class TargetCompiler:
-    """What makes compilers for a target, and the devices that they compile for.
+    """The maker of compilers for a target, and of the devices that they compile for.
 
     Args:
         target: To compile for.
@@ -44,7 +44,7 @@ class TargetCompiler:
         return devices_of(stands_for, count)
 
     def compiler(self, kernels: str = "kernels", *, name_buffers: bool = False) -> AnyCompiler:
-        """Return what compiles programs.
+        """Return a compiler for programs of the target.
 
         Args:
             kernels: Programs that are given one name share the kernels that are alike.
@@ -69,7 +69,7 @@ class TargetCompiler:
 
     @contextmanager
     def refusing(self, what: str) -> Iterator[None]:
-        """Name what is compiled meanwhile, if the compiler does not take it.
+        """Name in the error what is compiled in this context, if the compiler does not take it.
 
         Raises:
             TargetError: ``target-refused``.

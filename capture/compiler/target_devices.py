@@ -25,7 +25,7 @@ from capture.machine.target import Target, check_compiler
 
 
 def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
-    """Devices of a target, for the meshes that programs are compiled for.
+    """Return devices of a target, for the meshes that programs are compiled for.
 
     Args:
         target: What to compile for.
@@ -80,7 +80,8 @@ def _cuda_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
 
 
 def target_config(target: Target) -> str:
-    """The GPU description that XLA plans with, as a text proto (``GpuTargetConfigProto``)."""
+    """Return the GPU description that XLA plans with, as a text proto
+    (``GpuTargetConfigProto``)."""
     fields = {
         key: value
         for key, value in target.compiler.items()
@@ -113,8 +114,8 @@ def _tpu_topology(name: str, chip_config: str | None) -> tuple[Any, ...]:
 
 
 def _tpu_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
-    """The smallest topology of the target that is large enough: a program on a part of a larger one
-    may be refused."""
+    """Return the smallest topology of the target that is large enough: a program on a part of a
+    larger one may be refused."""
     for name in target.compiler["topologies"]:
         devices = _tpu_topology(name, target.compiler.get("chip_config_name"))
         if len(devices) >= num_devices:

@@ -39,7 +39,7 @@ _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 @dataclass(frozen=True)
 class LocalFlops:
-    """FLOPs per device of the operations that a program runs on each device's part
+    """The FLOPs per device of the operations that a program runs on each device's part
     (``local_calls``).
 
     Attributes:
@@ -59,7 +59,7 @@ NO_LOCAL_FLOPS = LocalFlops()
 def work_of(
     compiled: Any, lowered: Any, num_devices: int, local: LocalFlops = NO_LOCAL_FLOPS
 ) -> ProgramWork:
-    """What a compiled program computes, reads and sends, per device.
+    """Count what a compiled program computes, reads and sends, per device.
 
     XLA counts no FLOPs in calls of cuBLAS and cuDNN, which a GPU's optimised program mostly
     consists of. Then those of the program before optimisation are taken, shared out evenly.
@@ -79,14 +79,14 @@ def work_of(
 
 
 def work_of_text(text: str, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
-    """The work of an optimised, partitioned program as the compiler dumps it; ``local`` as for
-    ``work_of``."""
+    """Count the work of an optimised, partitioned program from the text that the compiler dumps;
+    ``local`` as for ``work_of``."""
     return work_of_module(hlo.hlo_module_from_text(text), local)
 
 
 def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
-    """The work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels of
-    Pallas share ``local.kernels``."""
+    """Count the work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels
+    of Pallas share ``local.kernels``."""
     program = Program(module.to_string())
     calls = sum(one.times for one in program.instructions if one.is_kernel_call)
     kernels, collectives = Counter[Kernel](), Counter[Collective]()
@@ -126,8 +126,8 @@ def _counted(found: Counter[_T]) -> tuple[_T, ...]:
 
 
 def _computed(attributes: str, operand: str) -> tuple[str, str]:
-    """(data type of the first operand of a product, precision that it asks for); an algorithm in
-    one pass names the type itself."""
+    """Return (data type of the first operand of a product, precision that it asks for); an
+    algorithm in one pass names the type itself."""
     defined = re.match(r"\(?(\w+)\[", operand)
     dtype = _DTYPES.get(defined[1] if defined else "f32", "float32")
     if algorithm := _ALGORITHM.search(attributes):
@@ -155,8 +155,8 @@ _ALGORITHM = re.compile(
 
 
 def _collective(instruction: Instruction, num_partitions: int) -> Collective | None:
-    """What an instruction sends, if it is a collective: bytes are those of the larger side, per
-    device."""
+    """Return the collective that an instruction is, or None; its bytes are those of the larger
+    side, per device."""
     match = _COLLECTIVE.match(instruction.op)
     if match is None:
         return None
@@ -202,8 +202,8 @@ def _fused(one: Instruction, num_partitions: int, known: set[str]) -> Iterator[C
 
 
 def group_of(text: str, num_partitions: int) -> tuple[int, int]:
-    """(devices in a group, distance between its neighbours) of a collective, in any of the forms
-    that XLA writes groups in."""
+    """Return (devices in a group, distance between its neighbours) of a collective, in any of the
+    forms that XLA writes groups in."""
     if named := _MESH_GROUPS.search(text):
         ids = _mesh_group(named)
     elif listed := _LISTED_GROUPS.search(text):
@@ -228,14 +228,14 @@ def group_of(text: str, num_partitions: int) -> tuple[int, int]:
 
 
 def _permuted(count: int, dims: str, order: str | None) -> np.ndarray:
-    """Device ids 0 to count - 1, as an array of these dimensions transposed."""
+    """Return device ids 0 to count - 1, as an array of these dimensions transposed."""
     ids = np.arange(count).reshape([int(size) for size in dims.split(",")])
     return ids.transpose([int(dim) for dim in order.split(",")]) if order else ids
 
 
 def _mesh_group(match: re.Match[str]) -> list[int]:
-    """The first group of devices along some axes of a mesh: ``mesh['x'=2,'y'=4],
-    device_ids=([4,2]T(1,0)) {'x','y':(2)2}``.
+    """Return the first group of devices along some axes of a mesh:
+    ``mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x','y':(2)2}``.
 
     ``'y':(2)2`` is the part of size 2 of axis y that 2 larger parts stand before.
     """
