@@ -31,7 +31,7 @@ SWATCHES = {"forward": "F", "backward": "B", "recompute": "R"}
 
 @dataclass(frozen=True)
 class ArrayFacts:
-    """A plan, and its step.
+    """The facts of an array's plan: its decisions and its simulated step.
 
     Attributes:
         plan: With its prediction.
@@ -74,8 +74,8 @@ def array_facts(
 
 
 def rows(facts: ArrayFacts) -> list[list[str]]:
-    """A line per bundle of feature maps that could have been moved: what it is, for how long the
-    device has no use for it, and what that choice costs."""
+    """Return a line per bundle of feature maps that could have been moved: what it is, for how long
+    the device has no use for it, and what that choice costs."""
     ends, begins, again = _times(facts)
     step, found = facts.timeline.step_seconds, []
     for a, life in enumerate(facts.arrays):
@@ -105,8 +105,8 @@ _At = dict[tuple[int, int], float]
 
 
 def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
-    """By sub-array and segment: when it ends, when it begins, and the seconds of what is made again
-    before it."""
+    """Return, by sub-array and segment, when the segment ends, when it begins, and the seconds of
+    what is recomputed before it."""
     runs = facts.steps.body.runs
     simulation = facts.timeline.simulation
     items = [
@@ -129,7 +129,7 @@ def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
 
 
 def _segment(life: Lifetimes, label: str, kind: str) -> int:
-    """Of a run; equal segments are one program."""
+    """Return the number of the segment of a run; equal segments are one program."""
     layer, layers = int(label.split()[1]), life.sub_array.num_layers
     return layer if kind == "forward" else 2 * layers - 1 - layer
 
@@ -145,7 +145,7 @@ def title(plan: ArrayPlan) -> str:
 def page(
     facts: ArrayFacts, lines: Sequence[str], room: Headroom | None, *, interactive: bool = False
 ) -> str:
-    """The report as one HTML file.
+    """Return the report of an array's plan as one HTML file.
 
     Args:
         facts: Of the plan.
@@ -237,7 +237,8 @@ def _step(facts: ArrayFacts) -> Figure:
 
 
 def _short(item: Work) -> str:
-    """``B1`` of a backward program of sub-array 1; nothing of copies."""
+    """Return the short name of a program, such as ``B1`` for a backward program of sub-array 1;
+    empty for copies."""
     if item.kind not in SWATCHES:
         return ""
     return SWATCHES[item.kind] + item.label.partition("sub-array ")[2].partition(" ")[0]
@@ -288,7 +289,7 @@ def _memory(facts: ArrayFacts) -> Figure:
 
 
 def _saturation(plan: ArrayPlan) -> Figure:
-    """Throughput against the degree of fusion."""
+    """Return the figure of throughput against the degree of fusion."""
     tasks, traces = list(dict.fromkeys(plan.trained)), list[dict[str, Any]]()
     largest = max(one.models for one in plan.saturation)
     for n, (task, color) in enumerate(zip(tasks, cycle(CURVES), strict=False)):

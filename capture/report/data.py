@@ -40,7 +40,7 @@ Clock = Literal["seconds", "units", "saved", "clocks"]
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage; bytes are those of each of its devices.
+    """The facts of one stage; bytes are those of each of its devices.
 
     Attributes:
         stage_id: In pipeline order.
@@ -67,7 +67,7 @@ class StageFacts:
 
     @property
     def peak_bytes(self) -> int:
-        """The best that is known: compiled, else predicted."""
+        """The peak memory by the best that is known: compiled, else predicted."""
         return self.predicted_bytes if self.verified_bytes is None else self.verified_bytes
 
     @property
@@ -92,7 +92,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """A step, simulated.
+    """The facts of a step's schedule, simulated.
 
     Attributes:
         clock: What its times are; see above.
@@ -118,13 +118,13 @@ class ScheduleFacts:
 
     @property
     def step_seconds(self) -> float | None:
-        """None where times are units."""
+        """The seconds of the step; None where times are units."""
         return float(self.simulation.seconds) if self.clock == "seconds" else self.saved_seconds
 
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """All that a report shows.
+    """The facts that a report of a plan of stages shows.
 
     Attributes:
         plan: Reported.
@@ -237,7 +237,8 @@ def report_facts(
 
 
 def is_extrapolated(plan: Plan) -> bool:
-    """Whether the plan's prediction is of degrees or a micro-batch size that were not profiled."""
+    """Tell whether the plan's prediction is of degrees or a micro-batch size that were not
+    profiled."""
     return plan.prediction is not None and plan.prediction.extrapolated
 
 
@@ -276,12 +277,12 @@ def _of_timeline(clock: Clock, timeline: StepTimeline, plan: Plan) -> ScheduleFa
 
 
 def _named(stages: Sequence[int]) -> str:
-    """The stages of a group of devices, in words."""
+    """Return the stages of a group of devices, in words."""
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _saved(plan: Plan, time: StepTime) -> ScheduleFacts:
-    """Draw the schedule's table with the seconds that the plan's file has."""
+    """Simulate the schedule's table with the seconds that the plan's file has."""
     _check_length(time.passes_seconds_per_stage, plan.num_stages, "time.passes_seconds_per_stage")
     _check_length(time.bubble_fraction_per_stage, plan.num_stages, "time.bubble_fraction_per_stage")
     _check_length(time.sends_seconds, plan.num_stages - 1, "time.sends_seconds")
@@ -381,8 +382,8 @@ def _check_length(items: Sequence[Any], wanted: int, path: str, each: str = "") 
 
 
 def levels(samples: Sequence[tuple[float, int]], end_seconds: float) -> list[tuple[float, int]]:
-    """What is held over time, as a step function until the end: an instant counts with its highest
-    sample and its last.
+    """Return the bytes held over time as a step function until the end. An instant counts with its
+    highest sample and its last.
 
     A program's donated inputs are released before its results come to life at the same instant;
     that dip lasts no time and is left out.
@@ -403,8 +404,8 @@ def levels(samples: Sequence[tuple[float, int]], end_seconds: float) -> list[tup
 
 
 def envelope(samples: Sequence[tuple[float, int]], num_buckets: int) -> list[tuple[float, int]]:
-    """Fewer points of a step function that keep its highs and lows: per bucket of time the lowest,
-    the highest and the last.
+    """Thin out the points of a step function but keep its highs and lows: per bucket of time the
+    lowest, the highest and the last.
 
     Args:
         samples: (seconds, bytes) in the order of time.

@@ -42,7 +42,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Neighbouring devices that serve one stage in either plan.
+    """A group of neighbouring devices that serve one stage in either plan.
 
     Attributes:
         devices: First and last id.
@@ -57,7 +57,8 @@ class DeviceGroup:
 
     @property
     def change_bytes(self) -> int | None:
-        """Second less first; None where one of them is not known."""
+        """The change of peak bytes per device, second less first; None where one of them is not
+        known."""
         first, second = self.peak_bytes
         return None if first is None or second is None else second - first
 
@@ -72,7 +73,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What ``capture diff`` says of two plans of a kind.
+    """The document of ``capture diff``: two plans of a kind compared.
 
     Attributes:
         kind: Kind of both plans.
@@ -93,7 +94,7 @@ class DiffReport:
 
 
 def unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Return what is not the same in two decisions, by name."""
+    """Return the differences of two decisions, by name."""
     return tuple(
         Difference(name, first.get(name), second.get(name))
         for name in dict.fromkeys([*first, *second])
@@ -102,8 +103,8 @@ def unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Differ
 
 
 def differences(first: Plan, second: Plan) -> list[Difference]:
-    """Every difference of the question and of the decision, those of the stages last; predictions
-    and reasons do not count.
+    """Return every difference of the question and of the decision, those of the stages last;
+    predictions and reasons do not count.
 
     Where the plans have different numbers of stages, those of a number are compared all the same,
     and the rest is only in one of them.
@@ -142,7 +143,8 @@ def _question(plan: Plan) -> dict[str, Any]:
 
 
 def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
-    """All devices of both clusters, neighbours of the same pair of stages together."""
+    """Return the devices of both clusters in groups, neighbours of the same pair of stages
+    together."""
     stage_of = [
         {d: stage for stage in facts.stages for d in stage.stage.devices}
         for facts in (first, second)
@@ -163,7 +165,7 @@ def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
 
 
 def describe_value(name: str, value: Any) -> str:
-    """A side of a difference for people."""
+    """Describe one side of a difference for people."""
     match value:
         case None:
             return "none"
@@ -182,7 +184,8 @@ def describe_value(name: str, value: Any) -> str:
 
 
 def describe_name(name: str) -> str:
-    """``stages[2].remat`` as ``stage 2 remat``, ``num_microbatches`` as ``num microbatches``."""
+    """Describe the name of a difference: ``stages[2].remat`` as ``stage 2 remat``,
+    ``num_microbatches`` as ``num microbatches``."""
     stage = re.fullmatch(r"stages\[(\d+)\](?:\.(\w+))?", name)
     if stage is None:
         return name if "[" in name else name.replace("_", " ")

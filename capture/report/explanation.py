@@ -11,7 +11,7 @@ from capture.report.needs import PlanNeeds
 
 @dataclass(frozen=True, kw_only=True)
 class PageReport:
-    """A plan in words and numbers.
+    """The document of ``capture report``: a plan in words and numbers.
 
     Attributes:
         kind: Kind of the plan: stages, sharding, packs or array.
@@ -37,7 +37,7 @@ class PageReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainReport:
-    """Who needs the memory of a plan, and what changes save.
+    """The document of ``capture explain``: who needs the memory of a plan, and what changes save.
 
     Attributes:
         kind: Kind of the plan: stages, sharding, packs or array.

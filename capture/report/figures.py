@@ -21,7 +21,7 @@ MEMORY_BUCKETS = 400
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
-    """Those for which there are facts, in reading order."""
+    """Return the figures for which there are facts, in reading order."""
     made = [stage_map(facts), peaks(facts), treemap(facts)]
     # Where the prediction is what the compiler said, there is nothing to compare.
     predicted = any(stage.interval_bytes != (stage.peak_bytes,) * 2 for stage in facts.stages)
@@ -41,7 +41,8 @@ def figures(facts: ReportFacts) -> list[Figure]:
 
 
 def stage_map(facts: ReportFacts) -> Figure:
-    """Nodes as rows, devices as columns, a bar per stage and node."""
+    """Return the figure of stages on devices: nodes as rows, devices as columns, a bar per stage
+    and node."""
     cluster, traces = facts.plan.cluster, []
     first_device = [sum(cluster.nodes[:node]) for node in range(len(cluster.nodes))]
     for stage, color in zip(facts.stages, stage_colors(len(facts.stages)), strict=True):
@@ -103,7 +104,8 @@ def stage_map(facts: ReportFacts) -> Figure:
 
 
 def peaks(facts: ReportFacts) -> Figure:
-    """Parts at the predicted peak, stacked, with the interval, the compiled peak and the limit."""
+    """Return the figure of memory at each stage's peak: its parts stacked, with the interval, the
+    compiled peak and the limit."""
     stages, limit = facts.stages, None if facts.headroom is None else facts.headroom.limit_bytes
     unit = bytes_unit(max(stage.interval_bytes[1] for stage in stages))
     names = [_stage_name(stage) for stage in stages]
@@ -156,7 +158,7 @@ def peaks(facts: ReportFacts) -> Figure:
 
 
 def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> dict[str, Any]:
-    """Return marks of the predicted peaks, with their intervals."""
+    """Return the marks of the predicted peaks, with their intervals."""
     top = [stage.predicted_bytes / unit.scale for stage in stages]
     low, high = zip(*(stage.interval_bytes for stage in stages), strict=True)
     return {
@@ -195,7 +197,7 @@ class _Area(NamedTuple):
 
 
 def _areas(stage: StageFacts) -> Iterator[_Area]:
-    """Yield a stage, its layers, and what each is for."""
+    """Yield the areas of a stage, its layers, and what each layer's bytes are for."""
     first, rest = stage.stage.first, dict[str, int]()
     for category, nbytes in stage.parts.items():
         if (left := nbytes - sum(layer.get(category, 0) for layer in stage.layers)) > 0:
@@ -214,7 +216,8 @@ def _areas(stage: StageFacts) -> Iterator[_Area]:
 
 
 def treemap(facts: ReportFacts) -> Figure:
-    """Stages, their layers, and what each is for: areas are bytes of one device of each stage."""
+    """Return the figure of stages, their layers, and what each is for: areas are bytes of one
+    device of each stage."""
     areas = [area for stage in facts.stages for area in _areas(stage)]
     colors = [area.color for area in areas]
     trace = {
@@ -251,7 +254,8 @@ def treemap(facts: ReportFacts) -> Figure:
 
 
 def prediction_errors(facts: ReportFacts) -> Figure:
-    """Compiled peaks around predicted ones, in percent, with the interval that was promised."""
+    """Return the figure of compiled peaks around predicted ones, in percent, with the interval that
+    was promised."""
     names = [_stage_name(stage) for stage in facts.stages]
     low = [100 * (stage.interval_bytes[0] / stage.predicted_bytes - 1) for stage in facts.stages]
     high = [100 * (stage.interval_bytes[1] / stage.predicted_bytes - 1) for stage in facts.stages]
@@ -305,7 +309,7 @@ def prediction_errors(facts: ReportFacts) -> Figure:
 
 
 def memory_over_time(facts: ReportFacts) -> Figure:
-    """A line per stage, simulated, with the limit."""
+    """Return the figure of simulated memory over time, a line per stage, with the limit."""
     held = [levels(use.samples, facts.schedule.simulation.seconds) for use in facts.schedule.memory]
     shown = [envelope(samples, MEMORY_BUCKETS) for samples in held]
     thinned = any(len(points) < len(samples) for points, samples in zip(shown, held, strict=True))

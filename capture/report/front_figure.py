@@ -20,8 +20,8 @@ LOG_RATIO = 4
 
 
 def front(facts: ReportFacts) -> Figure:
-    """The plans between which one has to choose, with their names, this one, and what no plan is
-    faster than."""
+    """Return the figure of the plans between which one has to choose, with their names, this one,
+    and lower bounds of the step time."""
     assert facts.front is not None, "drawn where there is one"
     points, step, bounds = facts.front.points, facts.schedule.step_seconds, _bounds(facts)
     unit = bytes_unit(max(point.peak_bytes for point in points))
@@ -61,7 +61,7 @@ def front(facts: ReportFacts) -> Figure:
 
 
 def _line(points: Sequence[FrontPoint], x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
-    """Return the plans of a front, with their names."""
+    """Return the trace of the plans of a front, with their names."""
     return {
         "type": "scatter",
         "mode": "lines+markers+text",
@@ -96,15 +96,16 @@ def _this_plan(x: float, y: float, said: str) -> dict[str, Any]:
 
 
 def _least_step(facts: ReportFacts) -> float | None:
-    """Seconds that no plan of the search is faster than, where they are known."""
+    """Return the lower bound of the seconds of a step over all plans of the search; None where it
+    is not known."""
     why = facts.plan.why
     trail = () if why is None or why.proven is None else why.proven.trail
     return trail[-1].least_step_seconds if trail else None
 
 
 def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
-    """What no plan is faster than, where that is known: the name of a line, its color, and its
-    seconds up to the peak of every point and beyond the last, or everywhere."""
+    """Return the lower bounds of step times that are known, each as a line's name, its color, and
+    its seconds up to the peak of every point and beyond the last, or everywhere."""
     least, why, front = _least_step(facts), facts.plan.why, facts.front
     if least is None or why is None or why.proven is None or front is None:
         return []
@@ -116,7 +117,7 @@ def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
 
 
 def _front_words(facts: ReportFacts) -> str:
-    """What a front is, its named plans, and what is proven of it."""
+    """Describe a front: what it is, its named plans, and what is proven of it."""
     assert facts.front is not None, "there is one"
     said = (
         "compiled, and none beats another both in memory and in time"
@@ -144,7 +145,8 @@ def _front_words(facts: ReportFacts) -> str:
 
 
 def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """How values are placed along an axis, and the axis: logarithmic where they lie far apart."""
+    """Return how values are placed along an axis, and the axis: logarithmic where they lie far
+    apart."""
     low, high = min(values), max(values)
     if low <= 0 or high < LOG_RATIO * low:
         return lambda value: value, {"title": {"text": title}}
@@ -159,7 +161,7 @@ def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], floa
 
 
 def _stages_text(stages: Sequence[Stage]) -> str:
-    """A line per stage: its layers and its dp x tp."""
+    """Return a line per stage: its layers and its dp x tp."""
     return "<br>".join(
         (
             f"layers {stage.first}-{stage.stop - 1} ({stage.choice.data_parallel} x "

@@ -11,7 +11,7 @@ from capture.quantities import format_bytes, format_rate, format_seconds, signed
 
 @dataclass(frozen=True)
 class PlanNeeds:
-    """What a plan needs, by the best that is known.
+    """The needs of a plan, by the best that is known: memory, and seconds of a step.
 
     Attributes:
         peak_bytes: Peak memory of the device that needs most; None if nobody says.
@@ -38,7 +38,7 @@ class PlanNeeds:
 
     @classmethod
     def of(cls, plan: PlanFile, memory_limit_bytes: int | None = None) -> PlanNeeds:
-        """Return what a plan says itself."""
+        """Return the needs that a plan's file itself holds."""
         peaks, known = plan.peaks, plan.step_estimate
         seconds, how = known or (None, "unknown")
         return cls(
@@ -52,7 +52,7 @@ class PlanNeeds:
         )
 
     def rows(self) -> dict[str, str]:
-        """Return what is known, for people."""
+        """Return the known needs by name, in words for people."""
         room, found = self.headroom, dict[str, str]()
         if self.peak_bytes is not None:
             found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"

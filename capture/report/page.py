@@ -89,7 +89,7 @@ _BASE_LAYOUT: dict[str, Any] = {
 
 
 def page(facts: ReportFacts, *, interactive: bool = False) -> str:
-    """Return the report of a plan.
+    """Return the report of a plan of stages as one HTML file.
 
     Args:
         facts: What it shows.
@@ -155,7 +155,7 @@ def _scripts(shown: Sequence[Figure]) -> str:
 
 
 def _json(data: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element it stands in."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -176,7 +176,7 @@ def _verdict(facts: ReportFacts) -> str:
 
 
 def html_verdict(verdict: str) -> str:
-    """Whether a plan fits, coloured."""
+    """Return whether a plan fits as HTML, coloured."""
     color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(verdict, "#FCE8B2")
     return f'<span class="verdict" style="background: {color}">{escape(verdict)}</span>\n'
 
@@ -194,7 +194,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str 
 
 
 def _footer(facts: ReportFacts) -> str:
-    """Where the numbers are from."""
+    """Return the line about the sources of the numbers."""
     known = facts.source
     parts = [
         f"{name} {known[name]}"

@@ -48,7 +48,8 @@ def category_color(category: str) -> str:
 
 
 def in_order(categories: Sequence[str]) -> list[str]:
-    """As they are stacked: what stays in memory first, what comes and goes above it."""
+    """Return categories in the order in which they are stacked: what stays in memory first, what
+    comes and goes above it."""
     order = list(CATEGORIES)
     return sorted(
         set(categories),
@@ -57,7 +58,7 @@ def in_order(categories: Sequence[str]) -> list[str]:
 
 
 def stage_colors(num_stages: int) -> list[str]:
-    """From the first stage to the last, dark to light.
+    """Return one color per stage, from the first to the last, dark to light.
 
     Example:
         >>> stage_colors(2)
@@ -76,7 +77,7 @@ def stage_colors(num_stages: int) -> list[str]:
 
 
 def text_on(color: str) -> str:
-    """Black or white, whichever is read more easily."""
+    """Return black or white, whichever is read more easily on a color."""
     red, green, blue = _channels(color)
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#FFFFFF"
 

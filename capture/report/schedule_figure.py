@@ -28,8 +28,8 @@ _COMPUTES = (
 
 
 def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """(traces, layout, what the caption must say of them): a row per group of devices, that of the
-    first stage on top."""
+    """Return (traces, layout, what the caption must say of them) of a schedule: a row per group of
+    devices, that of the first stage on top."""
     num_stages = len(facts.lanes)
     unit = (
         seconds_unit(float(facts.simulation.seconds))
@@ -75,7 +75,8 @@ _Row = tuple[int, Work, float, float]
 
 
 def _rows(facts: ScheduleFacts) -> list[_Row]:
-    """What takes time on the compute streams, and what is sent from a stage."""
+    """Return the programs that take time on the compute streams and the transfers that leave a
+    stage."""
     row_of = {lane: row for row, lane in enumerate(facts.lanes)}
     stage_of = {compute_stream(lane): row for lane, row in row_of.items()}
     found = []
@@ -120,7 +121,7 @@ def _bars(rows: list[_Row], facts: ScheduleFacts, unit: Unit) -> list[dict[str, 
 
 
 def _image(facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
-    """A heat map whose values are kinds; ``None`` where a stage mostly waits."""
+    """Return a heat map whose values are kinds of programs; ``None`` where a stage mostly waits."""
     grid, labels = slots(facts, NUM_SLOTS)
     width = float(facts.simulation.seconds) / NUM_SLOTS / unit.scale
     steps = [
@@ -160,8 +161,8 @@ def _image(facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
 
 
 def slots(facts: ScheduleFacts, num_slots: int) -> tuple[list[list[str | None]], list[list[str]]]:
-    """Per row and slot of time, the kind of the program that takes most of the slot, and its label;
-    None where waiting does."""
+    """Return, per row and slot of time, the kind of the program that takes most of the slot, and
+    its label; None where waiting does."""
     num_stages = len(facts.lanes)
     kinds: list[list[str | None]] = [[None] * num_slots for _ in range(num_stages)]
     labels = [[""] * num_slots for _ in range(num_stages)]

@@ -27,7 +27,8 @@ _DRAWN = {
 
 
 def operators_of(plan: ShardingPlan) -> list[tuple[str, Mode, OperatorCost | None]]:
-    """Name, mode and cost by operator; plans of schema 1 do not say what operators cost."""
+    """Return the name, mode and cost of every operator; plans of schema 1 do not say what operators
+    cost."""
     costs: Sequence[OperatorCost | None] = plan.costs or [None] * len(plan.modes)
     return list(zip(plan.names, plan.modes, costs, strict=True))
 
@@ -40,7 +41,8 @@ def title(plan: ShardingPlan) -> str:
 
 
 def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
-    """What a device needs and how that is known, the modes, and the speed."""
+    """Describe a sharding plan: what a device needs and how that is known, the modes, and the
+    speed."""
     how = "by the compiler of the target" if plan.compiled else plan.peaks.how
     modes = [f"{n} {mode}" for mode, n in plan.summary()["operators_by_mode"].items()]
     said = [
@@ -63,7 +65,8 @@ def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
 
 
 def rows(plan: ShardingPlan, *, heaviest_first: bool = False) -> list[list[str]]:
-    """A line per operator, in program order or those that hold most first."""
+    """Return a line per operator, in program order or those that hold most first, and then the
+    totals."""
     found = operators_of(plan)
     if heaviest_first:
         found.sort(key=lambda operator: -_held_bytes(operator[2]))
@@ -71,8 +74,8 @@ def rows(plan: ShardingPlan, *, heaviest_first: bool = False) -> list[list[str]]
 
 
 def _totals_of(plan: ShardingPlan) -> list[list[str]]:
-    """What the operators add up to, and what else makes up the peak; nothing where an operator
-    does not say what it holds then."""
+    """Return lines of what the operators add up to, and of what else makes up the peak; empty where
+    an operator does not say what it holds then."""
     if not plan.costs or not all(cost.at_peak for cost in plan.costs):
         return []
     held = sum(_parts_of_peak(plan).values())
@@ -90,14 +93,15 @@ def _totals_of(plan: ShardingPlan) -> list[list[str]]:
 
 
 def _held_bytes(cost: OperatorCost | None) -> float:
-    """At the peak, or at any time where the peak was not looked at."""
+    """Return the bytes that an operator holds at the peak, or at any time where the peak was not
+    looked at."""
     if cost is None:
         return 0.0
     return sum(cost.at_peak.values()) if cost.at_peak else cost.resident_bytes
 
 
 def _parts_of_peak(plan: ShardingPlan) -> Counter[str]:
-    """Bytes by category of all operators at the estimated peak."""
+    """Return the bytes by category of all operators at the estimated peak."""
     parts = Counter[str]()
     for cost in plan.costs:
         parts.update(cost.at_peak)
@@ -113,7 +117,7 @@ def _cells(cost: OperatorCost | None) -> list[str]:
 
 
 def operator_rows(plan: ShardingPlan) -> list[dict[str, Any]]:
-    """Return what ``--json`` says of every operator."""
+    """Return the rows of operators that ``--json`` prints."""
     return [
         {"name": name, "mode": str(mode), "params": list(params), "cost": write(cost)}
         for (name, mode, cost), params in zip(operators_of(plan), plan.params, strict=True)
@@ -121,7 +125,7 @@ def operator_rows(plan: ShardingPlan) -> list[dict[str, Any]]:
 
 
 def page(plan: ShardingPlan, room: Headroom | None, *, interactive: bool = False) -> str:
-    """The report as one HTML file.
+    """Return the report of a sharding plan as one HTML file.
 
     Raises:
         CaptureError: ``report-plotly`` if plotly is needed and not installed.
@@ -161,7 +165,7 @@ def _figures(plan: ShardingPlan) -> list[Figure]:
 
 
 def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
-    """Whose the bytes of the peak are, by category."""
+    """Return the figure of how the bytes of the peak divide over operators, by category."""
     parts = in_order(list(_parts_of_peak(plan)))
     unit = bytes_unit(max(sum(cost.at_peak.values()) for cost in plan.costs))
     traces = [
@@ -187,7 +191,7 @@ def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
 
 
 def decision(plan: ShardingPlan) -> Mapping[str, Any]:
-    """Return what a plan decides, by name; numbers and reasons do not count."""
+    """Return a plan's decisions by name; numbers and reasons do not count."""
     where = plan.cluster
     return {
         "workload": None if plan.workload is None else str(plan.workload),

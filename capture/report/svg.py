@@ -37,7 +37,7 @@ def draw(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: values between ``low`` and ``high`` lie between two pixels.
+    """One axis of a chart: values between ``low`` and ``high`` lie between two pixels.
 
     Attributes:
         low, high: The values at its ends.
@@ -69,7 +69,7 @@ class Axis:
 
 
 class _Chart:
-    """One drawing.
+    """The drawing of one figure.
 
     Args:
         traces, layout: As plotly.js takes them.
@@ -113,7 +113,7 @@ class _Chart:
         return x_axis, y_axis
 
     def _values(self, axis: str, is_length: bool) -> list[Any]:
-        """Everything that an axis has to show."""
+        """Return everything that an axis has to show."""
         found: list[Any] = []
         sums: dict[Any, float] = {}
         for trace in self._traces:
@@ -235,7 +235,7 @@ class _Chart:
                 yield _text(x + 8, y - 8, trace["text"][i], anchor="start", halo=True)
 
     def _heatmap(self, trace: dict[str, Any], stacked: dict[Any, float]) -> Iterator[str]:
-        """Runs of equal values as one bar each."""
+        """Yield a heat map with runs of equal values as one bar each."""
         scale, half = trace["colorscale"], self._y.pixels_per_unit / 2 - trace.get("ygap", 0) / 2
         num_kinds = len(scale) // 2
         for y, row, labels in zip(trace["y"], trace["z"], trace["text"], strict=True):
@@ -301,7 +301,7 @@ def _axis(
 
 
 def _ticks(low: float, high: float, most: int, step: float | None) -> Iterator[tuple[float, str]]:
-    """Round numbers between two, at most so many.
+    """Yield round numbers between two, at most ``most``, with their names.
 
     Example:
         >>> [name for _, name in _ticks(0, 9, 5, None)]
@@ -334,12 +334,12 @@ def _legend(
 
 
 def _color_of(colors: str | Sequence[str], i: int) -> str:
-    """Return the colour of a mark, of all or one for each."""
+    """Return the colour of mark ``i``: the one of all marks, or its own."""
     return colors if isinstance(colors, str) else colors[i]
 
 
 def _swatch(trace: Mapping[str, Any], x: float, y: float) -> str:
-    """Return what stands for a trace in the legend."""
+    """Return the mark that stands for a trace in the legend."""
     marker, line = trace.get("marker", {}), trace.get("line", {})
     if trace["type"] == "scatter" and "lines" in trace["mode"]:
         dash = "4 3" if line.get("dash") else ""
@@ -366,7 +366,7 @@ def _symbol(marker: Mapping[str, Any], x: float, y: float, title: str) -> str:
 
 
 def _title(trace: Mapping[str, Any], i: int, x: Any, y: Any) -> str:
-    """Return what is shown under the pointer, from the template of plotly.js."""
+    """Return the text that is shown under the pointer, from the template of plotly.js."""
     template = re.sub(r"<extra>.*?</extra>", "", trace.get("hovertemplate", ""))
     values = {"customdata": (trace.get("customdata") or [""] * (i + 1))[i], "x": x, "y": y}
 

@@ -10,14 +10,14 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3))
 
 @dataclass(frozen=True)
 class Unit:
-    """What a number is divided by, and what it is called then."""
+    """The unit of an axis: its name, and the number that values are divided by."""
 
     name: str
     scale: float
 
 
 def bytes_unit(largest: float) -> Unit:
-    """The decimal unit in which the largest number of an axis is at least 1.
+    """Return the decimal unit in which the largest number of an axis is at least 1.
 
     Example:
         >>> bytes_unit(31_200_000_000), bytes_unit(12)
@@ -27,7 +27,8 @@ def bytes_unit(largest: float) -> Unit:
 
 
 def seconds_unit(largest: float) -> Unit:
-    """Likewise for times.
+    """Return the unit of time in which the largest number of an axis is at least 1, microseconds
+    for less.
 
     Example:
         >>> seconds_unit(0.25)

@@ -13,7 +13,7 @@ from capture.report.needs import PlanNeeds
 
 @dataclass(frozen=True)
 class PredictReport:
-    """A plan by what was measured of its model.
+    """The document of ``capture predict``: a plan by what was measured of its model.
 
     Attributes:
         kind: Kind of the plan: stages.
@@ -55,7 +55,8 @@ class PeakRow:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A plan by the compiler of its target, beside its prediction.
+    """The document of ``capture verify``: a plan by the compiler of its target, beside its
+    prediction.
 
     Attributes:
         kind: Kind of the plan: stages, sharding or packs.

@@ -25,7 +25,7 @@ CLOCKS: dict[Clock, str] = {
 
 
 def title(facts: ReportFacts) -> str:
-    """The question that the plan answers."""
+    """Return the question that the plan answers, in words."""
     plan = facts.plan
     model = "a model without a name" if plan.workload is None else str(plan.workload)
     how = f"{plan.schedule}, {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}"
@@ -35,7 +35,8 @@ def title(facts: ReportFacts) -> str:
 
 
 def paragraph(facts: ReportFacts) -> str:
-    """What fits, how much is left and how sure that is, and what limits memory and time."""
+    """Describe a plan of stages: whether it fits, how much memory is left and how sure that is, and
+    what limits memory and time."""
     return " ".join([*_fit(facts), *_memory(facts), *_time(facts), *_found(facts)])
 
 
@@ -161,7 +162,7 @@ HEADER = (
 
 
 def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
-    """Under ``HEADER``; a dash where nothing is known."""
+    """Return the table under ``HEADER``, a row per stage; a dash where nothing is known."""
     limit = None if facts.headroom is None else facts.headroom.limit_bytes
     return [
         (
@@ -180,7 +181,7 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
 
 
 def last_lines(facts: ReportFacts) -> list[str]:
-    """Below the table: the headroom, and the time of a step."""
+    """Return the lines below the table: the peak, the headroom, and the time of a step."""
     step = facts.schedule.step_seconds
     time = (
         "step time not known (bubble: unit times)"
