@@ -43,7 +43,7 @@ Values = Mapping[str, Any]
 
 
 def read_cluster(values: Values) -> Cluster:
-    """The cluster, of a known target; one device where none is named.
+    """Return the cluster that options name, of a known target; one device where none is named.
 
     Raises:
         TargetError: as ``Target.load``.
@@ -54,7 +54,7 @@ def read_cluster(values: Values) -> Cluster:
 
 
 def say_one_device(options: argparse.Namespace) -> None:
-    """That no cluster was named."""
+    """Say that the question is for one device, where no cluster was named."""
     if options.cluster is None:
         one = shared.ONE_DEVICE
         say(
@@ -64,7 +64,7 @@ def say_one_device(options: argparse.Namespace) -> None:
 
 
 def read_batch(values: Values) -> tuple[int, int]:
-    """(global batch size, number of micro-batches).
+    """Return (global batch size, number of micro-batches).
 
     Raises:
         PlanError: ``plan-batch``.
@@ -77,14 +77,14 @@ def read_batch(values: Values) -> tuple[int, int]:
 
 
 def spec_of(values: Values) -> WorkloadSpec:
-    """Return the workload that is named; that of a file is one already."""
+    """Return the workload that options name; one from a file is a ``WorkloadSpec`` already."""
     named = values["workload"]
     return named if isinstance(named, WorkloadSpec) else WorkloadSpec.parse(named)
 
 
 def profile_question(values: Values, memory_limit_bytes: int | None = None) -> ProfileQuestion:
-    """What a profile is asked for by the options ``shared.QUESTION``, or fewer of them, and
-    ``mode``; the limit is that of executed runs.
+    """Return the question of a profile from the options ``shared.QUESTION``, or fewer of them, and
+    ``mode``. The memory limit is that of executed runs.
 
     Raises:
         ProfileError: ``profile-backend`` for executed runs without the paper's mode, and the codes
@@ -119,8 +119,8 @@ def _splits_backward(values: Values) -> bool:
 
 
 def prepare(*clusters: Cluster) -> None:
-    """Make this process one that compiles for the clusters: as many virtual devices, and no search
-    for devices that need not be there."""
+    """Prepare this process to compile for the clusters: as many virtual devices, and no search for
+    devices that need not be there."""
     _prepare(map(_of, clusters))
 
 
@@ -131,8 +131,8 @@ def _of(cluster: Cluster) -> tuple[int, str]:
 def prepare_for(
     questions: Iterable[ProfileQuestion | LayersQuestion], compiles_for: Cluster | None = None
 ) -> None:
-    """Make this process one that can answer all these, and compile for a cluster: they decide its
-    devices, once, before JAX is loaded."""
+    """Prepare this process to answer all these questions, and to compile for a cluster: they decide
+    its devices, once, before JAX is loaded."""
     needs = [question.process_needs for question in questions]
     _prepare(needs + ([_of(compiles_for)] if compiles_for else []))
 
@@ -164,12 +164,12 @@ def open_store(options: argparse.Namespace) -> Store:
 
 
 def where_of(options: argparse.Namespace) -> Where:
-    """Where jobs run, by ``shared.STORE``."""
+    """Return where jobs run, by the options ``shared.STORE``."""
     return Where(**taken(Where, vars(options)))
 
 
 def open_measurements(options: argparse.Namespace, question: ProfileQuestion) -> Measurements:
-    """Those of a question, made as ``shared.STORE`` says."""
+    """Open the measurements of a question, made as the options ``shared.STORE`` say."""
     prepare_for([question])
     return open_them(
         question,
@@ -180,14 +180,15 @@ def open_measurements(options: argparse.Namespace, question: ProfileQuestion) ->
 
 
 def plan_measurements(options: argparse.Namespace, plan: Plan) -> Measurements:
-    """Those of a plan's workload, for its target."""
+    """Open the measurements of a plan's workload, for the plan's target."""
     return open_measurements(options, ProfileQuestion.of_plan(plan, workload_of(options, plan)))
 
 
 def profile_measurements(
     options: argparse.Namespace, profile: Profile, cluster: Cluster
 ) -> Measurements:
-    """Those of a profile's workload, cut and split as there."""
+    """Open the measurements of a profile's workload, cut into layers and split as in the
+    profile."""
     spec = spec_of(vars(options)) if options.workload else profile.workload
     if spec is None:
         raise PlanError.of(
@@ -238,8 +239,8 @@ def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
 
 
 def with_prediction(plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
-    """Return a plan with what a profile predicts of it, where there is one and it has no
-    prediction; and the profile. Nothing is loaded or measured for that."""
+    """Return the plan and the profile. A plan without a prediction gets that of the profile, if
+    there is one. Nothing is loaded or measured for that."""
     if plan.prediction is not None or profile is None:
         return plan, profile
     return plan.with_(prediction=predict_plan(profile, plan)), profile
@@ -277,7 +278,7 @@ def check_profiles_nothing(values: Values) -> None:
 def say_layers(
     options: argparse.Namespace, question: ProfileQuestion, measurements: Measurements
 ) -> None:
-    """Into how many layers a model is cut where nobody chose, before they are measured."""
+    """Say into how many layers the model is cut where nobody chose, before they are measured."""
     traced = measurements.backend.traced(question.microbatch_size)
     if question.num_layers is None and traced.auto_layers:
         count = counted(traced.graph.num_layers, "layer")
@@ -285,8 +286,8 @@ def say_layers(
 
 
 def layers_note(question: ProfileQuestion, cut_into: int | None) -> list[str]:
-    """A line about layers that nobody chose: as many as the model was cut into, None at its
-    marks."""
+    """Return a line about the number of layers where nobody chose it; empty if the model is cut at
+    its marks (``cut_into`` is None)."""
     if question.num_layers is not None or cut_into is None:
         return []
     return [

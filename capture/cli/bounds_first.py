@@ -128,7 +128,7 @@ def _typed(name: str, value: Any) -> str:
 
 
 class Asking:
-    """Questions about one model, each answered by bounds and compiles.
+    """The questions about one model, each answered by bounds and compiles.
 
     Args:
         options: How far an answer is proven.
@@ -150,7 +150,7 @@ class Asking:
 
     @cached_property
     def _known(self) -> ModelBounds:
-        """Of all that is asked."""
+        """The bounds of the model at every micro-batch size that is asked about."""
         return ModelBounds(
             self._measurements,
             self._examples,
@@ -162,7 +162,7 @@ class Asking:
 
     @cached_property
     def _asked(self) -> Mapping[int, Sequence[StageChoice]]:
-        """What stages may do with their devices, by micro-batch size."""
+        """The choices that stages may make, by micro-batch size."""
         whole, sizes = self._whole, {self._of_profile.microbatch_size}
         if whole is not None:
             sizes = {whole.question(m).microbatch_size for m in whole.microbatches}
@@ -170,12 +170,12 @@ class Asking:
 
     @property
     def _examples(self) -> set[int]:
-        """Numbers of examples on a device."""
+        """The numbers of examples on a device that are asked about."""
         return {size // each.data_parallel for size, of in self._asked.items() for each in of}
 
     def start_workers(self) -> None:
-        """Begin to start workers where something is to be compiled: they start, and trace what they
-        will need, while this process traces."""
+        """Start workers in the background where something is to be compiled. They trace what they
+        will need while this process traces."""
         from capture.profiler.facts import traced_sizes
 
         if not self._options.quick and self._options.compiles != 0:
@@ -189,14 +189,15 @@ class Asking:
 
     @memo
     def bounds(self, microbatch_size: int) -> Bounds:
-        """Of all stages at a micro-batch size."""
+        """Return the bounds of all stages at a micro-batch size."""
         return self._known.at(self._choices(microbatch_size), microbatch_size)
 
     def compiler(self, least: Profile | None = None) -> PlanCompiler:
         return PlanCompiler(least, lambda: self._measurements)
 
     def answer(self, *questions: PlanQuestion) -> StageAnswer:
-        """The plan of least peak, or the fastest, or the front, over questions of one objective."""
+        """Find the plan of lowest peak, or the fastest, or the front, over questions of one
+        objective."""
         options, objective = self._options, questions[0].search[0]
         policy: Policy = LowestPeak() if objective == "memory" else Timed(objective == "pareto")
         if self._whole is not None and options.objective is None:
@@ -212,8 +213,8 @@ class Asking:
             return refine(policy, parts, self.compiler(), effort, told.known)
 
     def _part(self, question: PlanQuestion, has_floor: bool) -> Part:
-        """Plans of one number of micro-batches and one schedule, with what none of them can be
-        faster than."""
+        """Return the part of the search for one number of micro-batches and one schedule, with a
+        lower bound of its step time."""
         size, limit = question.microbatch_size, question.limit_bytes
         part = Part(question, partial(self.bounds, size))
         if SCHEDULES[question.schedule].splits_backward:
@@ -234,7 +235,7 @@ class Asking:
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
-        """Tell the rounds of a search and what is compiled in them as one."""
+        """Report the rounds of a search, and what is compiled in them, as one progress."""
         told, before = SearchProgress(self._options), (self._measurements.progress, self._traced)
         self._measurements.progress = self._traced = told.jobs
         try:
@@ -244,12 +245,12 @@ class Asking:
             told.end()
 
     def expected(self, question: PlanQuestion) -> StageAnswer:
-        """What stages are expected to need decides; nothing is compiled."""
+        """Answer a question from what stages are expected to need; nothing is compiled."""
         asked = replace(question, algorithm=None)
         return recommend(self.bounds(question.microbatch_size).most, asked)
 
     def that_fits(self, question: PlanQuestion) -> StageAnswer:
-        """The first compiled plan that fits, or that none does, however long that takes."""
+        """Return the first compiled plan that fits, or that none does, however long that takes."""
         least = self.bounds(question.microbatch_size).least
         knowledge = BoundedKnowledge(least, compiler=self.compiler(least))
         found = knowledge.answer(question, any_that_fits=True)
@@ -258,14 +259,14 @@ class Asking:
         return found
 
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
-        """As ``answer``; but an interrupt ends what it is a part of, too."""
+        """Answer one of several questions; unlike in ``answer``, an interrupt ends all of them."""
         found = self.answer(*self.asked_of(question))
         if _ended(found) == "interrupted":
             raise KeyboardInterrupt
         return found
 
     def best(self, question: PlanQuestion) -> tuple[StageAnswer, Sequence[Attempt]]:
-        """The answer to what the options ask for, and what was tried for it."""
+        """Return the answer to what the options ask for, and the attempts that led to it."""
         options = self._options
         if options.smallest_cluster:
             best, attempts = smallest_cluster(self.one_of_several, question)
@@ -286,7 +287,7 @@ class Asking:
         return (attempts[-1] if best is None else best).result, attempts
 
     def asked_of(self, question: PlanQuestion) -> Sequence[PlanQuestion]:
-        """The questions of several numbers of micro-batches, where they are to be tried."""
+        """Return one question per schedule and number of micro-batches to try."""
         tried = self._options.try_microbatches
         if self._whole is not None and not tried:
             tried = self._whole.microbatches
@@ -295,13 +296,13 @@ class Asking:
         return [replace(each, schedule=name) for name in schedules for each in asked]
 
     def left_out(self) -> Sequence[str]:
-        """Return a line on what was not searched though nothing said so."""
+        """Return a line on what was not searched although no option says so."""
         found = [] if self._whole is None else [": ".join(each) for each in self._whole.left_out()]
         return ["in no plan: " + "; ".join(found)] if found else []
 
     def _freed(self, whole: WholeQuestion) -> FittingChange | None:
-        """The decision of a plan that is fixed whose search makes another one fit, as expected: the
-        one that then needs least; or all of them."""
+        """Return the decision of a fixed plan whose search is expected to make another plan fit
+        with the least memory. If no single one does, all of them."""
         decisions = () if whole.fixed is None else whole.fixed.decisions
         found = [self._least(f"--search {name}", whole.freed(name)) for name in decisions]
         peaks = [each for each in found if each is not None]
@@ -310,14 +311,16 @@ class Asking:
         return self._least("leave out --fix", reduce(WholeQuestion.freed, decisions, whole))
 
     def _least(self, change: str, whole: WholeQuestion) -> FittingChange | None:
-        """What the smallest plan of another question is expected to need; None if none fits."""
+        """Return the peak that the smallest plan of another question is expected to have, as a
+        change; None if none fits."""
         other = Asking(self._options, self._of_profile, self._measurements, whole)
         asked = [replace(whole.question(m), objective="memory") for m in whole.microbatches]
         peaks = [found.peak_bytes for found in map(other.expected, asked) if found.status == "ok"]
         return FittingChange(change, min(peaks), True) if peaks else None
 
     def cheapest_change(self, question: PlanQuestion) -> FittingChange | None:
-        """What fits instead, compiled; by its state alone where nothing may be compiled."""
+        """Return the cheapest change with which a plan fits, compiled; judged by state alone where
+        nothing may be compiled."""
         options, of_profile = self._options, self._of_profile
         if self._whole is not None and self._whole.fixed is not None:
             return self._freed(self._whole)
@@ -344,8 +347,8 @@ def plan(
     measurements: Measurements,
     whole: WholeQuestion | None = None,
 ) -> int:
-    """Search, compile, tell. The exit code is 1 where no plan fits, and where none was compiled
-    though one was to be; and 130 after an interrupt, with the best plan so far."""
+    """Search, compile and print the answer. The exit code is 1 where no plan fits, and where none
+    was compiled though one was to be; and 130 after an interrupt, with the best plan so far."""
     asking = Asking(options, of_profile, measurements, whole)
     with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
         split = measurements.backend.workload, of_profile.microbatch_size
@@ -373,7 +376,7 @@ def plan(
 
 
 def _refuted(results: Sequence[StageAnswer]) -> Sequence[str]:
-    """Return what results say of bounds that compiled stages refute, each once."""
+    """Return the bounds that compiled stages refute, in words, each once."""
     proven = [result.why.proven for result in results if result.why.proven is not None]
     return [*dict.fromkeys(said for each in proven for said in each.refuted)]
 
@@ -392,8 +395,8 @@ def _time(plan: Plan, measurements: Measurements) -> StepTime | None:
 def _with_times(
     result: StageAnswer, measurements: Measurements
 ) -> tuple[StageAnswer, StepTime | None]:
-    """Return the answer with the steps of the plans of its front, and that of its own plan if it is
-    compiled."""
+    """Return the answer with the simulated steps of the plans of its front, and the step of its own
+    plan if that is compiled."""
     plan, front = result.plan, result.why.front
     if plan is None or not result.compiled:
         return result, None

@@ -101,7 +101,7 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class RanPlan:
-    """A plan that was run, beside one device.
+    """The results of a plan that was run, beside one device.
 
     Attributes:
         stages: Of the plan.
@@ -123,7 +123,7 @@ class RanPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
-    """Two plans that were run.
+    """The document of ``capture demo``: two plans that were run.
 
     Attributes:
         workload, cluster, global_batch_size, num_microbatches, schedule: What was asked.
@@ -148,7 +148,8 @@ class DemoReport:
 
 
 def as_text(report: DemoReport) -> str:
-    """One table: per device, predicted and measured peak of both plans."""
+    """Return a table of the predicted and the measured peak of both plans per device, and what
+    follows from it."""
     both = {"recommended": report.recommended, "baseline": report.baseline}
     columns = [
         peaks

@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
-    """What two pipelines do differently, and what it costs."""
+    """Compare two plans of stages: what they decide differently, and what that costs."""
     first, second = _facts(options, plans, _profiles(options.profile), options.memory)
     return DiffReport(
         "stages",
@@ -81,8 +81,8 @@ def _facts(
     profiles: Sequence[Profile | None],
     limit: int | None,
 ) -> list[ReportFacts]:
-    """Facts of both plans; what is wrong with either is raised at once, under the name of its
-    file."""
+    """Gather the facts of both plans; what is wrong with either is raised at once, under the name
+    of its file."""
     from capture.report.data import report_facts
 
     found, violations = [], []
@@ -100,7 +100,7 @@ def _facts(
 
 
 def _profiles(paths: list[Path]) -> list[Profile | None]:
-    """One per plan.
+    """Return one profile per plan, or None where none was given.
 
     Raises:
         ProfileError: ``diff-profiles`` if there are more than two.

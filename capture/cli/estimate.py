@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class FewestDevices:
-    """The fewest devices of a target; None where no number of them is enough.
+    """The fewest devices of a target that can hold a model; None where no number of them is enough.
 
     Attributes:
         target: Its name.
@@ -90,7 +90,7 @@ class FewestDevices:
 
     @classmethod
     def of(cls, need: TrainingNeed, target: Target) -> FewestDevices:
-        """Count them for a target that says how much memory it has."""
+        """Count the fewest devices of a target that says how much memory it has."""
         assert target.memory is not None, "others are left out"
         usable = target.memory.usable_bytes
         params = [tensor.nbytes for tensor in need.graph.params]
@@ -108,7 +108,7 @@ class FewestDevices:
 
 
 def _degrees(need: TrainingNeed, usable_bytes: int, beside_bytes: int) -> Iterator[int]:
-    """Yield the numbers of devices whose shards fit beside so many other bytes."""
+    """Yield the numbers of devices whose shards of the state fit beside so many other bytes."""
     for n in need.zero3_param_bytes:
         gathered = need.largest_layer_param_bytes if beside_bytes and n > 1 else 0
         if need.zero3_state_bytes(n) + gathered + beside_bytes <= usable_bytes:
@@ -117,7 +117,8 @@ def _degrees(need: TrainingNeed, usable_bytes: int, beside_bytes: int) -> Iterat
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateReport:
-    """What training a model needs, unsharded, and on how few devices.
+    """The document of ``capture estimate``: what training a model needs, unsharded, and on how few
+    devices.
 
     Attributes:
         workload: The model.
@@ -154,7 +155,7 @@ class EstimateReport:
         fewest: Sequence[FewestDevices] = (),
         warnings: Sequence[str] = (),
     ) -> EstimateReport:
-        """Return what is needed, per example where a micro-batch has several."""
+        """Return the report of a training's needs, per example where a micro-batch has several."""
         graph, size = need.graph, need.graph.microbatch_size
         return cls(
             workload=workload,
@@ -176,7 +177,7 @@ class EstimateReport:
 
 
 def as_text(report: EstimateReport) -> Iterator[str]:
-    """Yield what is needed, and the devices, as tables."""
+    """Yield tables of what the training needs, and of the fewest devices."""
     yield (
         f"{counted(report.num_layers, 'layer')}{' of nearly equal work' * report.auto_layers}, "
         f"{report.num_parameters:,} parameters; traced with "

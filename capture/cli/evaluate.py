@@ -70,7 +70,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def as_text(report: EvaluateReport) -> str:
-    """Both modes side by side; the paper's, which does not know schedules, also per schedule."""
+    """Return a table of both modes side by side; the paper's, which does not know schedules, also
+    per schedule."""
     default, paper = report.default, report.paper
     rows: list[tuple[str, DeviceErrors]] = [
         ("default, not compiled before", default),

@@ -55,7 +55,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iterator[str]]:
-    """Whose memory the stages need, and what single changes save."""
+    """Explain a plan of stages: which layers and buffers need the memory, and what single changes
+    save."""
     asked.refuse_unread(
         options, "stages", "workload", "seconds", *(option.name for option in shared.STORE)
     )
@@ -150,7 +151,7 @@ def _largest_buffers(stage: Mapping[str, Any]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, runs of neighbours joined.
+    """Return ascending numbers as text, runs of neighbours joined.
 
     Example:
         >>> _ranges([0, 1, 2, 5])

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class NearestReport:
-    """What is not as planned, because Alpa cannot express it.
+    """The differences between a plan and the nearest one that Alpa can express.
 
     Attributes:
         changes: Decisions of the plan, and of the one that is exported.
@@ -62,7 +62,7 @@ class NearestReport:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """A plan as another system has it.
+    """The document of ``capture export``: a plan as another system has it.
 
     Attributes:
         kind: Kind of the plan: stages.
@@ -132,7 +132,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _nearest_lines(found: NearestReport, output: Path | None) -> list[str]:
-    """Return what is not as planned, in decisions and in bytes."""
+    """Return the lines on what is not as planned, in decisions and in bytes."""
     rows = [
         [
             describe_name(each.name),

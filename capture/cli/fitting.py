@@ -18,7 +18,7 @@ from recommender.capture.result import SearchResult
 
 
 def tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
-    """The answer as far as it is known; with ``--json``, whose document comes at the end, as
+    """Print the answer as far as it is known; with ``--json``, whose document comes at the end, as
     progress."""
     if options.json:
         say(options, "\n".join(lines))
@@ -30,8 +30,8 @@ def tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
 def least_state_of(
     of_profile: ProfileQuestion, measurements: Measurements, size: int, limit: int | None = None
 ) -> SearchResult:
-    """The least that any plan needs for its state, at the cost of tracing at a micro-batch size
-    (``recommender.capture.least_state``)."""
+    """Compute the least bytes that any plan needs for its state, at the cost of tracing at one
+    micro-batch size (``recommender.capture.least_state``)."""
     backend = measurements.backend
     sharding = backend.sharding(size)
     return least_state(
@@ -53,7 +53,7 @@ def measuring(
     measurements: Measurements,
     made: Callable[[ProfileQuestion], Profile],
 ) -> Measuring:
-    """How changes are measured.
+    """Return the functions that measure changes of a question: profiles, and bytes of state.
 
     Args:
         of_profile: The question that is changed.
@@ -74,7 +74,7 @@ def measuring(
 
 
 def name_change(change: FittingChange | None, fits: str) -> str:
-    """Return a line for people."""
+    """Return the line that names the cheapest change, or says that there is none."""
     return (
         f"cheapest change: {change.summary}"
         if change

@@ -20,7 +20,7 @@ from recommender.fixed import DECISIONS, FixedPlan
 
 
 def _decisions(text: str) -> tuple[str, ...]:
-    """The type of decisions with commas between them.
+    """Read decisions with commas between them: the type of ``--search``.
 
     Example:
         >>> _decisions("remat,stages")
@@ -64,7 +64,7 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class Fixed:
-    """A plan, and the decisions of it that stay."""
+    """A saved plan, and the decisions of it that stay."""
 
     path: Path
     plan: Plan
@@ -78,7 +78,7 @@ class Fixed:
 
     @property
     def kept(self) -> FixedPlan:
-        """What searches know of it."""
+        """The decisions and stages of the plan as searches read them."""
         return FixedPlan(self.plan.stages, self.decisions)
 
     def check_model(self, spec: WorkloadSpec | None, measurements: Measurements) -> None:
@@ -121,7 +121,7 @@ def take_plan(options: argparse.Namespace) -> Fixed | None:
 
 
 def _default(options: argparse.Namespace, fixed: Fixed) -> None:
-    """Take from the plan what no option says."""
+    """Set options that the user left out to what the plan has."""
     plan, default = fixed.plan, options.parser.get_default
     taken = {
         "cluster": "+".join(map(str, plan.cluster.nodes)),

@@ -85,7 +85,7 @@ class ProfileJob:
 
     @classmethod
     def of(cls, values: Values, named_by: str = "") -> ProfileJob:
-        """That which options ask for.
+        """Return the profile that options ask for.
 
         Args:
             values: Of the options.
@@ -110,7 +110,7 @@ class ProfileJob:
 
 
 def read_job_file(path: Path, beside: Values = MappingProxyType({})) -> list[ProfileJob]:
-    """Every profile of a file, which names its workload (``ProfileJob.admitted``).
+    """Read every profile of a file, which names its workload (``ProfileJob.admitted``).
 
     Args:
         path: Of the file.
@@ -168,7 +168,8 @@ def read_job_file(path: Path, beside: Values = MappingProxyType({})) -> list[Pro
 
 
 def of_profiles(command: argparse.Namespace) -> list[str]:
-    """Options of a command line that are those of a profile, and not of the command."""
+    """Return the given options of a command line that are those of a profile, and not of the
+    command."""
     return [
         option.short or option.flag
         for option in OPTIONS
@@ -177,7 +178,7 @@ def of_profiles(command: argparse.Namespace) -> list[str]:
 
 
 def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One table per combination of the values of lists.
+    """Return one table per combination of the values of lists.
 
     Example:
         >>> _combinations({"cluster": ["1x2", "1x4"], "mode": "paper"})
@@ -188,7 +189,8 @@ def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values of all options of a profile, and what is wrong with those that are given."""
+    """Return the values of all options of a profile, and what is wrong with those that are
+    given."""
     values = {name: option.default for name, option in _KNOWN.items()}
     needed = ("workload",) if given.get("system") == layers.SYSTEM else ("workload", "cluster")
     wrong = [f"{name!r} is missing." for name in needed if name not in given]

@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def as_text(listing: Listing) -> str:
-    """A line per kind, and one for all."""
+    """Return a table of jobs with a line per kind, and one for all."""
     rows = [
         [name, kind["num_jobs"], kind["num_done"], duration(kind["seconds"])]
         for name, kind in listing.kinds.items()
@@ -51,7 +51,7 @@ def as_text(listing: Listing) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people.
+    """Return a number of seconds in words for people.
 
     Example:
         >>> duration(42), duration(754), duration(7500)

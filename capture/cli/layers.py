@@ -30,7 +30,7 @@ OPTIONS = options_of(LayersQuestion)
 
 
 def layers_question(values: Values) -> LayersQuestion:
-    """What a layer profile is asked for by options.
+    """Return the question of a layer profile from options.
 
     Raises:
         ProfileError: ``layers-question`` for a batch below 1, and the codes of
@@ -49,7 +49,7 @@ def make_layers(
     progress: Progress,
     watch: Watch = lambda event: None,
 ) -> LayerProfile:
-    """Measured as ``shared.STORE`` says."""
+    """Measure the layers of a model as the options ``shared.STORE`` say."""
     return profile_layers(
         question,
         store=asked.open_store(options),
@@ -60,7 +60,7 @@ def make_layers(
 
 
 def as_text(report: LayersReport) -> list[str]:
-    """Lines for people."""
+    """Return the report of a layer profile in lines for people."""
     lines = [
         f"{counted(report.num_layers, 'layer')}, {format_bytes(report.weight_bytes)} of weights "
         f"and {format_bytes(report.state_bytes)} of optimizer state; {report.source}"

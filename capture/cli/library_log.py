@@ -32,8 +32,8 @@ _NOTHING = re.compile(
 
 @contextmanager
 def output_is_ours() -> Iterator[None]:
-    """Meanwhile, what compiled libraries write to standard output (Gloo names its ranks) goes where
-    what they say to standard error goes."""
+    """Send what compiled libraries write to standard output (Gloo names its ranks) to standard
+    error while this context is open."""
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
@@ -46,7 +46,7 @@ def output_is_ours() -> Iterator[None]:
 
 
 class LibraryLog:
-    """The log of this process.
+    """The log of what compiled libraries say in this process.
 
     Args:
         path: None, or where no file can be made: everything goes where it went.
@@ -83,7 +83,7 @@ class LibraryLog:
         return cls(path)
 
     def said(self) -> bool:
-        """Whether it holds more than what is always said."""
+        """Tell whether the log holds more than what is always said."""
         if self.path is None or not self.path.exists():
             return False
         with self.path.open(errors="replace") as lines:

@@ -59,7 +59,7 @@ _MORE = "{} more options, by group and system: --help-all. By example: docs/quic
 
 
 class Parser(argparse.ArgumentParser):
-    """Options whose errors are those of all others: a sentence, and a code.
+    """The parser of options, whose errors are those of all others: a sentence, and a code.
 
     Attributes:
         everyday: By name, the options that ``--help`` shows where there are too many to be read,
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse._HelpAction):
-    """Print the help of all options, and end."""
+    """The action of ``--help-all``: it prints the help of all options and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> NoReturn:
         assert isinstance(parser, Parser), "of a verb"
@@ -156,7 +156,7 @@ def build_parser(asked: Collection[str] = tuple(VERBS)) -> argparse.ArgumentPars
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command.
+    """Read the options of a command.
 
     Raises:
         OptionError: ``option-unknown`` for what its verb does not know, with the nearest name, and
@@ -186,8 +186,8 @@ def _verb(options: argparse.Namespace) -> str:
 
 
 def console() -> int:
-    """The command: runs a verb in a process of its own, whose compiled libraries speak to a
-    file."""
+    """Run a verb in a process of its own, whose compiled libraries write to a log file. This is the
+    ``capture`` command."""
     try:
         options = parse()
     except OptionError as error:
@@ -208,7 +208,7 @@ def console() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb in this process: as ``console``, but that standard error is left as it is."""
+    """Run a verb in this process. Unlike ``console``, it leaves standard error as it is."""
     try:
         options = parse(arguments)
     except OptionError as error:
@@ -222,8 +222,8 @@ def _refused(asks_json: bool, error: OptionError) -> int:
 
 
 def run_verb(options: argparse.Namespace) -> int:
-    """The exit code of a verb; a broken rule of the user's input, or a file that cannot be used, is
-    printed with its code alone."""
+    """Run a verb and return its exit code. A broken rule of the user's input, or a file that cannot
+    be used, is printed with its code alone."""
     from capture.cli import asked
     from capture.cli import options as shared
 
@@ -261,7 +261,8 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A line, as other messages are; where it is of the user's files it says so."""
+    """Print a warning in one line, as other messages are; one that is of the user's files names the
+    file and line."""
     where = users_file(filename)
     clear_line()
     print(

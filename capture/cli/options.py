@@ -37,7 +37,7 @@ DEFAULT_MICROBATCH_SIZE = 16
 
 @dataclass(frozen=True)
 class Asks:
-    """What ``capture plan`` asks for a kind of plan.
+    """The options and the search of ``capture plan`` for one kind of plan.
 
     Attributes:
         title: Of its options in ``--help-all``.
@@ -55,7 +55,7 @@ class Asks:
 
 
 def remat_or(*others: str) -> Callable[[str], str]:
-    """The type of what a backward pass recomputes, or of other words.
+    """Return the type of the option for activation checkpointing, which also takes other words.
 
     Example:
         >>> remat_or("auto")("auto"), remat_or()("2%")
@@ -182,7 +182,7 @@ NO_COMPILE = Option(
 
 
 def output(default: str | None, help: str = "default: %(default)s") -> Option:
-    """Where a document goes."""
+    """Return the option for the file that a document is written to."""
     return Option(
         "output",
         help,
@@ -258,7 +258,7 @@ def add_plan_alone(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """A plan, and the workload that it may lack."""
+    """Add the plan, and the workload that its file may lack."""
     add_plan_alone(parser)
     add_plan_workload(parser)
 

@@ -95,7 +95,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
-    """Examples per device, where an option says how many.
+    """Return the examples per device, where an option says how many.
 
     Raises:
         PlanError: ``osdp-plan-batch`` for both numbers, or for examples that the devices cannot

@@ -63,7 +63,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns aligned, the first to the left.
+    """Return a table as text with aligned columns, the first to the left.
 
     Example:
         >>> print(table(["a", "b"], [["x", 12], ["yy", 3]]))
@@ -84,13 +84,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def say(options: argparse.Namespace, text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress on standard error, unless ``--quiet`` is given."""
     if not options.quiet:
         print(text, file=sys.stderr)
 
 
 class Beyond(NamedTuple):
-    """What an answer says beside the plan, and whether it is from a profile."""
+    """The warnings and failures that an answer says beside the plan, and whether it is from a
+    profile."""
 
     warnings: Sequence[str]
     failures: Sequence[str]
@@ -166,8 +167,8 @@ def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[st
 
 
 def stage_table(plan: Any, stages: Sequence[Any]) -> str:
-    """One line per stage of a plan with its prediction, and with what the compiler says where the
-    plan was compiled."""
+    """Return a table with one line per stage of a plan: its prediction, and the compiled peak where
+    the plan was compiled."""
     compiled = plan.verification and plan.verification.peak_bytes_per_device
     rows = [
         [
@@ -232,7 +233,7 @@ def unused_note(
 
 
 def attempts_table(attempts: Sequence[Any]) -> str:
-    """What was tried, one line each."""
+    """Return a table of what was tried, one line per attempt."""
     rows = [
         [
             f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
@@ -251,7 +252,8 @@ def attempts_table(attempts: Sequence[Any]) -> str:
 
 
 def front_table(front: Any) -> list[str]:
-    """The front of peak memory against step time, smallest peak first; nothing without a plan."""
+    """Return the front of peak memory against step time as a table, smallest peak first; empty
+    without a plan."""
     if front is None or not front.points:
         return []
     has_names = any(point.name for point in front.points)
@@ -288,7 +290,8 @@ def front_table(front: Any) -> list[str]:
 
 
 def _layout(point: FrontPoint) -> list[str]:
-    """Schedule with micro-batches, and layers with degrees."""
+    """Return the schedule with micro-batches, and the layers with degrees, of a point of a
+    front."""
     layers = (
         f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
         for s in point.stages
@@ -298,5 +301,5 @@ def _layout(point: FrontPoint) -> list[str]:
 
 
 def _within(fraction: float) -> str:
-    """How far a point of a front is proven."""
+    """Return how far a point of a front is proven, in words."""
     return f"{fraction:.1%}" if fraction else "proven"

@@ -13,7 +13,7 @@ from recommender.harmony.result import Baseline
 
 
 def baseline_table(found: Sequence[Baseline]) -> str:
-    """One line per system."""
+    """Return a table of baselines, one line per system."""
     rows = [
         [
             row.name,
@@ -35,7 +35,7 @@ def title(plan: PacksPlan) -> str:
 
 
 def pack_table(plan: PacksPlan) -> str:
-    """One line per direction."""
+    """Return a table of the packs, one line per direction."""
     rows = [
         [
             name,
@@ -52,7 +52,7 @@ def pack_table(plan: PacksPlan) -> str:
 
 
 def prediction_lines(plan: PacksPlan) -> list[str]:
-    """Both estimates, each named."""
+    """Return the lines of both estimates of a step, the paper's and that of our instructions."""
     if plan.prediction is None:
         return []
     paper, dtype = plan.prediction.paper, plan.swaps.stream
@@ -89,7 +89,8 @@ def _step_lines(plan: PacksPlan) -> list[str]:
 
 
 def _memory_lines(plan: PacksPlan) -> list[str]:
-    """What a device and the host hold, and by what that is known."""
+    """Return the lines of what a device and the host hold at their peaks, and by what that is
+    known."""
     assert plan.prediction is not None and plan.prediction.step is not None, "predicted"
     alone, memory = plan.prediction.step, plan.prediction.compiled or plan.prediction.step
     known = (

@@ -124,7 +124,8 @@ def plan(options: argparse.Namespace) -> int:
 def _answer(
     options: argparse.Namespace, question: PacksQuestion, measured: LayersQuestion | None
 ) -> PacksAnswer:
-    """What is recommended; of a workload, with packs that are compiled for the target."""
+    """Search packs and return the answer; from a workload, with packs that are compiled for the
+    target."""
     if measured is None:
         return harmony(question)
     uncompiled = "--no-verify" if options.no_verify else None
@@ -156,7 +157,7 @@ def _compiler(
 
 
 def explain(options: argparse.Namespace, plan: PacksPlan) -> tuple[ExplainReport, list[str]]:
-    """The tasks of a plan, in the order of issue, and what is predicted."""
+    """Explain a plan of packs: its tasks in the order of issue, and what is predicted."""
     asked.refuse_unread(options, "packs")
     graph = plan.tasks()
     rows = [
@@ -229,7 +230,8 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
 
 
 def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, list[str]]:
-    """What is predicted; with the layer profile also the step's trace.
+    """Report what is predicted of a plan of packs; with the layer profile also the trace of its
+    step.
 
     Raises:
         PlanError: ``packs-page`` for a page, ``packs-model`` for a layer profile of another model
@@ -256,7 +258,7 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, li
 
 
 def _check_source(options: argparse.Namespace) -> None:
-    """Refuse both of a workload and a layer profile, or none, and what is of the other.
+    """Refuse a workload and a layer profile together, or neither of them, and options of the other.
 
     Raises:
         PlanError: ``plan-system``.
@@ -280,7 +282,7 @@ def _check_source(options: argparse.Namespace) -> None:
 
 
 def _answer_lines(question: PacksQuestion, answer: PacksAnswer) -> Iterator[str]:
-    """Yield what was assumed, and the plan with what it needs."""
+    """Yield the lines of an answer: what was assumed, and the plan with what it needs."""
     yield from (f"assumed {name} {said}" for name, said in question.server.assumed.items())
     yield f"{answer.status}: {answer.why.summary}"
     if answer.why.uncompiled:
@@ -318,7 +320,7 @@ def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:
 
 
 def diff(options: argparse.Namespace, *plans: PacksPlan) -> DiffReport:
-    """What two plans decide differently, and what each needs."""
+    """Compare two plans of packs: what they decide differently, and what each needs."""
     asked.refuse_unread(options, "packs")
     one, other = map(_needs, plans)
     return DiffReport("packs", unequal(*map(_decided, plans)), (one, other))
@@ -346,7 +348,7 @@ def _needs(plan: PacksPlan) -> PlanNeeds:
 
 
 def _server(options: argparse.Namespace) -> Server:
-    """The server that is named, or that of a target."""
+    """Return the server that is named, or that of a target."""
     if options.machine is not None:
         for name in ("cluster", "target"):
             if getattr(options, name) not in (None, shared.TARGET.default):

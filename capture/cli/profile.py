@@ -101,7 +101,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _profiles(options: argparse.Namespace) -> list[ProfileJob]:
-    """Every profile of the command."""
+    """Return every profile that the command asks for."""
     if options.jobs is not None:
         if options.workload is not None or options.cluster is not None:
             raise ProfileError.of(
@@ -156,7 +156,7 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[MadeProfile, str]:
-    """Make one profile, write it, and say what it is, as data and in words."""
+    """Make one profile, write it, and return its report as data and in words."""
     question = job.question
     named = {
         "output": str(job.output),

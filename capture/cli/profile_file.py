@@ -16,8 +16,8 @@ from profiling_runs.question import ProfileQuestion
 
 
 def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | None) -> Profile:
-    """The profile of one file or several, for the workload as it is named now; of what its stages
-    recompute, what is asked for.
+    """Read the profile of one file or several, for the workload as it is named now. Stages that
+    recompute otherwise than asked are left out.
 
     Raises:
         ProfileError: ``profile-mixture`` if several do not belong together, ``profile-other-model``
@@ -119,7 +119,7 @@ def _check_splits(profile: Profile, question: ProfileQuestion, files: str) -> No
 
 
 def _same_workload(one: WorkloadSpec, other: WorkloadSpec) -> bool:
-    """Whether two names mean the same function; a file may have moved with its profile."""
+    """Tell whether two names mean the same function; a file may have moved with its profile."""
     return (Path(one.location).name, one.function, dict(one.arguments)) == (
         Path(other.location).name,
         other.function,

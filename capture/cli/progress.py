@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 @dataclass
 class Tally:
-    """Jobs that are done, over all kinds of which something is left.
+    """The count of jobs that are done, over all kinds of which something is left.
 
     Attributes:
         kinds: (done, total) by kind.
@@ -37,8 +37,8 @@ class Tally:
     _began: float = 0.0
 
     def note(self, kind: str, done: int, total: int) -> None:
-        """A kind has come so far. When all that was known is done, what follows is counted from the
-        start again, unless there is more of the same kind."""
+        """Note how many jobs of a kind are done. When all that was known is done, counting starts
+        anew, unless there is more of the same kind."""
         _, known = self.kinds.get(kind, (0, total))
         if self.done == self.total and total <= known:
             self.kinds.clear()
@@ -56,17 +56,17 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Since the first was noted."""
+        """The seconds since the first job was noted."""
         return self.clock() - self._began
 
     @property
     def jobs_per_minute(self) -> float | None:
-        """None before the first is done."""
+        """The jobs that were done per minute; None before the first is done."""
         return 60 * self.done / self.seconds if self.done and self.seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate so far; None before the first is done."""
+        """The seconds left at the rate so far; None before the first job is done."""
         rate = self.jobs_per_minute
         return None if rate is None else 60 * (self.total - self.done) / rate
 
@@ -116,8 +116,8 @@ _DETAILS = {
 
 
 def progress(options: argparse.Namespace) -> Progress:
-    """One line on standard error that is written again and again; where that is no terminal, a line
-    now and then."""
+    """Return a function that shows progress on standard error: one line that is rewritten, or,
+    where that is no terminal, a line now and then."""
     if options.quiet:
         return lambda kind, done, total: None
     return _progress_line() if sys.stderr.isatty() else _progress_lines()
@@ -134,8 +134,8 @@ def _did(kind: str, tally: Tally) -> str:
 
 
 def _left(tally: Tally) -> str:
-    """The time left, once there are jobs enough to tell: the first one waits for its worker to
-    start."""
+    """Return the time left in words, once there are jobs enough to tell: the first one waits for
+    its worker to start."""
     return (
         f", about {tally.seconds_left:.0f} s left" if tally.done >= 5 and tally.seconds_left else ""
     )
@@ -160,9 +160,9 @@ def _progress_line() -> Progress:
 
 
 class SearchProgress:
-    """Progress of a search that compiles in rounds: what is known, and how many stages are done of
-    all that were asked for so far. On a terminal that is one line, which is written again and
-    again; else a line for every round that moves something, and one now and then.
+    """The progress of a search that compiles in rounds: what is known, and how many stages are done
+    of all that were asked for so far. On a terminal that is one line, which is rewritten; else a
+    line for every round that moves something, and one now and then.
 
     Args:
         options: ``quiet`` says nothing.
@@ -179,8 +179,8 @@ class SearchProgress:
         self._kinds = 0, 0
 
     def known(self, bracket: Bracket) -> None:
-        """Say what is known, unless that was said: most rounds of a long search move nothing that
-        shows."""
+        """Print what is known, unless that was printed: most rounds of a long search move nothing
+        that shows."""
         self._known, self._words = str(bracket), bracket.words
         moved = str(replace(bracket, seconds=0.0))
         if moved != self._shown and not self._rewrites:
@@ -193,8 +193,8 @@ class SearchProgress:
         self._show()
 
     def jobs(self, kind: str, done: int, total: int) -> None:
-        """Note that jobs of a round have come so far (``Progress``); optimizer updates are parts of
-        stages, and not counted beside them, and tracing is no job of a round."""
+        """Note how many jobs of a round are done (``Progress``). Optimizer updates are parts of
+        stages and not counted beside them; tracing is no job of a round."""
         if kind == BOUNDS:
             self._kinds = done, total
         elif kind != "optimizer updates":
@@ -204,14 +204,14 @@ class SearchProgress:
         self._show()
 
     def end(self) -> None:
-        """Leave the last of what was known on a line of its own."""
+        """Print the last of what was known on a line of its own."""
         if self._rewrites and self._known and not self._is_quiet:
             clear_line()
             print(self._known, file=sys.stderr, flush=True)
 
     @property
     def _counts(self) -> tuple[int, int]:
-        """Jobs that are done, and all of them, in all rounds."""
+        """The number of jobs that are done, and of all of them, in all rounds."""
         done, total = zip(self._before, *self._round.values(), strict=True)
         return sum(done), sum(total)
 
@@ -226,7 +226,8 @@ class SearchProgress:
 
     @property
     def _left(self) -> str:
-        """What is traced or compiled of what was asked for; empty where nothing is left."""
+        """The number of stages that are traced or compiled of those asked for, in words; empty
+        where nothing is left."""
         (known, kinds), (done, total) = self._kinds, self._counts
         if known < kinds:
             return f"{known} of {counted(kinds, *_WORDS[BOUNDS][2:])} known"
@@ -239,7 +240,7 @@ class SearchProgress:
 
 
 def clear_line() -> None:
-    """Make room for what is not progress."""
+    """Clear the line of progress, for what is printed next."""
     if sys.stderr.isatty():
         print(end="\x1b[K", file=sys.stderr)
 
@@ -270,7 +271,7 @@ def _progress_lines(pause_seconds: float = PAUSE_SECONDS) -> Progress:
 
 
 class Events:
-    """What happens, as one JSON document per line, for the scheduler of a cluster to follow.
+    """The writer of events, one JSON document per line, for the scheduler of a cluster to follow.
 
     Every line has ``event`` and ``time`` (seconds since 1970):
 
@@ -295,7 +296,7 @@ class Events:
         self.watch({"event": event, "time": time.time(), **facts})
 
     def watch(self, event: Mapping[str, Any]) -> None:
-        """An event of ``profiling_runs.batch``: a job began, ended or failed."""
+        """Write an event of ``profiling_runs.batch``: a job began, ended or failed."""
         if self._file is not None:
             self._file.write(json.dumps(event) + "\n")
 

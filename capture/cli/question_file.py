@@ -38,7 +38,8 @@ _NOT_KEPT = {"output", "trust"}
 
 
 def opened(options: argparse.Namespace, known: Collection[Option]) -> argparse.Namespace:
-    """Return the options, with those of the file that stands in the place of a workload.
+    """Return the options; where a question or plan file stands in the place of the workload, with
+    the options of that file.
 
     Raises:
         PlanError: ``question-file`` for a file that is no TOML, ``question-option`` naming every
@@ -84,7 +85,8 @@ def opened(options: argparse.Namespace, known: Collection[Option]) -> argparse.N
 
 
 def asked_of(options: argparse.Namespace, known: Collection[Option]) -> dict[str, Any]:
-    """Return what is asked, as files have it; of defaults nothing."""
+    """Return the options that were asked with other values than their defaults, as files have
+    them."""
     return {
         option.name: option.written(value)
         for option in known
@@ -101,7 +103,7 @@ def noted(options: argparse.Namespace, answer: A) -> A:
 
 
 def _again(options: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
-    """The options, with these values where the command line says nothing."""
+    """Return the options parsed again, with these values where the command line says nothing."""
     found: argparse.Namespace = options.parser.parse_args(
         options.parser.typed, argparse.Namespace(**values)
     )
@@ -117,7 +119,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, given: Mapping[str, Any], known: Collection[Option]) -> dict[str, Any]:
-    """The values of a question's file."""
+    """Return the option values of a question's file."""
     values, wrong = read_keys(given, (Option("workload", "what to plan for"), *known))
     PlanError.check(Violation(f"{str(path)!r}: {text}", "question-option") for text in wrong)
     return values

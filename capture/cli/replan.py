@@ -18,8 +18,8 @@ REPLAN = "replan"
 
 
 def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[int]], Plan]:
-    """From a plan and its nodes that are gone, the plan of lowest peak memory for the others: the
-    same batch, micro-batches and schedule, stages within nodes or on whole ones.
+    """Return a function from a plan and its nodes that are gone to the plan of lowest peak memory
+    on the others. Batch, micro-batches and schedule stay; stages are within nodes or on whole ones.
 
     Nothing is measured: the training waits.
 

@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def stages(options: argparse.Namespace, plan: Plan) -> tuple[PageReport, list[str]]:
-    """A table of the stages, or the page."""
+    """Report a plan of stages: as a table, or as the page."""
     from capture.report.data import report_facts
     from capture.report.difference import needs_of
     from capture.report.page import page

@@ -18,7 +18,7 @@ from profiling_runs.collect import split_warnings
 
 
 def verify(options: argparse.Namespace, plan: ShardingPlan) -> tuple[VerifyReport, ShardingPlan]:
-    """Compile the whole train step for the target."""
+    """Compile the whole train step of a sharding plan for its target, and return the exact peak."""
     asked.refuse_unread(options, "sharding", "workload", "memory", "output")
     spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
@@ -43,7 +43,7 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> tuple[VerifyRepor
 
 
 def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainReport, list[str]]:
-    """Operators, those that hold most first."""
+    """Explain a sharding plan: its operators, those that hold most first."""
     from capture.report.sharding import HEADER, operator_rows, paragraph, rows
 
     asked.refuse_unread(options, "sharding")
@@ -53,7 +53,7 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainRep
 
 
 def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport, list[str]]:
-    """A table, or the page."""
+    """Report a sharding plan: as a table, or as the page."""
     from capture.report.sharding import HEADER, operator_rows, page, paragraph, rows, title
 
     asked.refuse_unread(options, "sharding", "memory", "output")
@@ -73,7 +73,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport,
 
 
 def diff(options: argparse.Namespace, *plans: ShardingPlan) -> DiffReport:
-    """What two of them decide differently, and what each needs."""
+    """Compare two sharding plans: what they decide differently, and what each needs."""
     from capture.report.sharding import decision
 
     asked.refuse_unread(options, "sharding", "memory")

@@ -193,7 +193,7 @@ def _from_profile(
     profile: Profile,
     measurements: Measurements | None,
 ) -> int:
-    """Answer from a profile, and from what is measured beside it."""
+    """Answer the question from a profile, and from what is measured beside it."""
     knowledge = _knowledge(options, profile, question.cluster)
     chosen, attempts, found = _chosen(options, knowledge, question)
     result = noted(options, knowledge.answer(chosen, known=found))
@@ -262,7 +262,7 @@ def _say_profile(
 def _question(
     options: argparse.Namespace, of_profile: ProfileQuestion, given: argparse.Namespace
 ) -> PlanQuestion:
-    """What the options ask for; ``given`` is as the user typed them."""
+    """Return the question that the options ask; ``given`` is as the user typed them."""
     global_batch, num_microbatches = asked.read_batch(vars(options))
     default = options.parser.get_default
     batch = {"global_batch": global_batch, "microbatches": num_microbatches}
@@ -276,7 +276,7 @@ def _question(
 
 
 def _measuring(of_profile: ProfileQuestion, measurements: Measurements) -> Measuring:
-    """How changes are measured: by profiles."""
+    """Return the functions that measure changes of the question by making profiles."""
     return measuring(
         of_profile, measurements, lambda changed: make_profile(changed, measurements=measurements)
     )
@@ -288,8 +288,8 @@ def _refused(
     of_profile: ProfileQuestion,
     measurements: Measurements,
 ) -> int | None:
-    """The exit code where no plan can exist or fit, which is told at once; None if one may, and is
-    worth measuring for."""
+    """Return the exit code where no plan can exist or fit, which is told at once; None if one may,
+    and is worth measuring for."""
     names = SCHEDULES if options.try_schedules else (question.schedule,)
     if any(SCHEDULES[name].stages_per_group > 1 for name in names):
         return None  # a device with several stages may hold less than any stage in one piece
@@ -317,7 +317,8 @@ def _refused(
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:
-    """What is known, and what compiles the rest (``recommender.capture.knowledge.Knowledge``).
+    """Return what is known of the model's stages, with what compiles the rest
+    (``recommender.capture.knowledge.Knowledge``).
 
     Raises:
         ProfileError: ``verify-mode`` for ``--verify`` with the paper's predictor, or with
@@ -346,7 +347,8 @@ def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) 
 def _chosen(
     options: argparse.Namespace, knowledge: Knowledge, question: PlanQuestion
 ) -> tuple[PlanQuestion, Sequence[Attempt], StageAnswer | None]:
-    """What to plan for, what was tried to find it, and the answer that it was chosen for.
+    """Return the question to plan for, the attempts to find it, and the answer that it was chosen
+    for.
 
     Raises:
         PlanError: ``plan-extent`` for the largest batch without a limit.

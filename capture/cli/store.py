@@ -33,7 +33,7 @@ _STORE_BEGINS = "SQLite format 3"
 
 @dataclass(frozen=True)
 class Jobs:
-    """Measurements and jobs of a state, a kind and a target."""
+    """The number of measurements and jobs of a state, a kind and a target."""
 
     state: str
     kind: str
@@ -43,7 +43,8 @@ class Jobs:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreReport:
-    """What an action found or did; None is of other actions.
+    """The document of ``capture store``: what an action found or did. A field of another action is
+    None.
 
     Attributes:
         num_measurements: In the store (``ls``).
@@ -232,7 +233,7 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def _row(data: Any) -> Row:
-    """A row, if every field of it is of its type.
+    """Return a row of the store, if every field of it is of its type.
 
     Raises:
         FieldError: naming the first that is not.

@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]:
-    """Compile the stages, and replay the step."""
+    """Compile the stages of a plan for its target, replay the step, and return the exact peaks."""
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify
 
@@ -70,7 +70,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
 
 def as_text(report: VerifyReport) -> Iterator[str]:
     """Yield a table with a line per stage or device: predicted, compiled, when, and most of what;
-    and what is left."""
+    and then what is left."""
     guesses = report.predicted_peak_bytes_per_device
     errors = report.prediction_error_fraction_per_device
     rows = []

@@ -18,15 +18,15 @@ from recommender.whole import WholeQuestion
 
 
 def close(options: argparse.Namespace, defaults: Sequence[Option]) -> None:
-    """Give what is left open its default."""
+    """Give options that were left open their defaults."""
     for option in defaults:
         if getattr(options, option.name) is None:
             setattr(options, option.name, option.default)
 
 
 def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> WholeQuestion | None:
-    """Return what the options ask for, as they were given, with what is fixed; None where the
-    target's speed is not known: nothing but memory would decide, which asks for as many
+    """Return the whole question of the options as they were given, with what is fixed. None where
+    the target's speed is not known: nothing but memory would decide, which asks for as many
     micro-batches as there are examples.
 
     Raises:
@@ -77,7 +77,8 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
 
 
 def of_whole(question: ProfileQuestion, whole: WholeQuestion) -> ProfileQuestion:
-    """What is measured of a model for the whole question, at its largest micro-batches."""
+    """Return the question of what is measured of a model for the whole question, at its largest
+    micro-batches."""
     size = whole.question().microbatch_size
     return replace(
         question, microbatch_size=size, choices=tuple(whole.choices(size)), space=whole.space
