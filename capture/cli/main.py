@@ -95,7 +95,8 @@ class Parser(argparse.ArgumentParser):
                 action.help = help
 
     def error(self, message: str) -> NoReturn:
-        """
+        """Refuse the options with a sentence, a code and the nearest name that is known.
+
         Raises:
             OptionError: ``option-value``, or the code that a reader of values ends its sentence in.
         """

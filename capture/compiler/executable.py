@@ -63,7 +63,8 @@ LayerOf = Callable[[str], "int | None"]
 
 
 class AnyCompiler(Protocol):
-    """Compiles a function for abstract arguments; nothing is allocated."""
+    """The interface of compilers: they compile a function for abstract arguments; nothing is
+    allocated."""
 
     def __call__(
         self,
@@ -75,7 +76,7 @@ class AnyCompiler(Protocol):
         layer_of: LayerOf | None = None,
         local_flops: LocalFlops = NO_LOCAL_FLOPS,
     ) -> Executable:
-        """Compile.
+        """Compile a function for arguments of these shapes and shardings.
 
         Args:
             function: Pure.

@@ -31,7 +31,7 @@ class JudgedPeak:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """The error of the prediction: predicted over measured, less 1."""
         return self.predicted / self.measured - 1
 
     def to_json(self) -> dict[str, Any]:

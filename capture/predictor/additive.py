@@ -44,7 +44,7 @@ UNSEEN_TEMPORARIES_FRACTION = 0.25
 
 
 class AdditivePredictor(ComponentTables):
-    """Predicts stages and plans of a profiled model.
+    """The predictor of stages and plans of a profiled model.
 
     Args:
         profile: Measured windows of layers.

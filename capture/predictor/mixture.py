@@ -47,8 +47,8 @@ class Mixed(NamedTuple):
 
     @classmethod
     def of_kinds(cls, kinds: Kinds, num_full: np.ndarray) -> Mixed:
-        """One stage of every kind, (n, S), with n numbers of layers as ``full``. Kinds whose stages
-        are not mixed of the same kinds are split first."""
+        """Return one stage of every kind, (n, S), for n numbers of layers as ``full``. Kinds whose
+        stages are not mixed of the same kinds are split first."""
         num_layers = len(kinds.of)
         before = None
         while kinds.of is not before:

@@ -201,7 +201,7 @@ class LayerCall:
 
 @dataclass(frozen=True, eq=False)
 class StageSlice:
-    """Layers [first, stop) of a model as one pure function, differentiable with ``jax.vjp``.
+    """The layers [first, stop) of a model as one pure function, differentiable with ``jax.vjp``.
 
     Attributes:
         first, stop: The layers.
