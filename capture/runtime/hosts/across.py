@@ -24,8 +24,8 @@ from capture.step.offers import Crossing
 
 @dataclass(frozen=True)
 class ArrayMove:
-    """How one array of a copy gets from its sharding to another. Typed random keys travel as their
-    data.
+    """The move of one array of a copy from its sharding to another. Typed random keys travel as
+    their data.
 
     Attributes:
         shape, dtype: Of what travels.
@@ -56,7 +56,7 @@ class ArrayMove:
 
 
 class CopyAcross:
-    """A copy of which pieces cross from a process to others.
+    """A copy some of whose pieces go from one process to another.
 
     Args:
         sources: Of the arrays that are copied, with their shardings.
@@ -75,7 +75,7 @@ class CopyAcross:
 
     @cached_property
     def crossing(self) -> Crossing:
-        """What it offers. Devices by ``jax.Device.id``."""
+        """The (sender, receiver) pairs, and the bytes of cuts per ``jax.Device.id``."""
         pairs = {
             (fetch.source.process_index, fetch.target.process_index)
             for move in self.moves
@@ -90,8 +90,8 @@ class CopyAcross:
         return Crossing(frozenset(pairs), dict(nbytes))
 
     def between(self, sender: int, receiver: int) -> list[tuple[int, int]]:
-        """(move, fetch) of the pieces that go from a process to another, in the order in which they
-        are offered."""
+        """Return the (move, fetch) pairs of the pieces that go from a process to another, in the
+        order in which they are offered."""
         return [
             (m, f)
             for m, move in enumerate(self.moves)
@@ -101,7 +101,7 @@ class CopyAcross:
 
 
 class BoundCopy:
-    """A copy across, as one process takes part in it.
+    """A copy between processes, as one of them takes part in it.
 
     Args:
         across: The copy.
@@ -156,7 +156,7 @@ class BoundCopy:
         return bool(self._bundles or self._local)
 
     def cutters(self, device: jax.Device) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """Cuts a device's shards of the arrays into all its pieces, array by array."""
+        """Return a function that cuts a device's shards into all its pieces, array by array."""
         cuts = [
             (m, cutter(move.fetches.cuts[device]))
             for m, move in enumerate(self._moves)
@@ -174,8 +174,8 @@ class BoundCopy:
         pieces: dict[jax.Device, list[jax.Array]],
         number: int,
     ) -> list[jax.Array]:
-        """The arrays of the target, of which other processes' pieces need not be there yet; none in
-        a process that has no part of them.
+        """Return the copied arrays, whose pieces from other processes may still be on their way. A
+        process that has no part of the target gets none.
 
         Args:
             arrays: The source's; none in a process that has no part of them.
@@ -202,7 +202,7 @@ class BoundCopy:
         return [self._joined(m, found) for m in range(len(self._moves))] if self.receives else []
 
     def wait(self, number: int) -> None:
-        """Until all that this process has sent has arrived."""
+        """Block until all that this process has sent has arrived."""
         for bundle, _ in self._bundles:
             if bundle.sender == self._process:
                 self._transport.wait(bundle, number)
@@ -225,7 +225,7 @@ class BoundCopy:
         return jax.ShapeDtypeStruct(fetch.shape, move.dtype, sharding=sharding)
 
     def _first_pieces(self, device: jax.Device) -> dict[int, int]:
-        """Per array, how many pieces of others come before its own."""
+        """Return, per array, how many pieces the device cuts of the arrays before it."""
         found, count = {}, 0
         for m, move in enumerate(self._moves):
             found[m] = count

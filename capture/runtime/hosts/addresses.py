@@ -90,7 +90,7 @@ def check_reached(
 
 
 def parted(address: str) -> tuple[str, int]:
-    """Of ``address:port``, also in the brackets of IPv6.
+    """Split ``address:port`` into its two parts, also where IPv6 has brackets.
 
     Example:
         >>> parted("[::1]:4321")
@@ -114,7 +114,8 @@ def _why_not_bound(address: str) -> str | None:
 
 
 def _why_not_reached(address: str, *, listens: bool) -> str | None:
-    """Tried until the time is over: a name may be known only once its host has started.
+    """Return why an address is not reached, or None. Attempts go on until the time is over: a name
+    may be known only once its host has started.
 
     Args:
         address: Of another host.
@@ -135,7 +136,7 @@ def _why_not_reached(address: str, *, listens: bool) -> str | None:
 
 
 def free_port() -> int:
-    """Of this machine, for the next process that asks."""
+    """Return a port of 127.0.0.1 that is free now, for the next process that asks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

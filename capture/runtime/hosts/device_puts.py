@@ -41,7 +41,7 @@ def prepare(address: str, patience_seconds: float) -> None:
 
 
 class DevicePuts:
-    """The copies that all processes make: a ``Transport``.
+    """A ``Transport`` by ``jax.device_put``: every process makes all copies.
 
     Args:
         process: Number of this process.
@@ -86,7 +86,7 @@ class DevicePuts:
             self.waiting.pop((number, bundle.receiver), None)
 
     def _acknowledge(self, bundle: Bundle, got: Sequence[jax.Array]) -> list[jax.Array]:
-        """Values that the sender has as soon as the receiver has the arrays."""
+        """Return values that the sender has as soon as the receiver has the arrays."""
         devices = tuple(bundle.of_targets)
         back = tuple(bundle.sources[numbers[0]] for numbers in bundle.of_targets.values())
         arrived = [
@@ -104,7 +104,7 @@ class DevicePuts:
 
 
 def _elsewhere(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> jax.Array:
-    """An array of another process."""
+    """Return an array on a device of another process, without shards here."""
     sharding = SingleDeviceSharding(device)
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
@@ -112,8 +112,9 @@ def _elsewhere(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> 
 def _put(
     arrays: Sequence[jax.Array], sources: Sequence[jax.Device], targets: Sequence[jax.Device]
 ) -> list[jax.Array]:
-    """One call per pair of devices: jaxlib goes through the pairs of a call in an order that is
-    not the same in all processes (jax 0.10.2, four pairs in a call: values swapped in 10 of 12)."""
+    """Copy arrays with one call per pair of devices: jaxlib goes through the pairs of a call in an
+    order that is not the same in all processes (jax 0.10.2, four pairs in a call: values swapped in
+    10 of 12)."""
     pairs = list(zip(sources, targets, strict=True))
     found: dict[int, jax.Array] = {}
     for pair in dict.fromkeys(pairs):

@@ -12,7 +12,7 @@ _OWN = ("allocator", "resident_set_peak_bytes", "resident_set_before_bytes", "di
 
 
 def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Devices of host 0, then those of host 1, and so on: node-major, as the plan counts them.
+    """Join the documents of hosts, devices node-major as the plan counts them: host 0's first.
 
     Args:
         documents: As ``capture.runtime.training.train`` returns them, by host.

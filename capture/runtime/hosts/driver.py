@@ -37,7 +37,8 @@ def run_on_this_machine(
     restarts: Restarts = NONE,
     silent_seconds: float = SILENT_SECONDS,
 ) -> dict[str, Any]:
-    """The document of ``capture run --json``, of all processes together.
+    """Train a plan in one process of this machine per node, and return the document of ``capture
+    run --json`` of all processes together.
 
     Args:
         plan: Of stages that are within nodes, or on whole ones.
@@ -59,7 +60,7 @@ def run_on_this_machine(
 
 @dataclass(frozen=True)
 class LocalStarter:
-    """Processes of this machine, whose nodes are virtual: all are there.
+    """A ``Starter`` on this machine, which stands for all nodes of a plan: none is ever missing.
 
     Attributes:
         workload: By name: every process loads it.
@@ -82,7 +83,7 @@ class LocalStarter:
 
 
 class LocalProcesses:
-    """Processes of this machine.
+    """The processes of one attempt at a training, all on this machine.
 
     Args:
         jobs: One per host.
@@ -116,8 +117,8 @@ class LocalProcesses:
 
 
 def ended(code: int | None) -> Failed:
-    """What is said for a process that is gone, given its exit code: less than 0 a signal; None if
-    it is not known."""
+    """Return the failure of a process that is gone, given its exit code: less than 0 is a signal,
+    None is unknown."""
     if code is None or code >= 0:
         return lost(f"its process ended with code {code}", crashed=True)
     if -code in _CRASHES:
@@ -164,7 +165,8 @@ class _Host:
         self._connection.close()
 
     def _reaped(self) -> int | None:
-        """The exit code. One thread at a time asks the system, which tells it once."""
+        """Return the exit code, or None if the process does not end in time. One thread at a time
+        asks the system, which tells it once."""
         end = time.monotonic() + environment.patience(_SECONDS_TO_END)
         while True:
             with self._reaping:

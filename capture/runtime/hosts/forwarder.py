@@ -217,7 +217,7 @@ def is_of_process(process: int, theirs: Address, ours: Address) -> bool:
 
 
 def _in_hexadecimal(place: Address) -> str:
-    """As ``/proc/net/tcp`` writes it: the address as a number in the order of this machine."""
+    """Return an address and port as ``/proc/net/tcp`` has them, in this machine's byte order."""
     number = int.from_bytes(socket.inet_aton(place[0]), sys.byteorder)
     return f"{number:08X}:{place[1]:04X}"
 
@@ -293,7 +293,7 @@ def _listen(num_digits: int) -> socket.socket:
 
 
 def _connections(server: socket.socket) -> Iterator[socket.socket]:
-    """Accept without end."""
+    """Accept and yield connections without end."""
     while True:
         try:
             yield server.accept()[0]

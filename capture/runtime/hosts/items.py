@@ -29,7 +29,7 @@ class _Shard:
 
     @cached_property
     def data(self) -> Any:
-        """What Orbax takes to be on a device; of shards that others write, the shape alone."""
+        """The array that Orbax takes to be on a device; a mere structure if others write it."""
         if self.host is None:
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         return jax.device_put(self.host, _host_device())
@@ -64,7 +64,7 @@ class Shards:
 
     @classmethod
     def of_host(cls, leaf: np.ndarray, sharding: jax.sharding.Sharding, *, writes: bool) -> Shards:
-        """What all processes of a stage have on their hosts, and one of them writes."""
+        """Make ``Shards`` of what all processes of a stage have on the host, and one writes."""
         shards = object.__new__(cls)
         shards.shape, shards.dtype, shards.sharding = leaf.shape, leaf.dtype, sharding
         index = tuple(slice(None) for _ in leaf.shape)
@@ -115,7 +115,7 @@ def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Co
 
 
 def read_item(path: Path, wanted: Mapping[str, Collection[str]]) -> dict[str, dict[str, Any]]:
-    """Some of its arrays, whole, on this host.
+    """Return some arrays of an item, whole, on this host.
 
     Args:
         path: Of the item.
@@ -138,7 +138,7 @@ def read_item(path: Path, wanted: Mapping[str, Collection[str]]) -> dict[str, di
 
 
 def files_of(path: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of every file of an item, by its path in the checkpoint."""
+    """Return the size and CRC-32 of every file of an item, by its path in the checkpoint."""
     return {
         str(file.relative_to(path.parent)): list(_sum(file))
         for file in sorted(path.rglob("*"))
@@ -147,7 +147,7 @@ def files_of(path: Path) -> dict[str, list[int]]:
 
 
 def damage(checkpoint: Path, files: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Which files are not what was written, and why."""
+    """Yield, for each file that is not what was written, what is wrong with it."""
     for name, (size, total) in files.items():
         file = checkpoint / name
         if not file.is_file():

@@ -38,7 +38,7 @@ class SharedStep:
 
     @cached_property
     def digest(self) -> str:
-        """Of the list."""
+        """A hash of the step's instructions and slots, 16 hexadecimal digits."""
         text = repr((self.step.instructions, self.step.slots))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -46,7 +46,7 @@ class SharedStep:
     def of(
         cls, step: Step, layout: Layout, devices: Sequence[jax.Device], window: int
     ) -> SharedStep:
-        """Work out its copies.
+        """Work out a step's copies between processes, and how long their offers wait.
 
         Args:
             step: As in one process.
@@ -73,7 +73,7 @@ class SharedStep:
 
 
 class Part:
-    """What one process executes of a step.
+    """The part of a step that one process executes.
 
     Args:
         shared: The step.
@@ -103,20 +103,20 @@ class Part:
 
     @property
     def crossings(self) -> dict[int, frozenset[tuple[int, int]]]:
-        """Per copy that leaves a process, by its number in the step, (sender, receiver)."""
+        """The (sender, receiver) pairs of each copy between processes, by number in the step."""
         return {number: copy.crossing.pairs for number, copy in self._shared.copies.items()}
 
     def has(self, place: Place) -> bool:
-        """Whether it has devices of this process."""
+        """Return whether a place has devices of this process."""
         return place.name in self._here
 
     def begin(self) -> None:
-        """Every process has begun as many executions before."""
+        """Reserve numbers for an execution's copies; every process has begun as many before."""
         self._first = self._salt + self._hosts.reserve(len(self.step.instructions))
 
     @property
     def memories(self) -> list[int]:
-        """Of this process's devices."""
+        """The numbers of this process's devices in the step."""
         return [
             number
             for number, device in enumerate(self._devices)
@@ -139,13 +139,13 @@ class Part:
         return replace(self.step, slots=slots, instructions=instructions)
 
     def _waits(self, number: int, slot: int) -> bool:
-        """Whether this process waits: for what it sends, and for copies of its own."""
+        """Return whether this process waits: for what it sends, and for copies of its own."""
         copy = self._copies.get(self._copy_of[number])
         return self.has(self.step.slots[slot].place) if copy is None else copy.sends
 
     @cached_property
     def _copy_of(self) -> dict[int, int]:
-        """Per wait, the number of the last copy before it into its slot."""
+        """The number of the last copy into a wait's slot before the wait, by number of the wait."""
         found, last = {}, {}
         for number, instruction in enumerate(self.step.instructions):
             match instruction:
@@ -158,7 +158,7 @@ class Part:
         return found
 
     def bind(self, number: int, instruction: Instruction) -> Action | None:
-        """What this process does at an instruction; None if it is what one process would do."""
+        """Return this process's action at an instruction; None if one process would do the same."""
         slots = self.step.slots
         match instruction:
             case Run(program=program):
@@ -204,7 +204,7 @@ class Part:
         return action if copy.takes_part else _nothing
 
     def _taken(self, number: int) -> Callable[[Frame], Sequence[jax.Array]]:
-        """The arrays that a copy takes of its source."""
+        """Return a function from a frame to the arrays that a copy takes of its source."""
         copy = self.step.instructions[number]
         assert isinstance(copy, Copy)
 
@@ -222,4 +222,4 @@ def _crosses(step: Step, copy: Copy, devices: Sequence[jax.Device]) -> bool:
 
 
 def _nothing(frame: Frame) -> None:
-    """At an instruction of others."""
+    """Do nothing at an instruction that only other processes execute."""

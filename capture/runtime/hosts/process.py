@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class HostJob:
-    """What a process is to do.
+    """The job of one process of a training over hosts.
 
     Attributes:
         plan, workload: As for ``capture run``.
@@ -95,14 +95,14 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Done:
-    """The document of the training, for this process's devices."""
+    """The message that a process is done: the document of the training, for its devices."""
 
     document: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What broke.
+    """The message that a process has failed, and why.
 
     Attributes:
         violations: What is said of it.
@@ -120,7 +120,7 @@ Message = Alive | Said | Stepped | Done | Failed
 
 
 def serve(job: HostJob, connection: Connection, parent: int) -> None:
-    """The life of a process: it ends when the one that started it ends it, or has ended."""
+    """Do a job in its own process, which ends when its parent ends it, or has ended."""
     os.dup2(2, 1)  # standard output is the document's, of the one that started it
     faulthandler.enable()
     _end_with_parent()
@@ -142,8 +142,8 @@ def live(job: HostJob, voice: Voice) -> None:
 
 
 def _told(error: BaseException) -> tuple[Violation, ...]:
-    """What an exception says; allocations that failed, in Python or in XLA, and connections that
-    broke have codes of their own."""
+    """Return an exception as violations; allocations that failed, in Python or in XLA, and
+    connections that broke have codes of their own."""
     said = str(error).partition("\n")[0]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said:
         why = f"out of memory: {said or 'MemoryError'}; choose a plan that needs less."
@@ -155,7 +155,7 @@ def _told(error: BaseException) -> tuple[Violation, ...]:
 
 
 def _end_with_parent() -> None:
-    """Also while this process is stopped; Linux alone knows how, and elsewhere the voice asks."""
+    """Have Linux kill this process with its parent, even if stopped; elsewhere ``Voice`` asks."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -187,7 +187,7 @@ def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
 
 
 class Voice:
-    """What this process tells; one thread at a time speaks.
+    """The sender of this process's messages and signs of life; one thread at a time speaks.
 
     Args:
         send: Takes a message.

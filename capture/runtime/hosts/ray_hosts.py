@@ -59,7 +59,8 @@ def run_on_ray(
     restarts: Restarts = NONE,
     silent_seconds: float = SILENT_SECONDS,
 ) -> dict[str, Any]:
-    """The document of ``capture run --json``, of all processes together.
+    """Train a plan in one Ray actor per node, and return the document of ``capture run --json`` of
+    all processes together.
 
     Args:
         plan, workload, training, report, restarts, silent_seconds: As for ``train_over_hosts``.
@@ -84,7 +85,7 @@ def run_on_ray(
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a process says of itself before its job.
+    """The first answer of an actor's process: where it runs, and its versions.
 
     Attributes:
         node, process: Ids, Ray's and the system's.
@@ -99,7 +100,7 @@ class Greeting:
 
 
 class RemoteHost:
-    """What an actor's process holds: it trains in one call, and tells in others."""
+    """The object in an actor's process: one call trains, others return what was said meanwhile."""
 
     def __init__(self) -> None:
         self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -116,7 +117,7 @@ class RemoteHost:
         live(job, Voice(self._said.put, self._is_heard))
 
     def hear(self, seconds: float) -> list[Message]:
-        """What was said since the last time; waits so long for something."""
+        """Return the messages since the last call, or wait so many seconds for the first."""
         self._heard = time.monotonic()
         found = []
         with contextlib.suppress(queue.Empty):
@@ -135,7 +136,7 @@ def versions_here() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RayStarter:
-    """Where the nodes of a plan are nodes of a Ray cluster.
+    """A ``Starter`` of Ray actors, one per node of a plan, on the nodes of a Ray cluster.
 
     Attributes:
         cluster: Joined.
@@ -160,7 +161,7 @@ class RayStarter:
         check_travels([here.location if here.is_file else ""], ExecutionError)
 
     def start(self, plan: Plan, training: Mapping[str, Any]) -> RayProcesses:
-        """As of a ``Starter``.
+        """Place one actor per node of the plan on the cluster, and give each its job.
 
         Raises:
             ExecutionError: ``ray-resources`` if there is no room, ``run-hosts-differ`` for other
@@ -199,7 +200,7 @@ class RayStarter:
         return processes
 
     def demands(self, plan: Plan) -> list[Demand]:
-        """Of each process: the devices of the target's kind that its node of the plan has."""
+        """Return each process's demand: the target's devices of its node of the plan."""
         demand, target = Demand(_PROCESS_BYTES), plan.cluster.target
         if self.alone:
             return [demand] * len(plan.cluster.nodes)
@@ -212,8 +213,8 @@ class RayStarter:
         return self.demands(plan)[0].devices is None
 
     def missing(self, plan: Plan) -> frozenset[int]:
-        """Nodes of the plan for which the cluster has none; each takes one that has room, those
-        with most devices first."""
+        """Return the nodes of the plan for which the cluster has none; each takes one that has
+        room, those with most devices first."""
         if self.alone:
             return frozenset()
         demands = self.demands(plan)
@@ -226,7 +227,7 @@ class RayStarter:
 
 
 class RayProcesses:
-    """Actors of one attempt at a training.
+    """The actors of one attempt at a training.
 
     Args:
         cluster: They are on.
@@ -242,7 +243,7 @@ class RayProcesses:
         self._actors = [Actor(RemoteHost, each, num_threads=2) for each in room.options]
 
     def greetings(self) -> list[Greeting]:
-        """By host.
+        """Wait for the greetings of all processes, and return them by host.
 
         Raises:
             ExecutionError: ``run-host-lost`` if one does not come.
@@ -275,7 +276,7 @@ class RayProcesses:
             ) from error
 
     def begin(self, jobs: Sequence[HostJob]) -> None:
-        """Give each its job."""
+        """Give each actor its job, and ask for its first messages."""
         for job, actor in zip(jobs, self._actors, strict=True):
             actor.call("live", job)
             self._ask(job.host)
@@ -321,7 +322,7 @@ class RayProcesses:
 
 
 def check_versions(greetings: Sequence[Greeting]) -> None:
-    """Refuse hosts that are not as this process.
+    """Refuse hosts whose versions are not those of this process.
 
     Raises:
         ExecutionError: ``run-hosts-differ``.
@@ -340,7 +341,7 @@ def check_versions(greetings: Sequence[Greeting]) -> None:
 
 
 def unplaced(demands: Sequence[Demand], nodes: Sequence[Mapping[str, float]]) -> frozenset[int]:
-    """Processes for which there is no node of their own.
+    """Return the processes for which there is no node of their own.
 
     Example:
         >>> node = {"CPU": 8, "memory": 64e9}

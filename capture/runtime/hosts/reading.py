@@ -26,7 +26,7 @@ Leaves = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class OwnLeaves:
-    """Those of this process; None stands for the others.
+    """The leaves of a checkpoint that this process needs; None stands for the others.
 
     Attributes:
         params: By parameter of the layer graph.
@@ -38,15 +38,15 @@ class OwnLeaves:
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """What it holds."""
+    """Return the document in the marker of a checkpoint."""
     return json.loads((checkpoint / MARKER).read_text())
 
 
 def own_leaves(
     step: PipelinedStep, checkpoint: Path, marker: Mapping[str, Any]
 ) -> OwnLeaves | None:
-    """What this process needs; None if the checkpoint has layers in one array where the step has
-    them one by one, or the other way round.
+    """Return the leaves that this process needs; None if the checkpoint has layers in one array
+    where the step has them one by one, or the other way round.
 
     Raises:
         ValueError: If a file is damaged.
@@ -73,7 +73,7 @@ def own_leaves(
 
 
 def joined_leaves(checkpoint: Path, marker: Mapping[str, Any]) -> Leaves:
-    """All of it, as one process writes it.
+    """Return all leaves of a checkpoint of several processes, as one process writes them.
 
     Raises:
         ValueError: If a file is damaged.

@@ -34,7 +34,7 @@ _PASSING = {
 
 @dataclass(frozen=True)
 class Restarts:
-    """What follows when an attempt breaks.
+    """The rules for an attempt that breaks: how often to restart, and how to plan without a node.
 
     Attributes:
         most: Restarts between two steps that are finished for the first time.
@@ -58,7 +58,8 @@ def train_over_hosts(
     report: Callable[[str], None] = lambda text: None,
     silent_seconds: float = SILENT_SECONDS,
 ) -> dict[str, Any]:
-    """The document of ``capture run --json``, of all processes together; none of them is left.
+    """Train a plan over hosts, with restarts, and return the document of ``capture run --json`` of
+    all processes together. None of them is left.
 
     Args:
         starter: Where processes are started.
@@ -167,7 +168,7 @@ class _Run:
             self.report(f"starting again from {where} (restart {count})")
 
     def document(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Of all attempts, from that of the last."""
+        """Return the document of the last attempt with the losses, seconds and restarts of all."""
         if not self.breaks:
             return document
         done = sorted(self.steps)
@@ -186,14 +187,14 @@ class _Run:
         return max(own, default=None)
 
     def _gone(self, starter: Starter) -> frozenset[int]:
-        """Nodes without which there is still one, that are not there or are lost every time."""
+        """Return nodes that are missing or lost every time; none if no other node would be left."""
         found = starter.missing(self.plan)
         if len(self.in_a_row) > self.restarts.most and len(set(self.in_a_row)) == 1:
             found |= {host for host in self.in_a_row if host is not None}
         return found if len(found) < len(self.plan.cluster.nodes) else frozenset()
 
     def _resume(self) -> None:
-        """From the last complete checkpoint, to the step at which the first attempt was to end."""
+        """Resume from the last complete checkpoint; end where the first attempt was to end."""
         if self.first is None:
             return
         if self.training.get("until") is None:

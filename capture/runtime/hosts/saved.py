@@ -15,12 +15,12 @@ MARKER = "checkpoint.json"
 
 
 def complete_steps(directory: Path | str) -> list[int]:
-    """The steps of complete checkpoints, in order."""
+    """Return the steps of complete checkpoints, in order."""
     return [step for step in all_steps(directory) if is_complete(Path(directory) / str(step))]
 
 
 def all_steps(directory: Path | str) -> list[int]:
-    """Those of checkpoints that are complete or not."""
+    """Return the steps of all checkpoints, complete or not, in order."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -28,7 +28,7 @@ def all_steps(directory: Path | str) -> list[int]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether it was written to its end: Orbax renames the whole of what one process writes."""
+    """Return whether a checkpoint is complete; Orbax renames the whole of one process's."""
     return (checkpoint / MARKER).is_file() or (checkpoint / "metadata").is_dir()
 
 
@@ -158,15 +158,15 @@ def check_models(
 
 
 def remove(checkpoint: Path) -> None:
-    """Half of it is never taken for a whole."""
+    """Remove a checkpoint, its marker first: half of it is never taken for a whole."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint / "metadata", ignore_errors=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def set_aside(directory: Path, step: int) -> None:
-    """Checkpoints after a step from which a training goes on again: they could not be read, and
-    that training writes others in their place."""
+    """Rename the checkpoints after a step from which a training goes on again: they could not be
+    read, and that training writes others in their place."""
     for later in all_steps(directory):
         if later > step:
             name = f"{later}.unreadable"

@@ -40,7 +40,7 @@ Items = Mapping[int, Mapping[str, Mapping[str, Any]]]
 
 
 class Saver:
-    """Writes the checkpoints of a training, one at a time. All its processes make the same calls.
+    """A writer of a training's checkpoints, one at a time. All its processes make the same calls.
 
     Args:
         step: Of several processes.
@@ -76,7 +76,7 @@ class Saver:
         return path
 
     def _check_shared(self) -> None:
-        """By a file that host 0 makes."""
+        """Check that all processes see a file that host 0 makes in the directory."""
         name, *_ = self._hosts.exchange("probe", f".host-0-{uuid.uuid4().hex}")
         probe = self._directory / name
         if self._hosts.process == 0:
@@ -93,7 +93,7 @@ class Saver:
                 probe.unlink()
 
     def check(self) -> None:
-        """Without waiting.
+        """Raise the error of a save that has failed, without waiting for one that goes on.
 
         Raises:
             ExecutionError: ``checkpoint-write`` if what is written has failed.
@@ -128,7 +128,7 @@ class Saver:
             self._failed = error
 
     def _agreed(self, what: str, call: Callable[[], Any]) -> list[Any]:
-        """What the call gives in every process, once all have made it.
+        """Call a function in every process; return what each got, once all have called it.
 
         Raises:
             ExecutionError: ``checkpoint-write`` if one breaks.
@@ -146,7 +146,7 @@ class Saver:
         return [each["made"] for each in found]
 
     def _clear(self, path: Path) -> None:
-        """What a save that was interrupted has left.
+        """Remove what an interrupted save has left at the path, and make the folder anew.
 
         Raises:
             ExecutionError: ``checkpoint-exists``.
@@ -159,7 +159,7 @@ class Saver:
             path.mkdir(parents=True)
 
     def _write(self, path: Path, items: Items) -> dict[str, list[int]]:
-        """The items of this process; the sums of those that it wrote as the first."""
+        """Write this process's items; return file sums of those that it is the first to write."""
         found: dict[str, list[int]] = {}
         for s, item in items.items():
             writers = writers_of(self._step, s)
@@ -190,29 +190,29 @@ def item_name(stage: int) -> str:
 
 
 def writers_of(step: PipelinedStep, stage: int) -> frozenset[int]:
-    """The processes that hold a stage."""
+    """Return the processes that hold a stage."""
     devices = step.stages[stage].mesh.devices.flat
     return frozenset(device.process_index for device in devices)
 
 
 def param_paths(step: PipelinedStep) -> list[str]:
-    """Of the parameters of the layer graph, in their order."""
+    """Return the paths of the layer graph's parameters, in their order."""
     return list(by_path(step.traced.split_struct))
 
 
 def state_paths(step: PipelinedStep) -> list[str]:
-    """Of the leaves of the optimizer's state, in their order."""
+    """Return the paths of the leaves of the optimizer's state, in their order."""
     return list(by_path(step.optimizer.state_struct))
 
 
 def stacked_paths(step: PipelinedStep) -> dict[str, int]:
-    """Of the model's parameters that the graph has layer by layer, the dimension of the layers."""
+    """Return, by path, the layers' dimension of parameters that the graph has layer by layer."""
     paths = list(by_path(step.traced.params_struct))
     return {paths[leaf]: dim for leaf, dim in step.traced.stacked.items()}
 
 
 def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """Return the content of a checkpoint's marker, but for the sums of the files."""
     return {
         "schema_version": CHECKPOINT.versions[-1],
         "num_steps": num_steps,
@@ -224,7 +224,7 @@ def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
 
 
 def items_of(step: PipelinedStep) -> dict[str, dict[str, list[str]]]:
-    """By item, the paths that are in it. Whatever is in none is zero."""
+    """Return the paths of the leaves in each item. Whatever is in none is zero."""
     params, optimizer = param_paths(step), state_paths(step)
     return {
         item_name(s): {
@@ -236,15 +236,15 @@ def items_of(step: PipelinedStep) -> dict[str, dict[str, list[str]]]:
 
 
 def _params_in(step: PipelinedStep, s: int) -> list[int]:
-    """Of the graph, those that are written with a stage: its own, and with the first what no stage
-    has."""
+    """Return the graph's parameters that are written with a stage: its own, and with the first what
+    no stage has."""
     unused = step.unused if s == 0 else ()
     return [p for p in (*step.stages[s].owned, *unused) if _has_elements(step.traced.graph, p)]
 
 
 def _state_in(step: PipelinedStep, s: int) -> list[int]:
-    """Leaves of the optimizer's state that are written with a stage: what several have is with the
-    first."""
+    """Return the leaves of the optimizer's state that are written with a stage: what several have
+    is with the first of them."""
     before = {k for stage in step.stages[:s] for k in stage.optimizer.state}
     structs = step.optimizer.state_structs
     return [k for k in step.stages[s].optimizer.state if k not in before and structs[k].size]
@@ -255,7 +255,7 @@ def _has_elements(graph: Any, param: int) -> bool:
 
 
 def _items(step: PipelinedStep, state: PipelineState) -> Items:
-    """What this process writes, copied to its host."""
+    """Copy what this process writes to its host, and return it by stage, part and path."""
     params, optimizer = param_paths(step), state_paths(step)
     arrays: dict[int, dict[str, dict[str, Any]]] = {}
     for s, stage in step.own_stages:

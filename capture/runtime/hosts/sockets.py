@@ -33,7 +33,7 @@ _FIRST = 1 << 61
 
 
 class Sockets:
-    """The transfer server of this process, and its connections: a ``Transport``.
+    """A ``Transport`` by JAX's transfer server: the one of this process, and its connections.
 
     Args:
         process: Number of this process.
@@ -118,7 +118,7 @@ class Sockets:
             self.waiting.pop((number, bundle.receiver), None)
 
     def _number(self, number: int, host: int) -> int:
-        """Of what this process offers to a host, and that one pulls."""
+        """Return the number under which a copy's arrays are offered to a host, and pulled by it."""
         return number * self._num_hosts + host
 
     def _pull(

@@ -41,12 +41,12 @@ class Bundle:
 
     @cached_property
     def targets(self) -> tuple[jax.Device, ...]:
-        """Of each array, its device in the receiver."""
+        """The device of each array in the receiver."""
         return tuple(next(iter(struct.sharding.device_set)) for struct in self.structs)  # type: ignore[union-attr]
 
     @cached_property
     def of_targets(self) -> dict[jax.Device, tuple[int, ...]]:
-        """The arrays of each device of the receiver, which acknowledges them together."""
+        """The array numbers per device of the receiver, which acknowledges them together."""
         found: defaultdict[jax.Device, list[int]] = defaultdict(list)
         for number, device in enumerate(self.targets):
             found[device].append(number)
@@ -54,7 +54,7 @@ class Bundle:
 
 
 class Transport(Protocol):
-    """How arrays get from one process to another.
+    """A way in which arrays get from one process to another.
 
     Attributes:
         takes_all: Whether every process carries every bundle, in one order, also those of others;
@@ -73,8 +73,8 @@ class Transport(Protocol):
     def carry(
         self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """The arrays in the receiver, none elsewhere. They are not there yet: nothing is waited
-        for.
+        """Return the bundle's arrays in the receiver, none elsewhere. They may still be on their
+        way: nothing is waited for.
 
         What is carried is held until the receiver has it, but an array that is donated or deleted
         before is not protected.
@@ -86,12 +86,12 @@ class Transport(Protocol):
         """
 
     def wait(self, bundle: Bundle, number: int) -> None:
-        """In the sender, until all of a bundle that was carried has arrived."""
+        """Block the sender until the receiver has all arrays of the bundle."""
 
 
 class Silence:
-    """Ends the waiting for what does not come: neither transport has a limit of its own that works
-    (a pull's ``timeout`` does not fire on a silent connection).
+    """A watch that ends the waiting for arrays that do not come: neither transport has a limit of
+    its own that works (a pull's ``timeout`` does not fire on a silent connection).
 
     Args:
         patience_seconds: For an array.
@@ -105,7 +105,7 @@ class Silence:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def expect(self, array: jax.Array, host: int, label: str) -> None:
-        """It is on its way from a host."""
+        """Watch an array that is on its way from a host."""
         self._count += 1
         self._awaited[self._count] = weakref.ref(array), time.monotonic(), host, label
 
@@ -132,7 +132,7 @@ def _has_come(array: Any) -> bool:
 
 
 def buffers(arrays: Sequence[jax.Array]) -> dict[Buffer, int]:
-    """Bytes of arrays that are each on one device."""
+    """Return the bytes of each buffer of arrays that are each on one device."""
     return {
         (array.device, str(array.sharding.memory_kind), array.unsafe_buffer_pointer()): array.nbytes
         for array in arrays
@@ -142,5 +142,5 @@ def buffers(arrays: Sequence[jax.Array]) -> dict[Buffer, int]:
 
 @jax.jit
 def touch(arrays: list[jax.Array]) -> jax.Array:
-    """A value that is there as soon as all of them are."""
+    """Return a value that is there as soon as all arrays are."""
     return jnp.stack([jnp.real(array.ravel()[0]).astype(jnp.float32) for array in arrays])

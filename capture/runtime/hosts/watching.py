@@ -34,21 +34,21 @@ _FOLLOWING = {
 
 
 class Processes(Protocol):
-    """Those of one attempt at a training, one per node of its plan."""
+    """The processes of one attempt at a training, one per node of its plan."""
 
     def hear(self, seconds: float) -> Sequence[tuple[int, Message]]:
-        """What they have said, by host: at once if there is something, else what comes within so
-        long. A process that has ended says ``lost(...)``, once."""
+        """Return what the processes have said, by host: at once if there is something, else what
+        comes within so many seconds. A process that has ended says ``lost(...)``, once."""
 
     def end(self) -> None:
-        """Kill them: none is left. Nothing happens the second time."""
+        """Kill all processes: none is left. Nothing happens the second time."""
 
 
 class Starter(Protocol):
-    """Where processes can be started."""
+    """A way to start the processes of an attempt, on this machine or others."""
 
     def start(self, plan: Plan, training: Mapping[str, Any]) -> Processes:
-        """One process per node of the plan; of those that it had started none is left.
+        """Start one process per node of the plan; if one cannot start, none of the others is left.
 
         Args:
             plan: Of stages that are within nodes, or on whole ones.
@@ -59,11 +59,11 @@ class Starter(Protocol):
         """
 
     def missing(self, plan: Plan) -> frozenset[int]:
-        """Nodes of the plan that are gone, after what was waited for them."""
+        """Return the nodes of the plan that are gone, after what was waited for them."""
 
 
 class HostError(ExecutionError):
-    """What broke first in an attempt.
+    """The error that broke an attempt first.
 
     Attributes:
         host: In which.
@@ -75,7 +75,7 @@ class HostError(ExecutionError):
 
 
 def lost(how: str, *, crashed: bool = False) -> Failed:
-    """What is said for a process that can no longer speak."""
+    """Return the failure of a process that can no longer speak."""
     return Failed((Violation(how, "run-host-lost"),), crashed=crashed)
 
 
@@ -85,7 +85,7 @@ def watch(
     note: Callable[[Said | Stepped], None] = lambda said: None,
     silent_seconds: float = SILENT_SECONDS,
 ) -> list[dict[str, Any]]:
-    """What each process has done, by host.
+    """Hear the processes until all are done, and return the document of each, by host.
 
     Args:
         processes: Of an attempt; the caller ends them.
@@ -130,7 +130,7 @@ def watch(
 
 
 def is_settled(failures: Mapping[int, Failed], since: float, alive: Mapping[int, float]) -> bool:
-    """Whether it began in one of the hosts that have failed: one was killed or is frozen, which
+    """Return whether a failed host is sure to be the cause: one was killed or is frozen, which
     follows from nothing; or each has failed, or was alive a moment after the first was heard.
 
     Args:
@@ -146,7 +146,7 @@ def is_settled(failures: Mapping[int, Failed], since: float, alive: Mapping[int,
 
 
 def first_cause(failures: Mapping[int, Failed]) -> int:
-    """The host where it began.
+    """Return the host where the failure began.
 
     A process that was killed or is frozen before a broken rule, that before one that crashed, and
     that before what each may say because another is gone. Of those that crashed it is host 0, whose
