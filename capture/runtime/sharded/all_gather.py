@@ -71,7 +71,7 @@ class ParamArray:
         )
 
     def reduce_scatter(self, shard: Any, gradient: Any) -> Any:
-        """The gradient of a shard from that of what was gathered from it."""
+        """Return the gradient of a shard, from that of what was gathered from it."""
         for sharding in self.part.reduced:
             gradient = lax.with_sharding_constraint(gradient, sharding)
         return jax.vjp(self.cast, shard)[1](gradient)[0]
@@ -92,8 +92,8 @@ def run_gathered(
     hand_on: bool = False,
     prefetch: bool = False,
 ) -> tuple[list[Any], Any, Any]:
-    """Results of an operation on parameters and other operands, the token for the next one, and the
-    first of the other operands.
+    """Run an operation on sharded parameters; return its results, the token for the next one, and
+    the first of the other operands.
 
     Args:
         arrays: What ``params`` are.
@@ -185,7 +185,7 @@ def run_gathered(
         return to_params, found, order
 
     def shards_of(piece, held):
-        """Slices are taken behind the barrier, or XLA would keep them from the forward to the
+        """Take a piece's slices behind the barrier, or XLA would keep them from the forward to the
         backward pass."""
         return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
 
@@ -200,8 +200,8 @@ def run_gathered(
 
 
 def with_token(params: Any) -> tuple[Any, Any]:
-    """The parameters as they are, and a scalar 0, whose gradient, also 0, is added to that of the
-    smallest of them.
+    """Return the parameters as they are, and a scalar 0, whose gradient, also 0, is added to that
+    of the smallest of them.
 
     So that it is used in the end, or XLA would drop it from all barriers.
     """
@@ -224,7 +224,7 @@ def with_token(params: Any) -> tuple[Any, Any]:
 
 
 def awaited(params: Any, token: Any) -> tuple[Any, Any]:
-    """Both as they are; what goes further back waits for the gradients of the parameters' readers.
+    """Return both; what goes further back waits for the gradients of the parameters' readers.
 
     Otherwise XLA may keep what those are computed from until the end of the step.
     """
@@ -246,7 +246,7 @@ def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:
 
 
 def tied(first: Any, second: Any) -> tuple[Any, Any]:
-    """Both as they are, and neither before the other is there. Random keys and gradients of
+    """Return both as they are, neither before the other is there. Random keys and gradients of
     integers are left out."""
     leaves, tree = jax.tree.flatten((first, second))
     plain = [

@@ -16,8 +16,8 @@ from capture.machine.cluster import Cluster
 
 
 def mesh_of(cluster: Cluster) -> Mesh:
-    """The devices of this process as a cluster: the axis ``data`` along the devices of a node,
-    ``node`` before it where there are several.
+    """Return the devices of this process as the mesh of a cluster: the axis ``data`` along the
+    devices of a node, ``node`` before it where there are several.
 
     Raises:
         ExecutionError: ``osdp-devices`` if there are too few.
@@ -35,7 +35,7 @@ def mesh_of(cluster: Cluster) -> Mesh:
 
 
 def mesh_axes(where: Mesh | Cluster) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Sizes and names of the axes of a mesh, or of that which ``mesh_of`` makes of a cluster."""
+    """Return sizes and names of a mesh's axes, or of those that ``mesh_of`` makes of a cluster."""
     if not isinstance(where, Cluster):
         return where.devices.shape, where.axis_names
     if len(where.nodes) == 1:
@@ -44,8 +44,8 @@ def mesh_axes(where: Mesh | Cluster) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 
 def cluster_of(mesh: Mesh, target: str, devices_per_node: int | None) -> Cluster:
-    """A mesh as nodes of devices, by the processes that its devices belong to unless the size of a
-    node is given.
+    """Return a mesh as nodes of devices, by the processes that its devices belong to unless the
+    size of a node is given.
 
     Raises:
         ClusterError: ``osdp-nodes`` if nodes do not come out equal.
@@ -62,12 +62,12 @@ def cluster_of(mesh: Mesh, target: str, devices_per_node: int | None) -> Cluster
 
 
 def has_groups(mesh: Mesh, group_size: int) -> bool:
-    """Whether the last axes of a mesh have so many devices together."""
+    """Return whether the last axes of a mesh have so many devices together."""
     return bool(group_axes(mesh, group_size))
 
 
 def group_axes(mesh: Mesh, group_size: int | None) -> tuple[Any, ...]:
-    """The last axes of a mesh, with so many devices together; none if there are no such."""
+    """Return the last axes of a mesh that have so many devices together, or none."""
     if group_size is None:
         return mesh.axis_names
     sizes = list(mesh.shape.values())

@@ -39,7 +39,7 @@ class StoredParam:
 
     @property
     def _num_casts(self) -> int:
-        """Ops that come before the all-gather, so that less is sent."""
+        """The number of ops that come before the all-gather, so that less is sent."""
         return next(
             (i for i, op in enumerate(self.chain) if op.primitive.name not in _CASTS),
             len(self.chain),
@@ -53,7 +53,7 @@ class StoredParam:
         ]
 
     def read(self, gathered: Sequence[Any]) -> Any:
-        """What the operation reads, from all of the leaf or from a slice of it."""
+        """Return what the operation reads, made of all of the gathered leaf or of a slice of it."""
         whole = (
             gathered[0] if len(gathered) == 1 else jnp.concatenate(gathered, axis=self.slice_dim)
         )
@@ -71,8 +71,8 @@ class StoredParam:
         return len(self.parts) > 1 or self.parts[0].num_slices > 1
 
     def dims_as_read(self) -> tuple[int, ...] | None:
-        """The leaf's dimension behind each one that the operation reads; None if slices do not stay
-        slices."""
+        """Return the leaf's dimension behind each one that the operation reads; None if slices do
+        not stay slices."""
         dims = tuple(range(self.arrays[0].ndim))
         for op in self.chain:
             if op.primitive.name not in ORDERED:
@@ -82,7 +82,7 @@ class StoredParam:
 
 
 def stored(placement: LeafPlacement, leaf: Any) -> list[Any]:
-    """What an evaluation of the loss starts from: one value per step of a scan."""
+    """Return what an evaluation of the loss gets for a leaf: one value per step of a scan."""
     rows = [leaf] if placement.stacked is None else _unstacked(leaf, placement.stacked)
     if placement.is_small:
         return rows
@@ -108,8 +108,8 @@ def plain(value: Any) -> Any:
 def pieces_of(
     op: Op, inputs: Sequence[Any], sharded: Sequence[int], others: Sequence[int]
 ) -> list[Piece]:
-    """The operation in slices where its parameter has some and it can be split along them; else
-    whole."""
+    """Return the operation in slices where its parameter has some and it can be split along them;
+    else as one whole piece."""
     first: StoredParam = inputs[sharded[0]]
     dims = (
         first.dims_as_read()
@@ -160,8 +160,8 @@ def _slice(
     taken: Taken,
     rows: BlockRows,
 ) -> Piece:
-    """The piece of a split operation that reads what is taken from one of its parameter's arrays,
-    these rows of the whole parameter."""
+    """Return the piece of a split operation that reads what is taken from one of its parameter's
+    arrays, these rows of the whole parameter."""
 
     def compute(gathered, operands):
         given, of_slice = list(inputs), op
@@ -194,8 +194,8 @@ def _applied(chain: Sequence[Op], value: Any) -> Any:
 
 
 def _unstacked(leaf: Any, dim: int) -> list[Any]:
-    """The parts of a leaf along a dimension; their gradients are put together once, not added
-    up."""
+    """Return the parts of a leaf along a dimension; their gradients are put together once, not
+    added up."""
 
     @jax.custom_vjp
     def run(leaf):

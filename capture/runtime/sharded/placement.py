@@ -23,8 +23,8 @@ from capture.tracing.model import TracedModel
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitLeaf:
-    """A parameter leaf of whose g slices k are sharded: what stands in its place in the user's
-    tree.
+    """The two arrays in the place of a parameter leaf in the user's tree, of whose g slices k are
+    sharded.
 
     Attributes:
         replicated: The rows that every device has.
@@ -37,7 +37,7 @@ class SplitLeaf:
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """How one leaf of the user's tree is stored.
+    """The way in which one leaf of the user's tree is stored.
 
     Attributes:
         name: For people.
@@ -116,7 +116,7 @@ def _halves(struct: Any, dim: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[LeafPlacement]:
-    """The leaves of the user's tree, in order.
+    """Return the placement of each leaf of the user's tree, in order.
 
     Args:
         plan: With the names of its operators' parameters.

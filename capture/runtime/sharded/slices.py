@@ -39,8 +39,8 @@ class Part:
         return not self.stored.is_fully_replicated
 
     def slices(self, offset: int = 0) -> list[BlockRows]:
-        """Rows of each slice, of an array in which the part begins at ``offset``; sizes differ by
-        one per block at most."""
+        """Return the rows of each slice, in an array in which the part begins at ``offset``; sizes
+        differ by one per block at most."""
         size = (self.stop - self.first) // self.num_blocks
         bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
         return [
@@ -66,7 +66,7 @@ class BlockRows:
     stop: int
 
     def of(self, array: Any, dim: int) -> Any:
-        """They alone, in their order, of a parameter: blocks are its shards."""
+        """Return these rows of a parameter, in their order; the blocks are its shards."""
         blocks = array.reshape(
             *array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :]
         )
@@ -75,7 +75,7 @@ class BlockRows:
         )
 
     def put(self, whole: Any, part: Any, dim: int) -> Any:
-        """The parameter with the part in their place; built up in place, slice by slice."""
+        """Return the parameter with the part in these rows; built up in place, slice by slice."""
         blocks = whole.reshape(
             *whole.shape[:dim], self.num_blocks, self.block_size, *whole.shape[dim + 1 :]
         )
@@ -85,14 +85,14 @@ class BlockRows:
         )
 
     def of_activation(self, array: Any, dim: int) -> Any:
-        """They alone, of an array that is whole along the dimension, often its last: a TPU would
-        copy all of it to reshape that."""
+        """Return these rows of an array that is whole along the dimension, often its last: a TPU
+        would copy all of it to reshape that."""
         return jnp.concatenate(
             [lax.slice_in_dim(array, a, b, axis=dim) for a, b in self._spans()], axis=dim
         )
 
     def put_activation(self, whole: Any, part: Any, dim: int) -> Any:
-        """The array with the part in their place."""
+        """Return the array with the part in place of these rows."""
         for (a, _), of_block in zip(
             self._spans(), jnp.split(part, self.num_blocks, axis=dim), strict=True
         ):
@@ -100,7 +100,7 @@ class BlockRows:
         return whole
 
     def position(self, indices: Any) -> Any:
-        """The positions among these of rows of the array; -1 for others."""
+        """Return the position of each index among these rows; -1 where it is another row's."""
         block, within = jnp.divmod(indices - self.start, self.block_size)
         inside = (
             (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)
@@ -133,7 +133,7 @@ class Taken:
         return (self.rows.of_activation if self.is_activation else self.rows.of)(array, self.dim)
 
     def put(self, whole: Any, part: Any) -> Any:
-        """An array of the whole's shape with the part in its place."""
+        """Return an array of the whole's shape with the part in its place."""
         if self.rows is None:
             return part
         whole = (

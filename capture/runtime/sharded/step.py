@@ -67,7 +67,7 @@ class ShardedStep(TrainStep):
 
     @cached_property
     def _trees(self) -> tuple[Any, Any, Any]:
-        """Shapes of parameters, optimizer state, and what the loss takes beside the parameters."""
+        """The shapes of parameters, of optimizer state, and of all else that the loss takes."""
         workload = self.workload
         key = jax.eval_shape(lambda: jax.random.key(0))
         params = jax.eval_shape(self.sharded.split, jax.eval_shape(workload.init, key))
@@ -137,14 +137,14 @@ class ShardedStep(TrainStep):
 
     @cached_property
     def optimizer(self) -> SlicedOptimizer:  # type: ignore[override]  # only checkpoints ask for it
-        """Over the parameters of the layer graph, which plans of all kinds exchange."""
+        """The update over the parameters of the layer graph, which plans of all kinds exchange."""
         update = traced_optimizer(self.workload.optimizer, self.traced)
         return SlicedOptimizer(update, [range(len(update.params))])
 
     def state_from(
         self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
-        """The state from host arrays.
+        """Return the training state made of host arrays.
 
         Raises:
             ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step

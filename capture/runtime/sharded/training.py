@@ -27,8 +27,8 @@ from capture.tracing.model import TracedModel, trace
 
 
 def shard(workload: WorkloadProtocol, plan: ShardingPlan | None, where: Mesh | Cluster) -> Sharded:
-    """What trains a workload as a plan says; use it in place of the shardings of fully sharded
-    data parallelism.
+    """Return what trains a workload as a plan says: shardings, loss and step, in place of those of
+    fully sharded data parallelism.
 
     Args:
         workload: The task that the plan was made for; it is traced, and nothing is allocated.
@@ -70,7 +70,7 @@ def shard_as_planned(
 
 
 class Sharded:
-    """A workload, a plan and a mesh.
+    """A sharding plan of a workload on a mesh.
 
     Args:
         workload: The task.
@@ -119,7 +119,7 @@ class Sharded:
         return self.traced.graph.model_hash
 
     def shardings(self, params: Any = None) -> Any:
-        """Sharding of every parameter, in a tree of the parameters' structure.
+        """Return the sharding of every parameter, in a tree of the parameters' structure.
 
         Args:
             params: Arrays or shapes, to check that they are the model's: as ``init`` or as
@@ -134,13 +134,13 @@ class Sharded:
 
     @cached_property
     def optimizer(self) -> TracedOptimizer:
-        """The workload's, over the user's parameters."""
+        """The workload's optimizer, traced over the user's parameters."""
         return TracedOptimizer(self.workload.optimizer, self._struct)
 
     @cached_property
     def state_leaves(self) -> list[LeafPlacement | None]:
-        """By array of the optimizer's state, where the parameter is that it belongs to and whose
-        shape it has; None of all else, which is replicated."""
+        """The placement of the parameter to which each array of the optimizer's state belongs and
+        whose shape it has; None for all else, which is replicated."""
         params = self.optimizer.params
         param_of_state = SlicedOptimizer(self.optimizer, [range(len(params))]).param_of_state
         found = map(param_of_state.get, range(len(self.optimizer.state)))
@@ -158,15 +158,15 @@ class Sharded:
         return jax.tree.unflatten(self.optimizer.state_tree, nodes)
 
     def split(self, params: Any) -> Any:
-        """The parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the same
-        tree where there is none."""
+        """Return the parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the
+        same tree where there is none."""
         self._check(params)
         return self._tree.unflatten(
             [leaf.split(x) for leaf, x in zip(self.leaves, jax.tree.leaves(params), strict=True)]
         )
 
     def join(self, params: Any) -> Any:
-        """The inverse of ``split``."""
+        """Return the parameters of which ``split`` has made this tree."""
         self._check(params)
         leaves = zip(self.leaves, self._tree.flatten_up_to(params), strict=True)
         return self._tree.unflatten([leaf.join(x) for leaf, x in leaves])
@@ -196,7 +196,7 @@ class Sharded:
     # ---- the step --------------------------------------------------------------------------------
 
     def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-        """A loss with the plan's all-gathers; call it, and differentiate it, inside ``jax.jit``.
+        """Return a loss with the plan's all-gathers; call and differentiate it inside ``jax.jit``.
 
         Args:
             loss_fn: ``loss_fn(params, batch)``, or with further array arguments; a scalar. Rows
@@ -223,7 +223,7 @@ class Sharded:
         return sharded_loss
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """The workload's parameters and the optimizer's state, each as it is sharded."""
+        """Return the workload's parameters and the optimizer's state, each as it is sharded."""
         params = jax.jit(
             lambda key: self.split(self.workload.init(key)), out_shardings=self.shardings()
         )(key)
@@ -231,13 +231,13 @@ class Sharded:
         return params, init(params)
 
     def loss_and_gradients(self, params: Any, *arguments: Any) -> tuple[jax.Array, Any]:
-        """Of the workload's loss, to be compiled; its arguments are the batch and, if it takes one,
-        a random key."""
+        """Return the workload's loss and its gradients, to be compiled; the arguments are the batch
+        and, if the loss takes one, a random key."""
         return jax.value_and_grad(self.transform(self.workload.loss_fn))(params, *arguments)
 
     def update(self, params: Any, state: Any, *arguments: Any) -> tuple[Any, Any, jax.Array]:
-        """One step of the workload, to be compiled: new parameters, new state, the loss; arguments
-        as of ``loss_and_gradients``."""
+        """Make one step of the workload, to be compiled: return new parameters, new state and the
+        loss; arguments as of ``loss_and_gradients``."""
         loss, gradients = self.loss_and_gradients(params, *arguments)
         updates, state = self.workload.optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
@@ -253,7 +253,7 @@ class Sharded:
 
 
 def _difference(params: Any, struct: Any) -> str:
-    """The first leaf that is another one."""
+    """Name the first leaf that is another one."""
 
     def named(tree):
         return {

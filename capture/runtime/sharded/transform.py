@@ -41,7 +41,7 @@ def gathered_loss(
     leaves: Sequence[LeafPlacement],
     traced: TracedModel,
 ) -> Callable[..., Any]:
-    """The loss as a function of parameters that are stored as ``leaves`` says; see
+    """Return the loss as a function of parameters that are stored as ``leaves`` says; see
     ``Sharded.transform``."""
     tree: Any = jax.tree.structure(traced.params_struct)
 
@@ -107,9 +107,8 @@ def _run_layer(
 
 
 def _await_small(region: Region, env: dict[int, Any], params: Sequence[int]) -> None:
-    """What goes further back waits for the gradients of the small parameters of a region: of what
-    those are computed from, which was computed again, XLA may keep it until the end of the
-    step."""
+    """Let the backward pass wait, before a region, for the gradients of its small parameters: XLA
+    may else keep what it has computed again for them until the end of the step."""
     small = [v for v in region.inputs if v in params and not is_stored(env[v])]
     values, env[_TOKEN] = awaited([env[v] for v in small], env[_TOKEN])
     env.update(zip(small, values, strict=True))
@@ -117,7 +116,7 @@ def _await_small(region: Region, env: dict[int, Any], params: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class _Runner:
-    """Runs operations of a layer, where parameters may be stored.
+    """A runner of a layer's operations, where parameters may be stored.
 
     Attributes:
         differentiated: Those that a gradient of the loss goes through.
@@ -166,8 +165,8 @@ class _Runner:
 
 
 def _read_again(params: Sequence[int], ops: Sequence[Op]) -> frozenset[Op]:
-    """Operations with a parameter whose first other operand a later one reads with another:
-    queries, keys and values, for example."""
+    """Return the operations with a parameter whose first other operand a later one reads with
+    another: queries, keys and values, for example."""
     from_params, found = set(params), set()
     last: dict[Any, Op] = {}
     for op in ops:
