@@ -15,7 +15,8 @@ Fusers = Mapping[ArrayTask, Fuser]
 
 
 def without(plan: ArrayPlan, kept: Sequence[int], fusers: Fusers) -> ArrayPlan:
-    """With some of its models only, in their order; a sub-array of which none is left goes."""
+    """Return the plan with only the models ``kept``, in that order. Sub-arrays that lose all their
+    models are removed."""
     groups = [
         (a, [kept.index(model) for model in group if model in kept])
         for a, group in enumerate(plan.partition)
@@ -25,7 +26,7 @@ def without(plan: ArrayPlan, kept: Sequence[int], fusers: Fusers) -> ArrayPlan:
 
 
 def joined(plan: ArrayPlan, members: Sequence[Member], fusers: Fusers) -> ArrayPlan:
-    """With more models, one after the other in the smallest sub-array of its program.
+    """Return the plan with more models, each in the then smallest sub-array of its program.
 
     Raises:
         ExecutionError: ``array-tasks`` where there is none.
@@ -53,7 +54,7 @@ def _regrouped(
     groups: Sequence[tuple[int, Sequence[int]]],
     fusers: Fusers,
 ) -> ArrayPlan:
-    """Sub-arrays, each beside the one that it comes from."""
+    """Return the plan with other sub-arrays, each beside the one whose decisions it takes over."""
     decisions = []
     for a, group in groups:
         fuser, old = fusers[plan.trained[plan.partition[a][0]]], len(plan.partition[a])
@@ -74,8 +75,8 @@ def _regrouped(
 
 
 def _carried(old: FusedArray, new: FusedArray, decisions: Sequence[Decision]) -> Iterator[Decision]:
-    """The decisions for a sub-array of another size, whose feature maps are the same ones in other
-    bundles: what has parts of several is swapped if one of them is."""
+    """Yield the decisions for a sub-array of another size, whose feature maps are the same ones in
+    other bundles: what has parts of several is swapped if one of them is."""
     decided = {decision.bundle: decision for decision in decisions}
     of_old = [decided.get(old.bundles[n].name) for n in movable(old) for _ in old.values[n]]
     of_new = [n for n in movable(new) for _ in new.values[n]]

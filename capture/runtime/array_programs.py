@@ -19,7 +19,7 @@ from capture.tracing.slices import LayerFunction
 
 
 class ArrayPrograms:
-    """Compiles what sub-arrays run (``Programs``).
+    """The compiler of the programs that sub-arrays run (``Programs``).
 
     Args:
         device: That all of it runs on, or one that stands for it.
@@ -37,19 +37,19 @@ class ArrayPrograms:
         self._arrays: dict[int, FusedArray] = {}
 
     def sharding(self, place: Place) -> NamedSharding:
-        """Whole on the device, or in the memory of its host."""
+        """Return a place's sharding: whole on the device, or in the memory of its host."""
         kind = None if place.host is None else HOST_MEMORY
         return NamedSharding(self._mesh, PartitionSpec(), memory_kind=kind)
 
     def structs(
         self, array: FusedArray, bundle: int, sharding: NamedSharding
     ) -> list[jax.ShapeDtypeStruct]:
-        """The arrays of a bundle."""
+        """Return the shapes of a bundle's arrays, with a sharding."""
         avals = [array.struct(value) for value in array.values[bundle]]
         return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals]
 
     def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
-        """Of a call, compiled if no equal one was."""
+        """Return name and temporaries of the program of a call, compiled if no equal one was."""
         # Numbers of objects that are kept, so that they stay their own.
         self._arrays[id(sub_array)] = sub_array
         key = id(sub_array), call
@@ -62,7 +62,7 @@ class ArrayPrograms:
         return ProgramFacts(name, self.executable(array, call, name).transient_bytes)
 
     def executable(self, array: FusedArray, call: Call, name: str) -> Executable:
-        """Of a call with this name, compiled if it is not."""
+        """Return the program with this name, compiled for the call if it is not there."""
         if name not in self.executables:
             self.executables[name] = self._compiled(array, call, _operations(array, call))
         return self.executables[name]
@@ -94,8 +94,8 @@ class ArrayPrograms:
 
 
 def program_name(array: FusedArray, call: Call) -> str:
-    """Equal for equal programs: the same operations on bundles that are put together in the same
-    way. Nothing is compiled."""
+    """Return a name that is equal for equal programs: the same operations on bundles that are put
+    together in the same way. Nothing is compiled."""
     ops = _operations(array, call)
     position = {v: n for n, v in enumerate((*ops.params, *ops.batch, *ops.inputs))}
 
@@ -119,5 +119,5 @@ def _operations(array: FusedArray, call: Call) -> LayerOps:
 
 
 def _results(array: FusedArray, bundle: int) -> tuple[int, ...]:
-    """The values that a program makes for a bundle: of state, the new ones."""
+    """Return the values that a program makes for a bundle: of state, the new ones."""
     return array.renewed[bundle] or array.values[bundle]

@@ -18,7 +18,7 @@ from capture.runtime.layerwise import LayerwiseOptimizer, hyperparameter_violati
 def as_planned(
     plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol, made: Callable[[], Fuser]
 ) -> Fuser:
-    """What makes programs of a task, if it is the one that the plan was made for.
+    """Return the factory of a task's programs, if the task is the one that the plan was made for.
 
     Raises:
         PlanError: ``plan-other-model``.
@@ -35,7 +35,7 @@ def wrong_hyperparameters(
     tasks: Sequence[ArrayTask],
     models: Sequence[Member],
 ) -> Iterator[Violation]:
-    """Values for what a model's own optimizer does not take.
+    """Yield a violation for each hyperparameter that a model's own optimizer does not take.
 
     Args:
         optimizers: By task.
@@ -48,8 +48,8 @@ def wrong_hyperparameters(
 
 
 def unlike_shared(arrays: Mapping[ArrayTask, FusedArray]) -> Iterator[Violation]:
-    """Programs that have other shared parameters or batches, or read them in other parts: what is
-    there once is one for all.
+    """Yield a violation for each program that has other shared parameters or batches, or reads them
+    in other parts: what is there once is one for all.
 
     Args:
         arrays: By task, of any number of models.
@@ -67,7 +67,7 @@ def unlike_shared(arrays: Mapping[ArrayTask, FusedArray]) -> Iterator[Violation]
 
 
 def _shared(array: FusedArray) -> dict[str, list[Any]]:
-    """By bundle that is there once: which parameters or leaves of the batch, of which shape."""
+    """Return, per bundle that is there once, its parameters or batch leaves and their shapes."""
     found = dict[str, list[Any]]()
     for bundle, values in zip(array.bundles, array.values, strict=True):
         if bundle.shared:

@@ -14,7 +14,7 @@ from capture.model.graph import LayerGraph, Tensor
 
 
 class Reader(Protocol):
-    """A stage, of which some devices are of this process."""
+    """A stage, some of whose devices are of this process."""
 
     @property
     def layers(self) -> Any: ...
@@ -24,7 +24,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Need:
-    """What a process needs of a leaf of the global batch.
+    """The part of one leaf of the global batch that a process needs.
 
     Attributes:
         name: Of the leaf.
@@ -46,7 +46,7 @@ class Need:
         return sum(map(len, self.examples))
 
     def part(self, leaf: Any) -> Any:
-        """Of a leaf of the whole batch, what is needed; None if nothing is."""
+        """Return the part of a leaf of the whole batch that is needed; None if nothing is."""
         if not self.is_read or self.dim is None:
             return leaf if self.is_read else None
         array = np.asarray(leaf)
@@ -54,13 +54,13 @@ class Need:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, self.dim)
 
     def shape_of_part(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what ``part`` gives of a leaf of this shape that is read."""
+        """Return the shape of what ``part`` gives of a leaf that is read and has this shape."""
         if self.dim is None:
             return whole
         return (*whole[: self.dim], self.rows * self.num_examples, *whole[self.dim + 1 :])
 
     def microbatch(self, part: np.ndarray, m: int, num_microbatches: int) -> Rows:
-        """Of what is needed, what is of a micro-batch."""
+        """Return the rows of micro-batch ``m``, cut from the part that is needed."""
         assert self.dim is not None, f"{self.name} holds no examples, so it is there whole"
         count = self.num_examples // num_microbatches
         own = _cut(part, self.dim, range(m * count, (m + 1) * count), self.rows)
@@ -69,7 +69,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Rows:
-    """A leaf of a micro-batch, of which some rows are there; is cut by the indexes of the whole.
+    """The rows of a micro-batch's leaf that are there; it is cut by the indexes of the whole.
 
     Attributes:
         array: Those that are there.
@@ -88,7 +88,7 @@ class Rows:
 
 
 def needs_of(graph: LayerGraph, num_microbatches: int, stages: Sequence[Reader]) -> list[Need]:
-    """Per leaf of the batch, the key's last if the loss takes one.
+    """Return what this process needs of each batch leaf, the key's last if the loss takes one.
 
     Devices that read different examples of a micro-batch may leave some in between, which count as
     needed.
@@ -118,7 +118,7 @@ def _need(graph: LayerGraph, b: int, num_microbatches: int, stages: Sequence[Rea
 
 
 def _spans(stage: Reader, b: int, tensor: Tensor) -> list[tuple[int, int]]:
-    """Per device of this process, its rows of a micro-batch."""
+    """Return, per device of this process, its rows of a micro-batch."""
     (struct,), dim = stage.batch_structs([b]), tensor.batch_dim
     assert struct.sharding is not None and dim is not None
     indices = struct.sharding.addressable_devices_indices_map(tuple(struct.shape))

@@ -70,13 +70,13 @@ class BatchShapes:
         self._steps: OrderedDict[Shapes, PipelinedStep] = OrderedDict()
 
     def init(self, key: jax.Array) -> PipelineState:
-        """As that of a ``PipelinedStep``; ``planned`` has the other ways to make and read one."""
+        """Return the state to begin with; ``planned`` has the other ways to make and read one."""
         return self.planned.init(key)
 
     def __call__(
         self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[PipelineState, StepMetrics]:
-        """One update; arguments and results are those of a ``PipelinedStep``.
+        """Make one update; arguments and results are those of a ``PipelinedStep``.
 
         Raises:
             ExecutionError: ``run-batch`` if the batch has another structure, other dtypes, other
@@ -86,7 +86,7 @@ class BatchShapes:
         return self.step_of(batch)(state, batch, key)
 
     def step_of(self, batch: PyTree) -> PipelinedStep:
-        """The step for batches of this shape, compiled if it is not there."""
+        """Return the step for batches of this shape, compiled if it is not there."""
         if jax.tree.structure(batch) != self._tree:
             raise ExecutionError.of(
                 f"the batch is {jax.tree.structure(batch)} and the plan's {self._tree}; only the "
@@ -104,8 +104,8 @@ class BatchShapes:
         return self._steps[shapes]
 
     def peak_bytes_per_device(self) -> dict[Shapes, tuple[int, ...]]:
-        """Of the steps that are kept, the plan's first: replayed, without what the steps of other
-        shapes hold, which is nothing between steps but their code."""
+        """Return the replayed peaks of the steps that are kept, the plan's first, without what the
+        steps of other shapes hold, which is nothing between steps but their code."""
         steps = {self._planned_shapes: self.planned, **self._steps}
         return {shapes: step.replay().peak_bytes_per_device for shapes, step in steps.items()}
 
@@ -116,7 +116,7 @@ class BatchShapes:
         tensors = self.planned.traced.graph.batch
 
         def rows(_: Any, n: int) -> PyTree:
-            """Examples of the batch itself, again from the first where more are asked for."""
+            """Return examples of the batch itself, from the first again where it has too few."""
             found = []
             for leaf, tensor in zip(leaves, tensors, strict=False):
                 dim = tensor.batch_dim
@@ -142,7 +142,7 @@ class BatchShapes:
         return step
 
     def _num_examples(self, shapes: Shapes) -> int:
-        """Of all micro-batches."""
+        """Return the number of examples in a global batch of these shapes."""
         plan, found, violations = self.planned.plan, set(), []
         tensors = self.planned.traced.graph.batch
         for shape, expected, tensor in zip(shapes, self._planned_shapes, tensors, strict=False):

@@ -98,7 +98,7 @@ class Bounder:
         layer_of: LayerOf | None = None,
         local_flops: LocalFlops = NO_LOCAL_FLOPS,
     ) -> BoundedProgram:
-        """See ``AnyCompiler``."""
+        """Trace a function and return its program with bounds, uncompiled; see ``AnyCompiler``."""
         if not jax.tree.leaves(tuple(args)):  # a layer without parameters has nothing to update
             nothing = ProgramWork(0, "float32", 0, 0, kernels=()) if self.counts_work else None
             results = jax.eval_shape(function, *args)
@@ -112,7 +112,7 @@ class Bounder:
         donate: Sequence[int] = (),
         out_shardings: Any = None,
     ) -> BoundedProgram:
-        """Of a program that is traced already, with the shardings of these arguments."""
+        """Return the bounds of a traced program, with the shardings of these arguments."""
         flow, shapes, given = program.flow, program.shapes, jax.tree.leaves(tuple(args))
         mesh = given[0].sharding.mesh
         asked = _per_leaf(out_shardings, shapes)
@@ -167,7 +167,7 @@ class Bounder:
 
 
 class Memory:
-    """What a program takes beside its arguments, see the module.
+    """The bytes per device that a program takes beside its arguments; see the module.
 
     Args:
         program: What does not depend on the split.
@@ -194,8 +194,8 @@ class Memory:
         self._fresh, self._least_fresh = fresh, least_fresh
 
     def least(self) -> int:
-        """The lower bound: over the products, the most that has to be there while one runs, in any
-        order of the operations."""
+        """Return the lower bound: over the products, the most that has to be there while one runs,
+        in any order of the operations."""
         found = sum(self._least_fresh.values())
         if not self._rules.keeps_products:
             return found
@@ -208,8 +208,8 @@ class Memory:
         return found
 
     def _beside(self, product: int) -> int:
-        """What it makes that is needed behind it, what products before it made that are results,
-        and its scratch; without what is lent."""
+        """Return the bytes of what a product makes that is needed behind it, of results that
+        products before it made, and of its scratch; less what is lent."""
         made = self._program.equations[product].outvars
         needed = self._opaque.needed(product)
         there = sum(self._nbytes[v] for v in needed.results)
@@ -219,9 +219,9 @@ class Memory:
         return there + self._rules.product_scratch_bytes * is_large
 
     def _groups(self, product: int) -> int:
-        """What is read with it or after it, or is a result: of products before it, or what is
-        computed from their results, at its narrowest on the widest way; and operands, where they
-        are computed from arguments.
+        """Return the bytes of what is read with a product or after it, or is a result: of products
+        before it, or what is computed from their results, at its narrowest on the widest way; and
+        operands, where they are computed from arguments.
 
         Nothing that depends on the product is there yet. Values that are computed from each other
         may stand for each other, so of those the largest counts.
@@ -237,7 +237,7 @@ class Memory:
         )
 
     def _groups_at_most(self, product: int) -> int:
-        """No less than ``_groups``, in less time: no value counts more than its own bytes."""
+        """Return no less than ``_groups``, faster: no value counts more than its own bytes."""
         groups = self._opaque.needed(product).groups
         return sum(max(self._nbytes.get(v, 0) for v in values) for values, _ in groups)
 
@@ -247,8 +247,8 @@ class Memory:
 
     @cached_property
     def _nbytes(self) -> Mapping[Any, int]:
-        """At least, of all that has memory of its own; a result that a donated argument holds has
-        none."""
+        """The least bytes of each value that the program makes; a result that a donated argument
+        holds has no memory of its own."""
         made = (v for e in self._program.equations for v in e.outvars)
         return {
             v: self._least_fresh.get(v, 0)
@@ -259,8 +259,8 @@ class Memory:
 
     @cached_property
     def _left(self) -> Mapping[Any, int]:
-        """Of every value, what has to be there from where it is made until products or the caller
-        read it or what is computed from it, at its narrowest on the widest way."""
+        """The bytes that have to be there for each value from where it is made until products or
+        the caller read it or what is computed from it, at its narrowest on the widest way."""
         found: dict[Any, int] = {}
         for value, readers in self._opaque.leaving:
             own = self._nbytes[value]
@@ -281,7 +281,7 @@ class Memory:
         return self._widths(self._opaque.computing)
 
     def _widths(self, steps: Iterable[TracedOperation]) -> dict[Any, int]:
-        """Bytes of what they make, at their narrowest on the widest way from where they begin."""
+        """Return the bytes of what the steps make, at the narrowest on the widest way to each."""
         found: dict[Any, int] = {}
         nbytes = self._nbytes
         for reads, makes, sizes, new in steps:
@@ -298,7 +298,7 @@ class Memory:
         return found
 
     def most(self) -> int:
-        """What it is expected to take at most; some programs take more."""
+        """Return the expected upper bound, in bytes, which some programs exceed."""
         first, last = self._program.lives(stores_reduced=True)
         made, dead = defaultdict(list), defaultdict(list)
         for value, at in first.items():
@@ -313,7 +313,7 @@ class Memory:
         return math.ceil(_MARGIN * peak) + _SCRATCH_BYTES + sum(self._fresh.values())
 
     def all(self) -> int:
-        """The same where nothing makes room for anything else."""
+        """Return the bytes of all that is stored, where nothing makes room for anything else."""
         first, _ = self._program.lives(stores_reduced=False)
         stored = sum(map(self._split.expected_bytes, first.keys() - self._program.elsewhere))
         return stored + _CPU_SCRATCH_BYTES + sum(self._fresh.values())
@@ -324,7 +324,7 @@ def _chosen(split: ValueSplit, mesh: Any, value: Any) -> NamedSharding:
 
 
 def _per_leaf(out_shardings: Any, shapes: Any) -> list[NamedSharding | None]:
-    """What is asked for of every result; None leaves it open."""
+    """Return the sharding that is asked for of every result; None leaves it open."""
     if out_shardings is None:
         return [None] * len(jax.tree.leaves(shapes))
     found = jax.tree.map(
@@ -351,7 +351,7 @@ def _fresh(donated: Sequence[Any], results: Sequence[tuple[Any, Any]]) -> dict[A
 
 
 def _kind(struct: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
-    """Of results that one argument may hold."""
+    """Return what makes a donated argument fit a result: shape, dtype and shard shape."""
     assert struct.sharding is not None, "every argument and result has one"
     return struct.shape, struct.dtype, struct.sharding.shard_shape(struct.shape)
 

@@ -48,7 +48,7 @@ class LayerProgram:
 
     @property
     def arguments(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """Their shapes, in the order of the function's."""
+        """The shapes of the arguments, in the order of the function's."""
         groups = (self.weights, self.input, self.batch, self.gradient)
         return [[struct_of(tensor) for tensor in group] for group in groups]
 
@@ -71,25 +71,25 @@ class Decomposed:
         return self.traced.graph.num_layers
 
     def weights(self, params: PyTree, first: int, stop: int | None = None) -> list[Any]:
-        """Parameters that layers [first, stop) read, the single layer if ``stop`` is None."""
+        """Return the parameters that layers [first, stop) read; one layer's if ``stop`` is None."""
         leaves = jax.tree.leaves(self.traced.split_params(params))
         return [leaves[p] for p in self.traced.slice(*_span(first, stop)).params]
 
     def batch(self, batch: PyTree, first: int, stop: int | None = None, key: Any = None) -> Any:
-        """Leaves of a micro-batch that they read."""
+        """Return the leaves of a micro-batch that layers [first, stop) read."""
         leaves = self.traced.batch_leaves(batch, key)
         return [leaves[b] for b in self.traced.graph.stage_batch(*_span(first, stop))]
 
     def forward(self, first: int, stop: int | None = None) -> LayerProgram:
-        """The forward pass of layers [first, stop)."""
+        """Return the forward pass of layers [first, stop)."""
         return self.program("forward", first, stop)
 
     def backward(self, first: int, stop: int | None = None) -> LayerProgram:
-        """Their backward pass, of a loss that counts whole."""
+        """Return the backward pass of layers [first, stop), of a loss that counts whole."""
         return self.program("backward", first, stop)
 
     def program(self, which: Pass, first: int, stop: int | None = None) -> LayerProgram:
-        """Either of them."""
+        """Return the forward or the backward pass of layers [first, stop)."""
         span, graph = _span(first, stop), self.traced.graph
         layers = self.traced.slice(*span)
         where = {param: (0, i) for i, param in enumerate(layers.params)}

@@ -49,7 +49,7 @@ _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 @dataclass
 class Frame:
-    """What one execution of a step works on.
+    """The arrays and the batch that one execution of a step works on.
 
     Attributes:
         slots: Per slot of the step its arrays, or None while it is not alive.
@@ -94,7 +94,7 @@ class BoundStep:
 
     @cached_property
     def state_shardings(self) -> dict[str, list[Any]]:
-        """Per persistent slot of this process, how each array lies."""
+        """The shardings of the arrays of each persistent slot of this process, by name."""
         held = {name: self.step.slots[slot] for name, slot in self.step.persistent.items()}
         return {
             name: [struct.sharding for struct in self._layout(slot)]
@@ -104,7 +104,7 @@ class BoundStep:
 
     @cached_property
     def waits(self) -> list[tuple[int, ...]]:
-        """Per instruction, the slots whose arrays must be ready before it is issued, so that
+        """The slots, per instruction, whose arrays must be ready before it is issued, so that
         devices that have finished nothing else hold no more than is booked, and together with the
         scratch of their kernels no more than a step in program order takes."""
         with_kernels = self._waits(self._scratch_bytes)
@@ -175,7 +175,7 @@ class BoundStep:
 
     @cached_property
     def _held(self) -> dict[int, int]:
-        """By number of a wait that only some devices wait for, its slot."""
+        """The slot of each wait that only some devices wait for, by number of the wait."""
         return {
             number: each.slot
             for number, each in enumerate(self.step.instructions)
@@ -184,7 +184,7 @@ class BoundStep:
 
     @cached_property
     def _devices(self) -> list[set[int]]:
-        """By instruction, the devices that it has to do with."""
+        """The devices that each instruction has to do with."""
         slots, places = self.step.slots, self.step.programs
         found = []
         for each in self.step.instructions:
@@ -198,8 +198,8 @@ class BoundStep:
         return found
 
     def _issue_by_place(self, frame: Frame, actions: Sequence[Action]) -> None:
-        """In order, but for waits of some devices, and for what comes behind these for them: it is
-        issued when the copies have ended, or when so much waits that the host does, too."""
+        """Issue in order, but for waits of some devices and what comes behind these for them: that
+        is issued when the copies have ended, or when so much waits that the host does, too."""
         behind, busy = list[int](), set[int]()
         for number, action in enumerate(actions):
             full = len(behind) > _MOST_BEHIND
@@ -216,8 +216,8 @@ class BoundStep:
     def _issue_behind(
         self, frame: Frame, actions: Sequence[Action], behind: Sequence[int], first: bool
     ) -> tuple[list[int], set[int]]:
-        """What of it can be, the ``first`` in any case: that is a wait. Return the rest, and whose
-        devices that holds up."""
+        """Issue what can be of the instructions that are held back, with ``first`` the first one in
+        any case: that is a wait. Return the rest, and whose devices that holds up."""
         rest, busy = list[int](), set[int]()
         for number in behind:
             free = busy.isdisjoint(self._devices[number])
@@ -230,14 +230,14 @@ class BoundStep:
         return rest, busy
 
     def _over(self, frame: Frame, number: int) -> bool | None:
-        """Of a wait of some devices, whether its copy has ended; None of other instructions."""
+        """Return whether a wait's copy has ended; None for what is no wait of some devices."""
         if number not in self._held:
             return None
         arrays: Any = frame.slots[self._held[number]]  # JAX's stubs leave a method out
         return arrays is not None and all(array.is_ready() for array in arrays)
 
     def _scratch_bytes(self, name: str) -> int:
-        """What kernels of a program allocate per device beside its temporaries."""
+        """Return what kernels of a program allocate per device beside its temporaries."""
         run = self._runs.get(name)
         return 0 if run is None else self._executable(run).scratch.nbytes
 
@@ -256,7 +256,7 @@ class BoundStep:
                 return self._bind_free(freed)
 
     def _call(self, run: Run) -> Call:
-        """Of its program, which is the same wherever it runs."""
+        """Return the call of a run's program, which is the same wherever it runs."""
         name = run.program
         self._runs[name] = run
         if name not in self._calls:
@@ -272,8 +272,8 @@ class BoundStep:
         return self._calls[name]
 
     def _bind_run(self, run: Run, call: Call) -> Action:
-        """The caller still refers to the old state, so dropping the step's reference does not free
-        it: what is donated of it is deleted.
+        """Bind a run. The caller still refers to the old state, so dropping the step's reference
+        does not free it: what is donated of it is deleted.
 
         The call itself deletes only what XLA reuses, and it may reuse a residual of the same shape
         for the new gradients instead of the old.
@@ -300,8 +300,8 @@ class BoundStep:
         return action
 
     def _bind_free(self, freed: Sequence[int]) -> Action:
-        """Dropping the reference frees a slot, but the arrays of the old state are still the
-        caller's: those are deleted."""
+        """Bind a free. Dropping the reference frees a slot, but the arrays of the old state are
+        still the caller's: those are deleted."""
         consumed = [slot for slot in freed if slot in self._persistent]
 
         def action(frame: Frame) -> None:
@@ -314,8 +314,8 @@ class BoundStep:
 
 
 def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A host array or a random key on the devices, in buffers of their own; where some devices are
-    of other processes, each process puts its part there."""
+    """Put a host array or a random key on the devices, in buffers of their own; where some devices
+    are of other processes, each process puts its part there."""
     if isinstance(leaf, jax.Array):
         if sharding.is_fully_addressable:
             return reshard(leaf, sharding)
@@ -326,7 +326,7 @@ def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def to_host(array: jax.Array) -> Any:
-    """A NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default
+    """Return a NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default
     device."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
@@ -336,8 +336,8 @@ def to_host(array: jax.Array) -> Any:
 
 
 def _after(slots: Sequence[int], action: Action) -> Action:
-    """Arrays of a slot are ready together, and asking each would take longer than the instruction
-    itself.
+    """Let an action wait for slots, for the last array of each: arrays of a slot are ready
+    together, and asking each would take longer than the instruction itself.
 
     A program's thread says that its results are ready before it gives back what it used, and on
     busy cores the host, which that wakes, would go on first: it lets the other go (2 cores at load
@@ -356,7 +356,7 @@ def _after(slots: Sequence[int], action: Action) -> Action:
 
 
 def _ready(frame: Frame, slot: int) -> None:
-    """Every array of a copy is one of its own."""
+    """Wait for the arrays of a copy, each of which is ready on its own."""
     arrays = frame.slots[slot]
     assert arrays is not None, f"slot {slot} is awaited and not alive"
     for array in arrays:

@@ -21,13 +21,13 @@ _DEVICE = "device"
 
 
 def share_struct(struct: jax.ShapeDtypeStruct, num_shares: int) -> jax.ShapeDtypeStruct:
-    """A share of an array: its elements in a row, in equal parts, the last filled up."""
+    """Return the shape of a share of an array: its elements in a row, in equal parts, padded."""
     elements = int(np.prod(struct.shape, dtype=np.int64))
     return jax.ShapeDtypeStruct((-(-elements // num_shares),), struct.dtype)
 
 
 def share_of(array: Any, which: int, num_shares: int, xp: Any = np) -> Any:
-    """That share of an array of NumPy or, with ``xp=jax.numpy``, of JAX."""
+    """Return one share of an array of NumPy or, with ``xp=jax.numpy``, of JAX."""
     flat = array.reshape(-1)
     size = -(-flat.size // num_shares)
     part = flat[which * size : (which + 1) * size]
@@ -35,13 +35,13 @@ def share_of(array: Any, which: int, num_shares: int, xp: Any = np) -> Any:
 
 
 def joined(shares: Sequence[Any], shape: tuple[int, ...], xp: Any = np) -> Any:
-    """The array of all its shares."""
+    """Return the array of which these are all shares."""
     return xp.concatenate(shares)[: int(np.prod(shape, dtype=np.int64))].reshape(shape)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A program of all devices.
+    """A program of all devices that reduces, scatters or gathers their arrays.
 
     Attributes:
         kind: ``reduce`` gives all the sum over all, ``scatter`` each its share of that, and
@@ -57,7 +57,7 @@ class Exchange:
 
     @property
     def key(self) -> Any:
-        """What tells it from others."""
+        """The kind, the number of devices and the shapes, which tell the program from others."""
         structs = (*self.given, *self.made)
         shapes = tuple((struct.shape, str(struct.dtype)) for struct in structs)
         return self.kind, len(self.shardings), shapes
@@ -78,7 +78,7 @@ class Exchange:
         ]
 
     def _of(self, struct: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
-        """Of one array of a device, what becomes of it there."""
+        """Return what a device computes, with the others, from one of its arrays."""
 
         def gather(share: Any) -> Any:
             whole = jax.lax.all_gather(share, _DEVICE, tiled=True)
@@ -95,7 +95,7 @@ class Exchange:
         return {"gather": gather, "scatter": scatter, "reduce": add}[self.kind]
 
     def compiled(self, compiler: AnyCompiler) -> Executable:
-        """The program, on joined arrays."""
+        """Compile the program, on joined arrays."""
         spec = PartitionSpec(_DEVICE) if self.kind == "scatter" else PartitionSpec()
         functions = [self._of(struct) for struct in self.made]
 
@@ -114,8 +114,8 @@ class Exchange:
         return compiler(program, self._joined, donate=every, out_shardings=shardings)
 
     def call(self, program: FlatCall, sizes: Sequence[int]) -> Call:
-        """That program on the arrays of slots, device by device; of a device's, so many are in
-        each slot of its results."""
+        """Return the program as a call on the arrays of slots, device by device; ``sizes`` says how
+        many of a device's results are in each slot."""
         count = len(self.given)
 
         def exchange(flat: list[jax.Array]) -> list[list[jax.Array]]:

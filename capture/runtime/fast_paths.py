@@ -35,7 +35,7 @@ _batched_device_put = _find_batched_device_put()
 
 
 def flat_call(compiled: Any) -> FlatCall:
-    """A compiled program without the trees of its arguments and results.
+    """Return the call of a compiled program without the trees of its arguments and results.
 
     The first call goes through JAX's own checks of shapes and shardings; the later ones do not, so
     the caller must go on giving arrays of the same.
@@ -61,7 +61,7 @@ def flat_call(compiled: Any) -> FlatCall:
 
 
 def _looks_at_results() -> bool:
-    """Whether JAX is to find the program that makes a NaN; its public calls do."""
+    """Return whether JAX is to find the program that makes a NaN; its public calls do."""
     config: Any = jax.config  # its stubs leave the options out
     return config.jax_debug_nans or config.jax_debug_infs
 
@@ -75,8 +75,9 @@ def _public_call(compiled: Any) -> FlatCall:
 
 
 def _fast_call(compiled: Any) -> FlatCall | None:
-    """None where this JAX has other insides, or where a call is more than an execution: effects,
-    callbacks, constants that are arguments, or random keys, which are objects around arrays."""
+    """Return the call that skips JAX's checks; None where this JAX has other insides, or where a
+    call is more than an execution: effects, callbacks, constants that are arguments, or random
+    keys, which are objects around arrays."""
     try:
         mesh_executable = compiled._executable
         replicated = mesh_executable.unsafe_call
@@ -102,7 +103,7 @@ def _fast_call(compiled: Any) -> FlatCall | None:
 
 
 def to_devices(struct: jax.ShapeDtypeStruct) -> Put:
-    """How host arrays of a shape get to the devices of a sharding.
+    """Return a function that takes host arrays of a shape to the devices of a sharding.
 
     On CPU ``jax.device_put`` aliases aligned host memory, ``may_alias=False`` or not (jax 0.10.2
     and 0.12): without the copy, a caller that refills its batch would change a step that is still
@@ -125,8 +126,8 @@ def to_devices(struct: jax.ShapeDtypeStruct) -> Put:
 
 
 def of_shards(struct: jax.ShapeDtypeStruct) -> Callable[[list[jax.Array]], jax.Array]:
-    """How arrays that are on the devices of a sharding, in the order of its devices, become one, in
-    the same buffers.
+    """Return a function that makes one array of those on the devices of a sharding, in the order of
+    its devices and in the same buffers.
 
     Args:
         struct: Shape, dtype and sharding of the array; no random keys.

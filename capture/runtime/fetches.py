@@ -52,9 +52,9 @@ class Fetches:
 
 @lru_cache(maxsize=4096)
 def plan_fetches(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Fetches:
-    """A destination shard overlaps a grid of source shards. Each overlap is taken from a device
-    that holds it: the destination itself if it does, else one of its process, else the replica with
-    the least to send so far, the first of equal ones.
+    """Plan the pieces of a move. A destination shard overlaps a grid of source shards. Each overlap
+    is taken from a device that holds it: the destination itself if it does, else one of its
+    process, else the replica with the least to send so far, the first of equal ones.
 
     Args:
         shape: Global shape.
@@ -92,7 +92,7 @@ def plan_fetches(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Fetche
 
 
 def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
-    """What each device holds, in the order of the sharding's devices."""
+    """Return the part that each device holds, in the order of the sharding's devices."""
     indices = sharding.devices_indices_map(shape)
     return {
         device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -116,7 +116,7 @@ def _nearest(
 
 
 def _overlap(box: Box, wanted: Box) -> Box | None:
-    """The part of ``wanted`` that ``box`` holds; an empty dimension is held by everyone."""
+    """Return the part of ``wanted`` that ``box`` holds; an empty dimension is held by everyone."""
     part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
     touching = all(
         start < stop or c == d for (start, stop), (c, d) in zip(part, wanted, strict=True)

@@ -43,7 +43,7 @@ SHARED, SHARED_BATCH = "shared parameters", "shared batch"
 
 
 class Fuser:
-    """Makes one program of as many models as one likes.
+    """A maker of joint steps of as many models as one likes, all of one task.
 
     Args:
         workload: The task of every model.
@@ -79,11 +79,11 @@ class Fuser:
 
     @memo
     def of(self, num_models: int) -> FusedArray:
-        """So many models, fused."""
+        """Return the joint step of so many models."""
         return self._array(num_models)
 
     def key(self, num_models: int) -> str:
-        """Hash of all that their joint step is traced from."""
+        """Return the hash of all that their joint step is traced from."""
         return content_hash([self._key, num_models])
 
     @cached_property
@@ -94,8 +94,8 @@ class Fuser:
         )
 
     def outlined(self, num_models: int, document: Mapping[str, Any]) -> FusedArray:
-        """So many models from the outline of their array: what plans need of it, and nothing that
-        could run."""
+        """Return the joint step of so many models from its outline: what plans need of it, and
+        nothing that could run."""
         return self._array(num_models, document)
 
     def _array(self, num_models: int, document: Mapping[str, Any] | None = None) -> FusedArray:
@@ -208,7 +208,7 @@ class FusedArray:
     def _update(
         self, params: Sequence[Any], state: Sequence[Sequence[Any]], batch: Sequence[Any]
     ) -> tuple[Any, list[Any], list[list[Any]]]:
-        """One model: its loss, new parameters and new optimizer state."""
+        """Update one model: return its loss, new parameters and new optimizer state."""
         graph, values = self._traced.graph, dict[int, Any]()
         pulls: list[Any] = []
         for layer in range(self.num_layers):
@@ -247,7 +247,7 @@ class FusedArray:
     def _forward(
         self, layer: int, params: Sequence[Any], values: dict[int, Any], batch: Sequence[Any]
     ) -> Any:
-        """Add what a layer makes to the values; its pullback."""
+        """Add what a layer makes to the values, and return its pullback."""
         graph, part = self._traced.graph, self._traced.slice(layer, layer + 1)
         smooth = {v for v in (*part.inputs, *part.outputs) if graph.values[v].differentiable}
         fixed = {v: values[v] for v in part.inputs if v not in smooth}
@@ -284,7 +284,7 @@ class FusedArray:
         return math.prod(aval.shape) * item_bytes(str(aval.dtype))
 
     def struct(self, value: int) -> Any:
-        """Shape and dtype."""
+        """Return shape and dtype of a value."""
         return self.program.avals[value]
 
     @cached_property
@@ -339,7 +339,7 @@ class FusedArray:
         self.loss = len(self.bundles) - 1
 
     def _parts(self, values: Sequence[int]) -> list[list[int]]:
-        """Bundles of at least ``bundle_bytes``, but for the last."""
+        """Return the values in bundles of at least ``bundle_bytes``, but for the last."""
         parts: list[list[int]] = [[]]
         for value in values:
             if sum(map(self.nbytes, parts[-1])) >= self._bundle_bytes:
@@ -370,7 +370,7 @@ class FusedArray:
 
     @cached_property
     def _bundle_of(self) -> dict[int, int]:
-        """By value, the old or the new one."""
+        """The bundle of each value of the program, be it an old or a new one of state."""
         return {
             value: number
             for number, (values, renewed) in enumerate(zip(self.values, self.renewed, strict=True))
@@ -387,12 +387,12 @@ class FusedArray:
     # ---- slices ----------------------------------------------------------------------------------
 
     def sources(self, targets: Sequence[int], available: frozenset[int]) -> tuple[int, ...]:
-        """See ``SubArray``."""
+        """Return the bundles that a recomputation of these targets reads; see ``SubArray``."""
         ops = self.slice(targets, available)
         return self._bundles((*ops.params, *ops.batch, *ops.inputs))
 
     def slice(self, targets: Sequence[int], available: frozenset[int]) -> LayerOps:
-        """The operations of a segment that make bundles of it, from those that are there."""
+        """Return the operations of a segment that make bundles of it, from those that are there."""
         program = self.program
         there = {value for number in available for value in self.values[number]}
         leaves = {*program.params, *program.batch, *program.consts}

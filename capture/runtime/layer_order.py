@@ -34,7 +34,7 @@ def layer_by_layer(
     lag: int = 0,
     lying: Sequence[NamedSharding] = (),
 ) -> Any:
-    """What a backward pass returns, computed layer by layer.
+    """Return what a backward pass returns, computed layer by layer.
 
     Args:
         function: The pass, its operations in the scopes of their layers.
@@ -118,7 +118,7 @@ def _opened(
 
 
 def _grouped(values: Sequence[Any], groups: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
-    """The values, as many of them as there are in each group."""
+    """Return the values in consecutive groups, as many in each as these groups have."""
     bounds = accumulate((len(group) for group in groups), initial=0)
     return [values[first:stop] for first, stop in pairwise(bounds)]
 
@@ -175,8 +175,8 @@ def _by_rows(array: Any, sharding: NamedSharding) -> Any:
 
 
 def _turns(equations: Sequence[Any]) -> dict[int, int]:
-    """When each operation runs, by its identity: gradients at the turn of their layer, counted from
-    the last one; what is computed again of the forward pass when it is first read."""
+    """Return each operation's turn, by its identity: gradients at the turn of their layer, counted
+    from the last one; what is computed again of the forward pass when it is first read."""
     layers: dict[Any, int] = {}
     of_gradients: dict[int, int] = {}
     for equation in equations:
@@ -204,5 +204,5 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
 
 
 def _may_wait(array: Any) -> bool:
-    """Random keys and gradients of integers cannot."""
+    """Return whether a barrier takes an array: no random keys, and no gradients of integers."""
     return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_

@@ -33,7 +33,7 @@ _COPIES = ("convert_element_type", "copy", "copy_p")
 
 
 class LayerwiseOptimizer:
-    """The optimizer, cut by the layers that own the parameters.
+    """The optimizer of a model of an array, cut by the layers that own the parameters.
 
     Args:
         workload, traced: The task, and its loss.
@@ -80,7 +80,7 @@ class LayerwiseOptimizer:
         }
 
     def with_hyperparameters(self, state: Any, values: Mapping[str, float]) -> Any:
-        """An optimizer state with other hyperparameters."""
+        """Return an optimizer state with other hyperparameters."""
 
         def replaced(path: Any, leaf: Any) -> Any:
             value = values.get(_injected_name(path))
@@ -90,7 +90,7 @@ class LayerwiseOptimizer:
 
 
 def shared_params(traced: TracedModel, shared: Shared) -> frozenset[int]:
-    """The parameters of the layer graph that all models of an array share.
+    """Return the parameters of the layer graph that all models of an array share.
 
     Args:
         traced: The model.
@@ -126,14 +126,14 @@ def shared_params(traced: TracedModel, shared: Shared) -> frozenset[int]:
 
 
 def param_paths(traced: TracedModel) -> list[str]:
-    """By parameter of the layer graph, the path of the user's leaf that it is, or is a part of."""
+    """Return the path of the user's leaf that each parameter of the layer graph is (a part of)."""
     leaves = [path for path, _ in jax.tree.leaves_with_path(traced.params_struct)]
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path in leaves]
     return [paths[leaf] for leaf in leaf_numbers(traced)]
 
 
 def leaf_numbers(traced: TracedModel) -> list[int]:
-    """By parameter of the layer graph, the number of that leaf."""
+    """Return the number of the user's leaf that each parameter of the graph is (a part of)."""
     found = []
     for leaf, struct in enumerate(jax.tree.leaves(traced.params_struct)):
         dim = traced.stacked.get(leaf)
@@ -150,9 +150,9 @@ def _matches_nothing(what: str, paths: Sequence[str]) -> Violation:
 
 
 def _updated(update: TracedOptimizer, shared: Collection[int]) -> Iterator[Violation]:
-    """Shared parameters that the optimizer would change, keeps state for, or whose gradients it
-    reads for others: of those that are trained with others' gradients, there would be one value per
-    model."""
+    """Yield a violation for shared parameters that the optimizer would change, keeps state for, or
+    whose gradients it reads for others: of those that are trained with others' gradients, there
+    would be one value per model."""
     program, num_params = update.update, len(update.params)
     of_state = update.params_of_state
     held = {p for owners in of_state for p in owners}
@@ -177,7 +177,7 @@ def _updated(update: TracedOptimizer, shared: Collection[int]) -> Iterator[Viola
 
 
 def _is_same(program: DataFlow, atom: Any, param: Any) -> bool:
-    """Whether a value is the old one of a parameter, plus zeros."""
+    """Return whether a value is the old one of a parameter, plus zeros."""
     if atom is param:
         return True
     made = program.maker(atom) if is_variable(atom) else None
@@ -202,7 +202,7 @@ def _is_zero(program: DataFlow, atom: Any) -> bool:
 
 
 def _injected_name(path: Sequence[Any]) -> str:
-    """Of the hyperparameter that a leaf of an optimizer's state is; empty if it is none."""
+    """Return the hyperparameter that a leaf of an optimizer's state is; empty if it is none."""
     injected = len(path) > 1 and getattr(path[-2], "name", None) == _INJECTED
     return _key_of(path[-1]) if injected else ""
 
@@ -221,8 +221,8 @@ def _key_of(key: Any) -> str:
 
 
 def key_violations(jaxpr: Any) -> Iterator[Violation]:
-    """Random numbers that are others under ``jax.vmap``: its rule for XLA's own generator draws
-    with the first key of a batch for all of them."""
+    """Yield a violation for random numbers that are others under ``jax.vmap``: its rule for XLA's
+    own generator draws with the first key of a batch for all of them."""
     drawn = set(_generators(jaxpr)) - {*KEYS}
     if drawn:
         yield Violation(
@@ -234,7 +234,7 @@ def key_violations(jaxpr: Any) -> Iterator[Violation]:
 
 
 def _generators(jaxpr: Any) -> Iterator[str]:
-    """Kinds of random keys, and generators that know none."""
+    """Yield the kinds of random keys, and generators that know none."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "rng_bit_generator":
             yield equation.primitive.name
@@ -249,7 +249,7 @@ def _generators(jaxpr: Any) -> Iterator[str]:
 def hyperparameter_violations(
     optimizer: LayerwiseOptimizer, models: Sequence[Member]
 ) -> Iterator[Violation]:
-    """Values for what the optimizer does not take."""
+    """Yield a violation for each hyperparameter that models set and the optimizer does not take."""
     known = optimizer.hyperparameters
     wanted = dict.fromkeys(name for member in models for name in member.hyperparameters)
     for name in wanted:

@@ -26,7 +26,7 @@ from capture.tracing.slices import struct_of
 
 
 def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]:
-    """As many as a plan uses, by default of ``jax.devices()``.
+    """Return the first devices, as many as a plan uses, by default of ``jax.devices()``.
 
     Raises:
         ExecutionError: ``run-devices`` if there are fewer, or some are of other processes.
@@ -135,14 +135,14 @@ class StageLayout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
-        """Values and batch leaves are split along their batch dimension where that is even, else
-        whole on every device."""
+        """Return the sharding of a value or batch leaf: split along its batch dimension where that
+        is even, else whole on every device."""
         if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.choice.data_parallel:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
 
     def value_sharding(self, value: int) -> NamedSharding:
-        """As any tensor, and along the sequence where its maker and all its readers split it so."""
+        """Return a tensor's sharding, along the sequence too if maker and readers split it so."""
         return self.split_sharding(value, self.graph.value_dim(value, self.choice.value_split))
 
     def split_sharding(self, value: int, dim: int | None) -> NamedSharding:
@@ -166,8 +166,8 @@ class StageLayout:
         return NamedSharding(self.mesh, spec)
 
     def state_sharding(self, leaf: int) -> NamedSharding:
-        """Optimizer state of the shape of its parameter is split like it, and over the replicas too
-        if the plan says so."""
+        """Return the sharding of a leaf of the optimizer's state: as of its parameter if it has
+        that shape, and over the replicas too if the plan says so."""
         struct = self.optimizer.state_structs[leaf]
         param = self.optimizer.param_of_state.get(leaf)
         spec = PartitionSpec()
@@ -219,13 +219,13 @@ class StageLayout:
 
 
 def split_dim(spec: PartitionSpec, axis: str) -> int | None:
-    """The dimension that a mesh axis splits."""
+    """Return the dimension that a mesh axis splits, or None."""
     return next((dim for dim, name in enumerate(spec) if name == axis), None)
 
 
 def shard_bytes(array: Any) -> int:
-    """Bytes that an array, or the structure of one with its sharding, takes on each of its
-    devices."""
+    """Return the bytes that an array, or the structure of one with its sharding, takes on each of
+    its devices."""
     return math.prod(array.sharding.shard_shape(array.shape)) * int(array.dtype.itemsize)
 
 

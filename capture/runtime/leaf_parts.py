@@ -37,7 +37,7 @@ _ELEMENTWISE = frozenset(
 def traced_optimizer(
     optimizer: Any, traced: TracedModel, unread: Collection[int] = ()
 ) -> TracedOptimizer:
-    """The update of a traced model, over parameters as stages hold them.
+    """Return the update of a traced model, over parameters as stages hold them.
 
     Args:
         optimizer: An optax transformation.
@@ -91,7 +91,7 @@ def check_rows(optimizer: Any, whole: Any, parts: Any, counts: Mapping[int, int]
 def _updated_otherwise(
     optimizer: Any, whole_struct: Any, held: TracedOptimizer, counts: Mapping[int, int]
 ) -> Iterator[tuple[int, str]]:
-    """Leaves that are updated in another way than their parts, and what people call them;
+    """Yield the leaves that are updated in another way than their parts, and what people call them;
     ``counts`` are those of leaves that are held in parts."""
     if not counts:
         return
@@ -107,7 +107,7 @@ def _updated_otherwise(
 
 
 class _Updates:
-    """What a traced update computes of each parameter."""
+    """The operations of a traced update, which say what it computes of each parameter."""
 
     def __init__(self, optimizer: TracedOptimizer):
         self._program, self._num_params = optimizer.update.opened, len(optimizer.params)
@@ -120,7 +120,7 @@ class _Updates:
         self._roles = dict(zip(self._program.inputs, roles, strict=True))
 
     def key(self, param: int) -> str | None:
-        """A hash of the operations that make the new parameter and its state of itself, its
+        """Return a hash of the operations that make the new parameter and its state of itself, its
         gradient and scalars, shapes aside; None if one of them is not element by element, or reads
         another parameter."""
         mine = frozenset([param])
@@ -161,7 +161,7 @@ class _Shared:
 
 
 def _settings(equation: Any) -> str:
-    """The parameters of an operation that are not shapes."""
+    """Return the parameters of an operation that are not shapes."""
     return str(
         {
             name: str(equation.params[name])

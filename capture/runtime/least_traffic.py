@@ -15,7 +15,7 @@ from capture.measured.work import Kernel, ProgramWork
 def _changed(
     work: ProgramWork | None, change: Callable[[Sequence[Kernel]], Sequence[Kernel]]
 ) -> ProgramWork | None:
-    """The work with another traffic."""
+    """Return the work with another traffic."""
     if work is None or work.kernels is None:
         return None
     traffic = [kernel for kernel in work.kernels if not kernel.dtype]

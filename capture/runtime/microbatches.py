@@ -25,7 +25,7 @@ def split_microbatches(
     key: jax.Array | None,
     needs: Sequence[Need] = (),
 ) -> list[list[Any]]:
-    """``split_examples`` into equal micro-batches.
+    """Split a global batch into equal micro-batches, as ``split_examples`` does.
 
     Args:
         traced: At the micro-batch size.
@@ -43,8 +43,8 @@ def split_examples(
     key: jax.Array | None,
     needs: Sequence[Need] = (),
 ) -> list[list[Any]]:
-    """Per part, the leaves of ``graph.batch`` on the host, the part's own key last if the loss
-    takes one.
+    """Return, per part, the leaves of ``graph.batch`` on the host, the part's own key last if the
+    loss takes one.
 
     Args:
         traced: At any micro-batch size.
@@ -85,15 +85,15 @@ def split_examples(
 
 
 def _host_leaf(leaf: Any) -> np.ndarray:
-    """As JAX would take it: 64-bit numbers as 32-bit, unless it is told to keep them."""
+    """Return a leaf as JAX takes it: 64-bit numbers as 32-bit, unless it is told to keep them."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 @partial(jax.jit, static_argnums=1)
 def _microbatch_keys(key: jax.Array, num_microbatches: int) -> list[jax.Array]:
-    """One program instead of one per key. A loop, because not every kind of key folds the same
-    under ``jax.vmap``."""
+    """Return all keys by one program instead of one per key. It is a loop, because not every kind
+    of key folds the same under ``jax.vmap``."""
     keys = jax.lax.map(lambda m: jax.random.fold_in(key, m), np.arange(num_microbatches))
     return [keys[m] for m in range(num_microbatches)]
 

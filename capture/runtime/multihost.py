@@ -165,14 +165,14 @@ class Hosts:
 
     @property
     def transport(self) -> Transport:
-        """How arrays travel; made when first used, in all processes together."""
+        """The way in which arrays travel; made when first used, in all processes together."""
         if self.transport_name not in self._transports:
             self._transports[self.transport_name] = TRANSPORTS[self.transport_name](self)
         return self._transports[self.transport_name]
 
     @cached_property
     def silence(self) -> Silence:
-        """Watches over what is on its way."""
+        """The watch over what is on its way."""
         return Silence(self._patience_seconds, self._on_silence)
 
     def sockets(self) -> Sockets:
@@ -180,11 +180,11 @@ class Hosts:
 
     @property
     def limit_seconds(self) -> float:
-        """Most that is waited for another process."""
+        """The most seconds that are waited for another process."""
         return environment.patience(self._patience_seconds)
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
-        """Small documents, one per process; every process makes the same calls in the same order.
+        """Exchange small documents, one per process, in calls that all processes make in one order.
 
         Raises:
             ExecutionError: ``run-hosts-silent`` if one does not come in time, ``run-hosts-cut`` if
@@ -194,7 +194,7 @@ class Hosts:
         return self.meet(f"{what}/{self._exchanges}", mine)
 
     def meet(self, what: str, mine: Any) -> list[Any]:
-        """As ``exchange``, in any thread and order: no two meetings have one name.
+        """Exchange as ``exchange`` does, in any thread and order: no two meetings have one name.
 
         Raises:
             ExecutionError: ``run-hosts-silent``, ``run-hosts-cut``.
@@ -258,11 +258,11 @@ class Hosts:
         )
 
     def has(self, mesh: Mesh) -> bool:
-        """Whether a stage has devices of this process."""
+        """Return whether a stage has devices of this process."""
         return any(device.process_index == self.process for device in mesh.devices.flat)
 
     def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> Part:
-        """What this process executes of a step.
+        """Return the part of a step that this process executes.
 
         Args:
             step: As in one process.
@@ -277,7 +277,7 @@ class Hosts:
         return Part(shared, self, devices)
 
     def costs(self, own: Mapping[int, StageCost]) -> dict[int, StageCost]:
-        """Those of all stages: each process compiles its own, all at once.
+        """Return the costs of all stages: each process compiles its own, all at once.
 
         Args:
             own: By stage.
@@ -294,7 +294,7 @@ class Hosts:
         own: Mapping[tuple[int, int], jax.Array],
         structs: Mapping[tuple[int, int], jax.ShapeDtypeStruct],
     ) -> dict[tuple[int, int], Any]:
-        """Whole arrays of all processes, on the host of each; all ask together.
+        """Return whole arrays of all processes, on the host of each; all ask together.
 
         Args:
             own: Those of this process.
@@ -317,7 +317,7 @@ class Hosts:
     def broadcast(
         self, own: Sequence[jax.Array], structs: Sequence[jax.ShapeDtypeStruct]
     ) -> list[jax.Array]:
-        """Small arrays of one process in every process; they need not be there yet.
+        """Return small arrays of one process in every process; they need not be there yet.
 
         Args:
             own: In their owner; empty elsewhere.
@@ -330,7 +330,7 @@ class Hosts:
     def _to_all(
         self, structs: tuple[jax.ShapeDtypeStruct, ...], *, is_acknowledged: bool = True
     ) -> BoundCopy:
-        """Arrays whole to the first device of every process."""
+        """Return the copy of whole arrays to the first device of every process."""
         key = (structs, is_acknowledged, self.transport_name)
         if key not in self._copies:
             first: dict[int, jax.Device] = {}
@@ -345,7 +345,7 @@ class Hosts:
         return self._copies[key]
 
     def devices(self, plan: Plan) -> list[Any]:
-        """Those of the plan: node n's are the first of process n.
+        """Return the devices of the plan: node n's are the first of process n.
 
         Raises:
             ExecutionError: ``run-hosts`` if there is not one process per node, one has too few
@@ -384,7 +384,7 @@ class Hosts:
         return found
 
     def reserve(self, count: int) -> int:
-        """The first of so many numbers, the same in every process."""
+        """Return the first of so many numbers, the same in every process."""
         first, self._numbers = self._numbers, self._numbers + count
         return first
 
@@ -397,8 +397,8 @@ def _spans_hosts(plan: Plan) -> bool:
 def _parties(
     coordinator: str | None, num_hosts: int | None, host: int | None
 ) -> tuple[str, int, int, Any]:
-    """Where host 0 listens, how many hosts there are, which this is, and its devices, as given and
-    else as the scheduler says.
+    """Return where host 0 listens, how many hosts there are, which this is, and its devices, as
+    given and else as the scheduler says.
 
     Raises:
         ExecutionError: ``run-hosts-start`` if that is not known.
@@ -476,7 +476,7 @@ def _warn_of_strangers(coordinator: str, transport: str, joined: bool) -> None:
 
 
 def _own_address(coordinator: str) -> str:
-    """The address of this host from which the coordinator is reached; nothing is sent."""
+    """Return the address of this host from which the coordinator is reached; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(parted(coordinator))
         return probe.getsockname()[0]

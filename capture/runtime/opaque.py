@@ -74,7 +74,7 @@ class OpaqueProducts:
             self._root.update(zip(equation.outvars, roots, strict=True))
 
     def _rooted(self, value: Any) -> Any:
-        """One of the values that are equal to a value, but for scale, type and order."""
+        """Return one of the values that are equal to a value, but for scale, type and order."""
         return self._root.get(value, value)
 
     def distinct(self, value: Any) -> int:
@@ -84,8 +84,8 @@ class OpaqueProducts:
 
     @cached_property
     def candidates(self) -> Mapping[int, tuple[int, int, int]]:
-        """Rows, columns and terms of the products that may be opaque, by position: of those whose
-        operands are equal but for scale and order, which may be one, none."""
+        """The rows, columns and terms of the products that may be opaque, by position: of those
+        whose operands are equal but for scale and order, which may be one, none."""
         count = Counter(self._operands.values())
         return {
             at: product_sizes(self._equations[at])
@@ -95,7 +95,8 @@ class OpaqueProducts:
 
     @cached_property
     def distinct_products(self) -> Mapping[int, tuple[int, int, int]]:
-        """As ``candidates``, but of those that may be one, the first."""
+        """The rows, columns and terms of all products, by position: of those whose operands are
+        equal but for scale and order, which may be one, the first."""
         first = {read: at for at, read in reversed([*self._operands.items()])}
         return {at: product_sizes(self._equations[at]) for at in sorted(first.values())}
 
@@ -108,8 +109,8 @@ class OpaqueProducts:
         }
 
     def is_large(self, at: int, num_devices: int) -> bool:
-        """Whether one is a matrix product that is large on so many devices: all of them are given
-        scratch, and what it computes is known."""
+        """Return whether a product is one of matrices and large on so many devices: all of these
+        are given scratch, and what they compute is known."""
         is_matrix = self._equations[at].primitive.name == "dot_general"
         return is_matrix and min(self.candidates[at]) >= _LARGE * num_devices
 

@@ -29,7 +29,7 @@ _NOBODY = -1  # owner of what is shared by all
 
 @dataclass(frozen=True)
 class StageUpdate:
-    """The optimizer of one stage.
+    """The slice of the optimizer that updates the parameters of one stage.
 
     Attributes:
         params: Parameters it updates, indices into the layer graph.
@@ -52,22 +52,22 @@ class StageUpdate:
 
     @property
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of all leaves of the whole optimizer state."""
+        """The shapes of all leaves of the whole optimizer state."""
         return self.optimizer.state_structs
 
     @property
     def param_of_state(self) -> dict[int, int]:
-        """Per state leaf that belongs to a single parameter, that parameter."""
+        """The parameter of each state leaf that belongs to a single one."""
         return self.optimizer.param_of_state
 
     def init(self, params: Sequence[Any]) -> list[Any]:
-        """The stage's leaves of the initial optimizer state; traceable."""
+        """Return the stage's leaves of the initial optimizer state; traceable."""
         return self.optimizer._init(self, params)
 
     def summarize(
         self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
-        """The stage's summary values; traceable."""
+        """Return the stage's summary values; traceable."""
         return self.optimizer._summarize(self, params, state, grads)
 
     def update(
@@ -77,7 +77,7 @@ class StageUpdate:
         grads: Sequence[Any],
         summaries: Sequence[Sequence[Any]],
     ) -> tuple[list[Any], list[Any]]:
-        """New parameters and new state of the stage; traceable.
+        """Return new parameters and new state of the stage; traceable.
 
         Args:
             params, state, grads: Those that this stage owns.
@@ -122,7 +122,7 @@ class TracedOptimizer:
 
     @cached_property
     def param_keys(self) -> list[str]:
-        """Per parameter, a hash of its update and that of its state: equal keys mean the same
+        """A hash, per parameter, of its update and that of its state: equal keys mean the same
         operations, hence the same memory, for another parameter."""
         outputs = [[self.update.outputs[p]] for p in range(len(self.params))]
         for params, state in zip(self.params_of_state, self._new_state, strict=True):
@@ -142,12 +142,12 @@ class TracedOptimizer:
 
     @cached_property
     def params_of_state(self) -> list[frozenset[int]]:
-        """Which parameters a state leaf belongs to: those its first or its new value depends on,
-        other than through small shared values."""
+        """The parameters that each state leaf belongs to: those its first or its new value depends
+        on, other than through small shared values."""
         return self.owners_of_state(self.update)
 
     def owners_of_state(self, program: DataFlow) -> list[frozenset[int]]:
-        """Likewise, as the update or one with the same inputs and outputs says."""
+        """Return each state leaf's parameters, by a program with the update's arguments."""
         state_out = program.outputs[len(self.params) :]
         owned = self._owners_at_first
         while True:  # a leaf may feed another, so iterate to the fixed point
@@ -167,7 +167,7 @@ class TracedOptimizer:
 
     @cached_property
     def _owners_at_first(self) -> list[frozenset[int]]:
-        """Which parameters the leaves of the initial state are made from: a copy of one that no
+        """The parameters that each leaf of the initial state is made from: a copy of one that no
         update changes belongs to it."""
         sources = {v: frozenset([p]) for p, v in enumerate(self.init.inputs)}
         flow = self.init.propagate(sources, owner_of_result)
@@ -179,7 +179,7 @@ class TracedOptimizer:
     def sources_of(
         self, params_of_state: Sequence[frozenset[int]], program: DataFlow
     ) -> dict[Any, frozenset[int]]:
-        """Per input of the update, or of one with the same, the parameters that it belongs to."""
+        """Return the parameters that each input of the update, or of its like, belongs to."""
         variables, n, num_state = program.inputs, len(self.params), len(self.state)
         of_params = {
             v: frozenset([p])
@@ -228,26 +228,26 @@ class SlicedOptimizer:
 
     @property
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of all leaves of the optimizer state, in ``jax.tree`` order."""
+        """The shapes of all leaves of the optimizer state, in ``jax.tree`` order."""
         return self._state_leaves
 
     @property
     def key(self) -> str:
-        """Equal for equal updates of equal parameters."""
+        """A hash that is equal for equal updates of equal parameters."""
         return self._update_program.key
 
     @property
     def state_struct(self) -> Any:
-        """Shapes of the optimizer state, as optax would hold it."""
+        """The shapes of the optimizer state, as optax would hold it."""
         return self.unflatten_state(self._state_leaves)
 
     def unflatten_state(self, leaves: Sequence[Any]) -> Any:
-        """The optimizer state as optax would hold it."""
+        """Return the optimizer state as optax would hold it."""
         return jax.tree.unflatten(self._state_tree, leaves)
 
     @cached_property
     def param_of_state(self) -> dict[int, int]:
-        """Per state leaf that belongs to a single parameter, that parameter."""
+        """The parameter of each state leaf that belongs to a single one."""
         return {
             k: next(iter(params)) for k, params in enumerate(self._state_params) if len(params) == 1
         }
@@ -266,12 +266,12 @@ class SlicedOptimizer:
         return StageUpdate(self, stage_id, params, tuple(state), summary)
 
     def _exports(self, stage_id: int) -> list[Any]:
-        """Values of one stage that the updates of others need, in program order."""
+        """Return the values of one stage that the updates of others need, in program order."""
         return [v for v in self._exchanged if self._stages_of[v] == {stage_id}]
 
     @cached_property
     def _exchanged(self) -> list[Any]:
-        """Values that depend on a single stage and that the update of another stage needs."""
+        """The values that depend on a single stage and that the update of another stage needs."""
         found: dict[Any, None] = {}
         # Also of stages without parameters, which hold the leaves that are of no parameter.
         for stage_id in range(self._num_stages):
@@ -353,8 +353,9 @@ class SlicedOptimizer:
 
 
 def owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:
-    """A small value made from several owners (a norm over all gradients) belongs to nobody, and so
-    does a scalar made from such a value; a gradient scaled by it still belongs to its parameter."""
+    """Return the owners of a result. A small value made from several owners (a norm over all
+    gradients) belongs to nobody, and so does a scalar made from such a value; a gradient scaled by
+    it still belongs to its parameter."""
     params = owners - {_NOBODY}
     shared = len(params) > 1 and size <= _MAX_SUMMARY_ELEMENTS
     if shared or (_NOBODY in owners and (size == 1 or not params)):

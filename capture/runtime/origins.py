@@ -11,7 +11,7 @@ from capture.tracing.source import layer_of_scope, line_of, operation_name
 
 
 def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
-    """The operation that makes a residual."""
+    """Return a residual as a buffer, with the operation that makes it."""
     equation = flow.maker(value)
     if equation is None:
         return Buffer(nbytes, "activations", None, "residual")
@@ -21,7 +21,7 @@ def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
 
 
 def layer_of(flow: DataFlow, value: Any) -> int | None:
-    """The layer whose operation makes a residual."""
+    """Return the layer whose operation makes a residual."""
     equation = flow.maker(value)
     return None if equation is None else layer_of_scope(_scope(equation))
 
@@ -31,9 +31,9 @@ def _scope(equation: Any) -> str:
 
 
 def _line_of(flow: DataFlow, equation: Any) -> str:
-    """Its line in the model; where JAX kept none (a rule of differentiation), that of the nearest
-    operand that has one. A model inside this package has none at all, so no value is visited
-    twice."""
+    """Return the line of an operation in the model; where JAX kept none (a rule of
+    differentiation), that of the nearest operand that has one. A model inside this package has none
+    at all, so no value is visited twice."""
     ring, seen = [equation], set[Any]()
     while ring:
         lines = [line for one in ring if (line := line_of(one.source_info.traceback))]

@@ -22,7 +22,7 @@ Arrays = Sequence[Any]
 
 
 def differentiable(graph: LayerGraph, layer: int) -> list[int]:
-    """Values that enter a layer and have gradients."""
+    """Return the values that enter a layer and have gradients."""
     return [v for v in graph.crossing(layer) if graph.values[v].differentiable]
 
 
@@ -55,7 +55,7 @@ class PackFunctions:
 
     @property
     def key(self) -> Any:
-        """What the pack computes of whole parameters, and which arguments it reads."""
+        """A key of what the pack computes of whole parameters, and which arguments it reads."""
         layers, graph = self._layers, self._graph
         ids = {v: i for i, v in enumerate((*self._entering, *layers.outputs))}
         passed = [graph.values[v] for v in (*self._entering, *self._leaving)]
@@ -74,7 +74,7 @@ class PackFunctions:
     def forward(
         self, weights: Sequence[Arrays], inputs: Sequence[Arrays], batch: Sequence[Arrays]
     ) -> list[list[Any]]:
-        """Pieces of what leaves the pack; of the last one, the loss."""
+        """Return pieces of what leaves the pack; of the last one, the loss."""
         params = self._params(weights, self._layers.params)
         entering = self._joined(self._entering, inputs)
         made = dict(zip(self._layers.outputs, self._run(params, entering, batch), strict=True))
@@ -93,8 +93,8 @@ class PackFunctions:
         *,
         share: float,
     ) -> tuple[list[list[Any]], dict[int, Any]]:
-        """Pieces of the gradient of what enters, and the loss of the last pack; the gradient of
-        every parameter, or of its only cast, in the order of the layers."""
+        """Return pieces of the gradient of what enters, and the loss of the last pack; and the
+        gradient of every parameter, or of its only cast, in the order of the layers."""
         graph, layers = self._graph, self._layers
         params = self._params(weights, self.once)
         entering = self._joined(self._entering, inputs)
@@ -123,7 +123,7 @@ class PackFunctions:
         )
 
     def _params(self, weights: Sequence[Arrays], as_casts: Collection[int]) -> list[Any]:
-        """Of the layers; those of which casts came, made of them again but for some."""
+        """Return the layers' parameters; casts that came are cast back, except ``as_casts``."""
         found = []
         for param in self._layers.params:
             i, j = self.where[param]

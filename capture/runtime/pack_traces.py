@@ -18,7 +18,7 @@ from capture.tracing.coupling import coupled_examples
 def traced_at(
     workload: WorkloadProtocol, plan: PacksPlan, sizes: Collection[int]
 ) -> dict[int, TracedModel]:
-    """By size, the loss of so many examples.
+    """Return, by size, the traced loss of so many examples.
 
     Raises:
         PlanError: ``plan-other-model``, ``packs-sizes``, ``packs-coupled``.
@@ -61,7 +61,7 @@ def _wiring(graph: LayerGraph) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def _with_rows(traces: Mapping[int, TracedModel], passed: Iterable[int]) -> dict[int, TracedModel]:
-    """The same with the dimension of the examples of every value that any of the traces knows.
+    """Return the traces with the dimension of the examples of every value that any of them knows.
 
     JAX leaves out a broadcast over one example, so that the program of one is not that of two, and
     which dimensions grow is not known there.

@@ -39,7 +39,7 @@ class PackUpdate:
     num_shares: int = 1
 
     def key(self, traced: TracedOptimizer) -> Any:
-        """What tells it from updates of the same arguments."""
+        """Return what tells the update from others of the same arguments."""
         stage = self.stage
         at = {param: i for i, param in enumerate(stage.params)}
         # Which of the other packs' values is which, the keys of parameters do not say.
@@ -52,7 +52,7 @@ class PackUpdate:
         )
 
     def update(self, *slots: Arrays) -> list[Any]:
-        """New weights and state."""
+        """Return new weights and state."""
         params, state, gradients, summaries = self._arguments(slots)
         if summaries:  # what the loss does not read, has none
             summaries += [[]] * (len(self.stage.siblings) - 1 - len(summaries))
@@ -64,7 +64,7 @@ class PackUpdate:
         return [*shares, state]
 
     def summarize(self, *slots: Arrays) -> list[Any]:
-        """What the updates of other packs need of this one's gradients."""
+        """Return what the updates of other packs need of this one's gradients."""
         return [self.stage.summarize(*self._arguments(slots)[:3])]
 
     def _arguments(self, slots: Sequence[Arrays]) -> tuple[list[Any], ...]:
@@ -85,7 +85,7 @@ class PackUpdate:
 
 
 def cut(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """Consecutive groups."""
+    """Return the items in consecutive groups of these sizes."""
     found, start = [], 0
     for size in sizes:
         found.append(list(items[start : start + size]))
@@ -96,7 +96,7 @@ def cut(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 def _joined(
     slots: Sequence[Arrays], structs: Sequence[Sequence[jax.ShapeDtypeStruct]], count: int
 ) -> list[Arrays]:
-    """Slots of which so many after each other have shares of the same arrays."""
+    """Return whole arrays from slots of which ``count`` in a row have shares of the same arrays."""
     return [
         [
             joined(shares, struct.shape, jnp)

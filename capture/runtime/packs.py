@@ -55,7 +55,7 @@ EXCHANGES = ("reduce", "gather", "scatter")
 
 @dataclass(frozen=True)
 class TracedSizes:
-    """Bytes of the packs of a traced loss (``capture.step.pack_sizes``).
+    """The bytes of the packs of a traced loss (``capture.step.pack_sizes``).
 
     Attributes:
         graph: At any micro-batch size.
@@ -79,21 +79,21 @@ class TracedSizes:
         return struct_of(self.graph.params[param])
 
     def streamed(self, param: int) -> jax.ShapeDtypeStruct:
-        """A parameter as devices get it."""
+        """Return the shape of a parameter as devices get it."""
         struct, cast = self.param(param), self.casts.get(param)
         return struct if cast is None else jax.ShapeDtypeStruct(struct.shape, cast.dtype)
 
     def alone(self, param: int) -> jax.ShapeDtypeStruct:
-        """The gradient that a single pass makes: of a cast, where it is as good."""
+        """Return the shape of a single pass's gradient: of a cast, where that is as good."""
         cast = self.casts.get(param)
         return self.streamed(param) if cast and cast.once else self.param(param)
 
     def stage(self, params: tuple[int, ...]) -> StageUpdate:
-        """The slice of the optimizer that updates parameters."""
+        """Return the slice of the optimizer that updates these parameters."""
         return next(stage for stage in self.optimizer.stages if stage.params == params)
 
     def structs(self, holds: Any) -> list[jax.ShapeDtypeStruct]:
-        """The arrays that a slot has."""
+        """Return the shapes of the arrays that a slot has."""
         share, whole = getattr(holds, "share", None), self._whole(holds)
         if share is None:
             return list(whole)
@@ -104,7 +104,7 @@ class TracedSizes:
         return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)
 
     def _whole(self, holds: Any) -> Iterable[jax.ShapeDtypeStruct]:
-        """The arrays of which a slot has all, or a share of each."""
+        """Return the shapes of the arrays of which a slot has all, or a share of each."""
         graph = self.graph
         match holds:
             case Params(ids, form):
@@ -134,7 +134,7 @@ class TracedSizes:
         return jax.ShapeDtypeStruct(tuple(shape), struct.dtype)
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
-        """Until it is compiled, no more than its results."""
+        """Return what a compiled program needs; before, its results and a pass's weights."""
         if (known := self.compiled.get((which, pack, size))) is not None:
             return known
         weights = (
@@ -179,7 +179,7 @@ class PackPrograms:
         self._compiled: dict[Any, Executable] = {}
 
     def of(self, step: Step) -> PackPrograms:
-        """Those of another step of the same plan: what is compiled, is."""
+        """Return the programs of another step of the same plan: what is compiled, is."""
         other = copy(self)
         other._step, other._layouts = step, {}
         for of_the_last in ("runs", "executables"):
@@ -188,16 +188,16 @@ class PackPrograms:
 
     @cached_property
     def runs(self) -> dict[str, Run]:
-        """By program, an instruction that runs it."""
+        """One instruction that runs each program, by the program's name."""
         return {each.program: each for each in self._step.runs}
 
     @cached_property
     def executables(self) -> dict[str, Executable]:
-        """By name; compiles them."""
+        """The compiled programs by name, compiled when they are first asked for."""
         return {name: self.executable(name) for name in self.runs}
 
     def executable(self, name: str) -> Executable:
-        """A program, compiled once for each place where it runs."""
+        """Return a program, compiled once for each place where it runs."""
         place, (key, compiled) = self._step.programs[name].place, self._program(self.runs[name])
         if (whole := (place.name, key)) not in self._compiled:
             self._compiled[whole] = compiled(
@@ -206,21 +206,21 @@ class PackPrograms:
         return self._compiled[whole]
 
     def key(self, name: str) -> Any:
-        """What tells a program from others, in plain data: which device of several runs it does
+        """Return what tells a program from others, in plain data; on which device it runs does
         not."""
         on_host = self._step.programs[name].place.host is not None
         return "host" if on_host else "device", self._program(self.runs[name])[0]
 
     @property
     def num_compiled(self) -> int:
-        """Of all programs, those that are not the same as another."""
+        """The number of programs that were compiled, equal ones once."""
         return len(self._compiled)
 
     # ---- arrays ----------------------------------------------------------------------------------
 
     @memo
     def sharding(self, place: Place) -> NamedSharding:
-        """Whole on the device of a place, or in the memory of its host."""
+        """Return the sharding of a place: whole on its device, or in the memory of its host."""
         (device,) = place.devices
         one = self._host if self._stands_in(place) else self._devices[device]
         mesh = Mesh(np.asarray([one]), ("device",))
@@ -228,11 +228,11 @@ class PackPrograms:
         return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
 
     def _stands_in(self, place: Place) -> bool:
-        """Whether what is there is compiled for another host."""
+        """Return whether what is there is compiled for another host."""
         return place.host is not None and self._host is not None
 
     def layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
-        """The arrays of a slot."""
+        """Return the shapes and shardings of the arrays of a slot."""
         if slot not in self._layouts:
             self._layouts[slot] = self._structs(slot)
         return self._layouts[slot]
@@ -253,7 +253,7 @@ class PackPrograms:
     # ---- programs --------------------------------------------------------------------------------
 
     def exchanges(self) -> dict[str, Call]:
-        """Programs of all devices, on the arrays of the slots of each."""
+        """Return the programs of all devices, as calls on the arrays of the slots of each."""
         found = {}
         for name, run in self.runs.items():
             if self._call_of(run).kind in EXCHANGES:
@@ -266,7 +266,7 @@ class PackPrograms:
         return self._step.programs[run.program].call
 
     def _exchange(self, run: Run) -> Exchange:
-        """Of devices with a group of slots each."""
+        """Return the exchange that a run makes between devices with a group of slots each."""
         count = len(run.outputs) // len(run.inputs)
         given, made = (
             [struct for structs in self._of(slots) for struct in structs]
@@ -276,7 +276,7 @@ class PackPrograms:
         return Exchange(self._call_of(run).kind, given, made, shardings)
 
     def _program(self, run: Run) -> tuple[Any, Callable[[AnyCompiler], Executable]]:
-        """What tells a program from others, and its compilation."""
+        """Return what tells a run's program from others, and a function that compiles it."""
         kind = self._call_of(run).kind
         if kind in EXCHANGES:
             exchange = self._exchange(run)
@@ -301,7 +301,7 @@ class PackPrograms:
         return (kind, key, shapes, donated, made, groups), compiled
 
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
-        """A forward or backward pass, and what tells it from others of the same arguments."""
+        """Return a forward or backward pass, and what tells it from others with its arguments."""
         kind, span, size, _, pieces = self._call_of(run)
         # A part of a forward pack gets what the whole pack reads of the batch.
         leaves = next((of.ids for of in self._holds(run.inputs[2])), ())
@@ -350,8 +350,8 @@ class PackPrograms:
         return _on_host(function), key
 
     def _conversion(self, run: Run) -> tuple[Callable[..., Any], Any]:
-        """Of arrays of a slot to what the result is to be, on the host; in the place of what was
-        there before, if that is given."""
+        """Return a function that casts the arrays of a slot to what the result holds, on the host,
+        and its key; the result takes the place of what was there before, if that is given."""
         given, target = (of.ids for of in self._holds((run.inputs[0][0], *run.outputs)))
         dtypes = [struct.dtype for structs in self._of(run.outputs) for struct in structs]
         at = [given.index(param) for param in target]

@@ -152,7 +152,7 @@ class PipelinedStep(TrainStep):
 
     @property
     def own_stages(self) -> list[tuple[int, StagePrograms]]:
-        """Stages with devices of this process, by number."""
+        """The stages with devices of this process, with their numbers."""
         return [
             (s, stage)
             for s, stage in enumerate(self.stages)
@@ -165,7 +165,7 @@ class PipelinedStep(TrainStep):
 
     @cached_property
     def program_of_one_process(self) -> Step:
-        """The same without what several wait for."""
+        """The step's instructions as one process runs them, without waits for other hosts."""
         return build_step(self._interfaces, self.plan.schedule_table)
 
     @cached_property
@@ -175,7 +175,7 @@ class PipelinedStep(TrainStep):
         return self._shared(build_evaluation(self._interfaces, self.plan.schedule_table))
 
     def _shared(self, step: Step) -> Step:
-        """As several processes execute it, if they do."""
+        """Return a step as several processes execute it, if they do."""
         if self.hosts is None:
             return step
         part = self.hosts.part(step, partial(layout_of, step, self.stages), self.devices)
@@ -195,8 +195,8 @@ class PipelinedStep(TrainStep):
     def state_from(
         self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
-        """As any; only the leaves of this process's stages, and those that the loss does not read,
-        need be there.
+        """Return the state from host arrays; only the leaves of this process's stages, and those
+        that the loss does not read, need be there.
 
         Raises:
             ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
@@ -218,7 +218,7 @@ class PipelinedStep(TrainStep):
 
     @cached_property
     def _names(self) -> Mapping[tuple[str, int], Sequence[str]]:
-        """By category and stage, the slots of the state and of gradients: first that of what the
+        """The slots of the state and of gradients, by category and stage: first that of what the
         stage owns, then those of the parameters that it borrows."""
         step, found = self.program, defaultdict[tuple[str, int], list[str]](list)
         stage = {place.name: n % len(self.stages) for n, place in enumerate(step.places)}
@@ -253,7 +253,7 @@ class PipelinedStep(TrainStep):
         keys_and_structs: Callable[[StagePrograms], Iterable[tuple[int, jax.ShapeDtypeStruct]]],
         arrays: Callable[[int, StagePrograms], Iterable[jax.Array]],
     ) -> dict[tuple[int, int], Any]:
-        """Whole arrays by stage and another number, also those of other processes.
+        """Return whole arrays by stage and another number, also those of other processes.
 
         Args:
             keys_and_structs: Of the arrays of a stage.
@@ -274,7 +274,7 @@ class PipelinedStep(TrainStep):
     # ---- execution -------------------------------------------------------------------------------
 
     def needs(self) -> PyTree:
-        """What this process reads of a global batch: a tree like it, of ``Need``.
+        """Return what this process reads of a global batch: a tree like it, of ``Need``.
 
         Example::
 
@@ -295,7 +295,7 @@ class PipelinedStep(TrainStep):
         *,
         observer: Observer | None = None,
     ) -> StepMetrics:
-        """The loss of a batch: the forward passes of a step alone, by the same programs.
+        """Compute the loss of a batch: the forward passes of a step alone, by the same programs.
 
         Args:
             state: Not consumed.
@@ -312,8 +312,8 @@ class PipelinedStep(TrainStep):
     def accumulate(
         self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[PyTree, StepMetrics]:
-        """The passes of a step without its updates: the gradients on the host, shaped like the
-        parameters. The state is not consumed."""
+        """Run the passes of a step without its updates: return the gradients on the host, shaped
+        like the parameters, and the metrics. The state is not consumed."""
         stop = self.program.num_passes
         slots, metrics = self._execute(self._bound, state, batch, key, stop=stop)
         gradients = self._on_host(
@@ -357,7 +357,7 @@ class PipelinedStep(TrainStep):
 def _initial(
     stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None
 ) -> Any:
-    """A stage's parameters and optimizer state (initial, or as given), all in buffers of their own.
+    """Return a stage's parameters and optimizer state, initial or as given, in own buffers.
 
     What ``jax.device_put`` returns may alias memory of the caller, and what a program makes may
     not; only the latter is donated without a copy.

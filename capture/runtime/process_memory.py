@@ -41,7 +41,7 @@ class HeapMeter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Once more, and no more."""
+        """Read the counter once more, and end the thread that reads it."""
         self()
         self._stopped.set()
         if self._thread is not None:
@@ -57,7 +57,7 @@ class HeapMeter:
 
     @property
     def peak_bytes(self) -> int | None:
-        """None where the C library has no such counter (macOS, musl)."""
+        """The most bytes seen; None where the C library has no such counter (macOS, musl)."""
         return None if self.before_bytes is None else self._most
 
 
@@ -114,7 +114,7 @@ class ResidentSetMeter:
 
     @property
     def peak_bytes(self) -> int | None:
-        """None if the system has no such counter, or does not let it be reset."""
+        """The peak; None if the system has no such counter, or does not let it be reset."""
         return None if self.before_bytes is None else _status_bytes("VmHWM:")
 
 

@@ -103,7 +103,7 @@ class StagePrograms(StageLayout):
 
     @property
     def params(self) -> tuple[int, ...]:
-        """Parameters in the order in which the programs take them: owned, then borrowed."""
+        """The parameters in the order in which the programs take them: owned, then borrowed."""
         return self.owned + self.borrowed
 
     # ---- programs --------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class StagePrograms(StageLayout):
         inputs: Sequence[Any],
         batch: Sequence[Any],
     ):
-        """(differentiable outputs, other outputs) of the layers."""
+        """Return (differentiable outputs, other outputs) of the layers."""
         by_id = dict(zip(self.params, params, strict=True))
         values = dict(zip(self.layers.inputs, inputs, strict=True)) | dict(
             zip(self.differentiable_inputs, differentiable, strict=True)
@@ -137,7 +137,7 @@ class StagePrograms(StageLayout):
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
     def _pinned(self, value: int, array: Any) -> Any:
-        """What passes between two layers of the stage.
+        """Mark an array that passes between two layers of the stage, and say how it is to lie.
 
         Layers that are computed again as a whole keep it, so it is marked. (Where more is kept,
         what it was made by may keep it as well, and the mark would make two of one.) In the middle
@@ -153,8 +153,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _stored_shardings(self) -> list[Any]:
-        """How what is kept of the forward pass is to lie: what is marked as the partition walk
-        says, so that it is known without a compiler; the others as the compiler has them (None)."""
+        """The shardings of what is kept of the forward pass: what is marked, as the partition walk
+        says, so that it is known without a compiler; the rest, as the compiler has it (None)."""
         return [self._sharding_between(v) for v in self.residuals.stored]
 
     def _sharding_between(self, kept: Any) -> Any:
@@ -170,8 +170,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _split_runs(self) -> list[SplitRun | None]:
-        """Per layer, how its operations are run on values that are split along the sequence; empty
-        if none are."""
+        """The way in which each layer's operations are run on values that are split along the
+        sequence; empty if none are."""
         if not self.choice.sequence_parallel:
             return []
         splits = self._sharding.layer_splits(self.choice.tensor_parallel)
@@ -187,8 +187,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _split_values(self) -> dict[int, int]:
-        """Values of the graph that leave their layer split along the sequence, and the dimension
-        along which they are."""
+        """The values of the graph that leave their layer split along the sequence, and the
+        dimension along which they are."""
         return {
             v: dim
             for call, run in zip(self.layers.calls, self._split_runs, strict=False)
@@ -221,7 +221,7 @@ class StagePrograms(StageLayout):
         return self.choice.shard_params and several and platform in ("gpu", "cuda")
 
     def _made(self, params, inputs, batch):
-        """The outputs and what is kept beside them."""
+        """Return the outputs and what is kept beside them."""
         # The traced pass is replayed, not traced again: differentiating a long stage is what takes
         # the time.
         flow, stored = self._saving_all, self.residuals.stored
@@ -245,7 +245,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def residuals(self) -> Residuals:
-        """What one micro-batch keeps for the backward pass."""
+        """The values that one micro-batch keeps for the backward pass."""
         # Parameters that are split over replicas are gathered where they are read.
         specs = [self.specs[p] for p in self.params]
         specs += [data.sharding.spec for group in self.forward_args[1:] for data in group]
@@ -352,7 +352,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def forward(self) -> Executable:
-        """(params, inputs, batch) -> (outputs, residuals)."""
+        """The program (params, inputs, batch) -> (outputs, residuals)."""
         out = ([self.value_sharding(v) for v in self.layers.outputs], self._stored_shardings)
         return self._compile(self._forward, self.forward_args, (), out)
 
@@ -371,8 +371,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def backward(self) -> Executable:
-        """(params, kept inputs, kept batch, kept outputs, residuals, cotangents, accumulated) ->
-        (input gradients, accumulated)."""
+        """The program (params, kept inputs, kept batch, kept outputs, residuals, cotangents,
+        accumulated) -> (input gradients, accumulated)."""
         args = self.backward_args
         out = (
             [self.value_sharding(v) for v in self.differentiable_inputs],
@@ -389,8 +389,8 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def summarize(self) -> Executable | None:
-        """(params, state, gradients, arrived) -> summary; None where the optimizer needs nothing of
-        other stages."""
+        """The program (params, state, gradients, arrived) -> summary; None where the optimizer
+        needs nothing of other stages."""
         if not any(stage.summary for stage in self.optimizer.siblings):
             return None
         arriving = self.param_structs(self.arriving)
@@ -399,7 +399,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def update(self) -> Executable:
-        """(params, state, gradients, arrived, summaries) -> (params, state)."""
+        """The program (params, state, gradients, arrived, summaries) -> (params, state)."""
         others = [s for s in self.optimizer.siblings if s is not self.optimizer]
         summaries = [self.summary_structs(s.summary) for s in others] if self.summarize else []
         args = (*self._own, self.param_structs(self.arriving), summaries)
@@ -408,18 +408,18 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def zero_gradients(self) -> Executable:
-        """() -> zeros, to which the backward passes of a step add the gradients of ``params``."""
+        """The program () -> zeros, to which backward passes add the gradients of ``params``."""
         out = [struct.sharding for struct in self.param_structs(self.params)]
         return self._compile(self._zero_gradients, (), (), out)
 
     @cached_property
     def cost(self) -> StageCost:
-        """What the compiler says of the stage: compiles every program."""
+        """The compiler's figures for the stage, bytes and work: compiles every program."""
         return self.cost_given_update(self.update_cost)
 
     @cached_property
     def update_cost(self) -> UpdateCost:
-        """What the compiler says of the end of a step, which does not depend on the micro-batch."""
+        """The compiler's figures for the end of a step, which do not depend on the micro-batch."""
         update, summarize = self.update, self.summarize
         return UpdateCost(
             update_bytes=update.transient_bytes,
@@ -430,14 +430,14 @@ class StagePrograms(StageLayout):
         )
 
     def with_zeros(self, update: ProgramWork | None) -> ProgramWork | None:
-        """What happens once per step: zeros are written, with a kernel for each gradient, which is
-        known without compiling them; None where the update is not known."""
+        """Return the work of a step's end: the update, and zeros written, with a kernel for each
+        gradient, which is known without compiling them; None where the update is not known."""
         sizes = Counter(map(shard_bytes, self.param_structs(self.params)))
         return None if update is None else update.writing(sizes)
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
-        """The cost of the stage where that of its update is known already: compiles forward and
-        backward."""
+        """Return the cost of the stage where that of its update is known already: compiles forward
+        and backward."""
         forward = self.forward
         return StageCost(
             residual_bytes=kept_bytes(forward),
@@ -455,14 +455,14 @@ class StagePrograms(StageLayout):
         )
 
     def _backward_cost(self) -> dict[str, Any]:
-        """The fields of ``StageCost`` that tell of the backward pass."""
+        """Return the fields of ``StageCost`` that tell of the backward pass."""
         backward = self.backward
         return {"backward_bytes": backward.transient_bytes, "backward_work": backward.work}
 
     @property
     def buffers(self) -> StageBuffers:
-        """What the bytes of ``cost`` consist of: compiles every program, which must have been asked
-        to name their buffers."""
+        """The buffers that the bytes of ``cost`` consist of: compiles every program, which must
+        have been asked to name them."""
         compiled = {
             "forward": self.forward,
             "backward": self.backward,
@@ -477,7 +477,7 @@ class StagePrograms(StageLayout):
         return StageBuffers(self.state_buffers(), tuple(residuals), named)
 
     def _layer_of(self, name: str) -> int | None:
-        """The layer that an operation in a scope, or an argument of a program, belongs to."""
+        """Return the layer that an operation in a scope, or a program's argument, belongs to."""
         layer, argument = layer_of_scope(name), _ARGUMENT.fullmatch(name)
         if layer is not None or argument is None:
             return layer

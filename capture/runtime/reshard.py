@@ -24,7 +24,7 @@ from capture.runtime.fetches import Box, Fetches, boxes, plan_fetches
 
 
 def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax.Array:
-    """The same values under another sharding.
+    """Return the same values under another sharding.
 
     Args:
         x: Any array of any rank, typed random keys included; its shards must be addressable by this
@@ -82,7 +82,7 @@ def plan_reshard(
 def plan_moves(
     sources: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """Several moves at once; where all are copies of whole shards, they are enqueued by one call.
+    """Work out several moves at once; where all are copies of whole shards, one call enqueues them.
 
     Args:
         sources: Shapes, dtypes and shardings of the arrays that will be given.
@@ -109,7 +109,7 @@ def plan_moves(
 def goes_whole(
     shape: tuple[int, ...], src: Sharding, dst: Sharding, *, may_alias: bool = False
 ) -> bool:
-    """Whether every shard is copied as it is to another device, or another memory."""
+    """Return whether every shard is copied as it is to another device, or another memory."""
     src_boxes, dst_boxes = boxes(src, shape), boxes(dst, shape)
     # One device to one, or shard for shard onto other devices: XLA does these without the host. On
     # devices in common it would alias, whatever ``may_alias`` says, if the source is a replica
@@ -120,7 +120,7 @@ def goes_whole(
 
 
 def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Shard for shard onto other devices, or into another memory."""
+    """Return the move that copies shard for shard onto other devices, or into another memory."""
     if src.device_set & dst.device_set and src.memory_kind == dst.memory_kind:
         return lambda x: jax.device_put(x, dst)
     copy = plan_copies([dst])
@@ -130,8 +130,8 @@ def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array
 def _plan_keys(
     shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, may_alias: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Key data has the shape of the keys and one more dimension, which a ``NamedSharding`` of the
-    keys leaves whole."""
+    """Return the move of random keys by their data, which has the shape of the keys and one more
+    dimension, which a ``NamedSharding`` of the keys leaves whole."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
     move = plan_reshard(data.shape, data.dtype, src, dst, may_alias=may_alias)
 
@@ -144,7 +144,7 @@ def _plan_keys(
 def _plan_pieces(
     shape: tuple[int, ...], found: Fetches, dst: Sharding, may_alias: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """The general move: cut, copy, join."""
+    """Return the general move: cut, copy, join."""
     fetches = found.fetches
     cutters = {device: cutter(cuts) for device, cuts in found.cuts.items()}
     joins = [
@@ -189,7 +189,7 @@ def _plan_pieces(
 
 @lru_cache(maxsize=4096)
 def cutter(cuts: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    """One program that cuts all pieces wanted of a shard."""
+    """Return one program that cuts all pieces wanted of a shard."""
 
     @jax.jit
     def cut(shard: jax.Array) -> tuple[jax.Array, ...]:
@@ -200,8 +200,8 @@ def cutter(cuts: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]
 
 @lru_cache(maxsize=4096)
 def joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
-    """One program that joins a grid of pieces, given with the index of their first element in
-    ascending order."""
+    """Return one program that joins a grid of pieces, given with the index of their first element
+    in ascending order."""
 
     def nest(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
         if len(pieces) == 1:

@@ -31,7 +31,7 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 
 
 class Residuals:
-    """The values that one micro-batch keeps.
+    """The values that one micro-batch keeps for the backward pass.
 
     Args:
         flow: The forward pass: of parameters, inputs and batch leaves; to outputs, and what
@@ -91,7 +91,7 @@ class Residuals:
         self.stored = [v for v in kept if v not in self._whole]
 
     def spec(self, kept: Any) -> PartitionSpec:
-        """How one of the values is expected to lie on the stage's mesh."""
+        """Return how one of the kept values is expected to lie on the stage's mesh."""
         return self._split.spec(kept)
 
     def read_again(
@@ -102,14 +102,14 @@ class Residuals:
         outputs: Sequence[Any],
         stored: Sequence[Any],
     ) -> list[Any]:
-        """All that the backward pass reads, from what was kept."""
+        """Return all that the backward pass reads, made from what was kept."""
         variables = (*self._params, *self._whole, *self.stored)
         arrays = (*params, *inputs, *batch, *outputs, *stored)
         return self._flow.evaluate(dict(zip(variables, arrays, strict=True)), self._read)
 
 
 def _places(kept: Collection[Any], group: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of what is kept of a group; of a value that stands in it twice, the first."""
+    """Return positions of what is kept of a group; of a value that is in it twice, the first."""
     first = {v: k for k, v in reversed(list(enumerate(group))) if is_variable(v)}
     return tuple(sorted(k for v, k in first.items() if v in kept))
 
@@ -136,7 +136,7 @@ _LIE_AS_READ = ("scatter", "broadcast_in_dim", "iota")
 
 
 class ValueSplit:
-    """How the values of a program are expected to lie on a stage's mesh: as the partition walk
+    """The split of a program's values that is expected on a stage's mesh: as the partition walk
     follows the shardings of its inputs. The compiler decides.
 
     Args:
@@ -186,8 +186,8 @@ class ValueSplit:
         ]
 
     def before_gather(self, value: Any) -> Any:
-        """The split value that one is the whole of, made by a constraint; else the value. Only the
-        part is kept, and gathered again: Korthikanti et al., section 4.2.2."""
+        """Return the split value that one is the whole of, made by a constraint; else the value.
+        Only the part is kept, and gathered again: Korthikanti et al., section 4.2.2."""
         equation = self._flow.maker(value)
         if equation is None or equation.primitive.name != "sharding_constraint":
             return value
@@ -195,12 +195,12 @@ class ValueSplit:
         return part if self._parts(part) > self._parts(value) else value
 
     def _parts(self, atom: Any) -> int:
-        """Into how many different parts."""
+        """Return the number of different parts into which a value is split over the mesh."""
         return math.prod(degree for degree, dims in self._axes if _dim(dims, atom) is not None)
 
     def spec(self, value: Any) -> PartitionSpec:
-        """How it lies on the mesh; an axis that would split a dimension twice, or unevenly, does
-        not."""
+        """Return how a value lies on the mesh; an axis that would split a dimension twice, or
+        unevenly, does not."""
         entries: list[str | None] = [None] * len(value.aval.shape)
         for (name, _, _), (degree, dims) in zip(self._split, self._axes, strict=True):
             dim = _dim(dims, value)
@@ -209,12 +209,12 @@ class ValueSplit:
         return PartitionSpec(*entries)
 
     def nbytes(self, value: Any) -> int:
-        """Per device."""
+        """Return the bytes of a value per device."""
         return -(-self._flow.nbytes(value) // self._parts(value))
 
     def expected_bytes(self, value: Any) -> int:
-        """Per device, once it is compiled: what is scattered goes to zeros, which lie as it
-        does."""
+        """Return the bytes of a value per device, once it is compiled: what is scattered goes to
+        zeros, which lie as it does."""
         if value not in self._expected:
             maker = self._flow.maker(value)
             is_given = maker is None or not maker.primitive.name.startswith(_LIE_AS_READ)
@@ -222,7 +222,7 @@ class ValueSplit:
         return self._expected[value]
 
     def least_bytes(self, value: Any) -> int:
-        """Per device, if the compiler splits it along every axis that reaches it."""
+        """Return a value's bytes per device, if the compiler splits it along all axes it can."""
         found = self._least.get(value)
         if found is None:
             parts = 1
@@ -233,8 +233,8 @@ class ValueSplit:
 
     @cached_property
     def _reached(self) -> list[Collection[Any]]:
-        """Per axis, the values that it may split: by the inputs, by constraints, or by what is
-        asked for."""
+        """The values that each axis may split: by the inputs, by constraints, or by what is asked
+        for."""
         flow = self._flow
         specs = [
             (equation.outvars[0], spec)
@@ -256,8 +256,8 @@ class ValueSplit:
         ]
 
     def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:
-        """As of an equation, per device, ``products`` also of these; None also where devices would
-        have to exchange something."""
+        """Return the bytes that a device moves to recompute an equation; None if that is not cheap,
+        or devices would exchange data. With ``products``, matrix products have a cost, too."""
         cost = recompute_bytes(equation)
         if products and equation.primitive.name in _PRODUCTS:
             cost = product_bytes(equation)
@@ -268,7 +268,7 @@ class ValueSplit:
         return cost / max(map(self._parts, (*equation.invars, *equation.outvars)))
 
     def pass_bytes(self) -> float:
-        """Bytes of memory traffic that the program is worth, per device."""
+        """Return the bytes of memory traffic that the program is worth, per device."""
         total = 0.0
         for equation in self._flow.jaxpr.eqns:
             cost = recompute_bytes(equation)
@@ -278,7 +278,7 @@ class ValueSplit:
 
 
 def _dims_of(spec: PartitionSpec, axis: str) -> list[int]:
-    """Dimensions that a mesh axis is asked to split, beside others or alone."""
+    """Return the dimensions that a mesh axis is asked to split, beside others or alone."""
     return [dim for dim, names in enumerate(spec) if axis in several(names)]
 
 
@@ -287,7 +287,7 @@ def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:
 
 
 def _exchanges(equation: Any, degree: int, dims: Mapping[Any, int | None]) -> bool:
-    """Whether an operand is not split as the result is made of it: a sum over what is split."""
+    """Return whether an operand is not split as the result is: a sum over what is split."""
     result = _dim(dims, equation.outvars[0])
     for operand, atom in enumerate(equation.invars):
         dim = _dim(dims, atom)
@@ -299,7 +299,7 @@ def _exchanges(equation: Any, degree: int, dims: Mapping[Any, int | None]) -> bo
 
 
 def _made_of(equation: Any, operand: int, dim: int, degree: int) -> int | None:
-    """Where a dimension of an operand is in the result; None where it is summed over."""
+    """Return the result's dimension that an operand's becomes; None where it is summed over."""
     name = equation.primitive.name
     if name == "dot_general":
         contract, _ = equation.params["dimension_numbers"]

@@ -41,11 +41,11 @@ class SavedPass:
 
     @cached_property
     def spread(self) -> Spread:
-        """How splits spread through ``flow``."""
+        """The way in which splits spread through ``flow``."""
         return Spread(self.flow.jaxpr)
 
     def vjp(self, saved: Iterable[Any]) -> Any:
-        """The function that goes backwards, from all that was saved."""
+        """Return the function that goes backwards, made from all that was saved."""
         read = iter(saved)
         return jax.tree.unflatten(
             self._tree,

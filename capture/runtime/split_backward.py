@@ -32,7 +32,7 @@ from capture.tracing.recompute import recompute_bytes
 
 
 class BackwardSplit:
-    """Which values of a backward pass are computed, held and handed over.
+    """The cut of a backward pass in two: which values are computed, held and handed over.
 
     Args:
         flow: The backward pass.
@@ -62,8 +62,8 @@ class BackwardSplit:
         self.read = read - made
 
     def _sources(self, v: Any, read: set[Any]) -> set[Any] | None:
-        """What else must be there for a value to follow by cheap operations; None where it does
-        not."""
+        """Return what else must be there for a value to follow by cheap operations; None where it
+        does not."""
         sources, seen, waiting = set[Any](), {v}, [v]
         while waiting:
             one = waiting.pop()
@@ -122,12 +122,12 @@ class SplitStagePrograms(StagePrograms):
         return BackwardSplit(flow, len(self.differentiable_inputs), [*params, *accumulated])
 
     def _held(self, group: int) -> tuple[int, ...]:
-        """Positions in a group of inputs that the gradients of weights read."""
+        """Return the positions in a group of inputs that the gradients of weights read."""
         return tuple(i for i, v in enumerate(self._groups[group]) if v in self.split.read)
 
     def _parts(self, groups: Iterable[int]) -> tuple[list[Any], list[Any]]:
-        """Values of some groups of inputs: those that die with the first program, and those that
-        are held."""
+        """Return the values of some groups of inputs: those that die with the first program, and
+        those that are held."""
         values = [v for group in groups for v in self._groups[group]]
         held = self.split.read
         return [v for v in values if v not in held], [v for v in values if v in held]
@@ -162,7 +162,7 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def forward(self) -> Executable:
-        """(params, inputs, batch) -> (outputs, residuals, held residuals)."""
+        """The program (params, inputs, batch) -> (outputs, residuals, held residuals)."""
         held = set(self._held(4))
         gone, kept = (
             [each for i, each in enumerate(self._stored_shardings) if (i in held) == is_held]
@@ -173,7 +173,7 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def _structs(self) -> tuple[list[Any], list[Any]]:
-        """Of what dies with the first program, and of what is held."""
+        """The shapes of what dies with the first program, and of what is held."""
         residuals = [*self.forward.outputs[1], *self.forward.outputs[2]]
         by_var = dict(zip((v for part in self._parts([4]) for v in part), residuals, strict=True))
         for group, ids in (
@@ -191,7 +191,8 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def backward_inputs(self) -> Executable:
-        """(params, kept batch, what dies, what is held) -> (input gradients, deferred)."""
+        """The program (params, kept batch, what dies, what is held) -> (input gradients,
+        deferred)."""
         gone, held = self._structs
         batch = self._batch_structs(range(self._counts[2]))
         args = (self.param_structs(self.params), batch, gone, held)
@@ -200,7 +201,7 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def backward_weights(self) -> Executable:
-        """(params, held batch, what is held, deferred, accumulated) -> accumulated."""
+        """The program (params, held batch, what is held, deferred, accumulated) -> accumulated."""
         accumulated = self.param_structs(self.params)
         args = (
             self.param_structs(self.params),
@@ -214,7 +215,7 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def split_cost(self) -> SplitCost:
-        """What the compiler says of the two programs."""
+        """The memory and work of the two backward programs as the compiler reports them."""
         inputs, weights = self.backward_inputs, self.backward_weights
         kept = [self.residuals.inputs, self.residuals.outputs, self.residuals.batch]
         return SplitCost(
@@ -231,12 +232,12 @@ class SplitStagePrograms(StagePrograms):
         )
 
     def _backward_cost(self) -> dict[str, Any]:
-        """Its backward pass is never compiled whole."""
+        """Return the cost of the two programs; the backward pass is never compiled whole."""
         return {"backward_bytes": 0, "split": self.split_cost}
 
     @property
     def buffers(self) -> StageBuffers:
-        """As of ``StagePrograms``, of the programs of a split backward pass."""
+        """The buffers of the stage's programs, two of them for backward: compiles them all."""
         programs = {
             "forward": self.forward,
             "backward_inputs": self.backward_inputs,

@@ -15,14 +15,14 @@ from capture.step.program import Slot, Step
 
 
 def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> Sequence[Any]:
-    """The structures of the arrays of a slot; compiles what makes it, if that is not known else. In
-    the memory of a host they lie as on the devices."""
+    """Return the structures of the arrays of a slot; compiles what makes it, if that is not known
+    else. In the memory of a host they lie as on the devices."""
     found = _structs(stages, step.places.index(slot.place) % len(stages), slot)
     return found if slot.place.host is None else [on_host(struct) for struct in found]
 
 
 def on_host(struct: Any) -> jax.ShapeDtypeStruct:
-    """An array in the memory of the host of its devices."""
+    """Return the structure of an array in the memory of the host of its devices."""
     sharding = struct.sharding.with_memory_kind(HOST_MEMORY)
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 

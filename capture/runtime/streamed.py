@@ -155,7 +155,7 @@ class StreamedStep(TrainStep):
         )
 
     def _casts(self) -> dict[int, Cast]:
-        """By parameter that devices get as a cast, to what."""
+        """Return the casts of the parameters that devices get as casts, by parameter."""
         dtype = self.plan.swaps.stream
         found = {
             p: cast for p, cast in enumerate(self.traced.casts) if cast and cast.dtype == dtype
@@ -169,7 +169,7 @@ class StreamedStep(TrainStep):
         return found
 
     def _operations(self, task: Task, examples: int) -> float:
-        """Of a pass, which backwards computes forwards again."""
+        """Return the FLOPs of a pass; a backward one computes the forward pass again."""
         flops = sum(self.traced.graph.layers[layer].flops for layer in task.layers)
         return examples * (flops + 1) * (1 if task.kind == "forward" else 3)
 
@@ -186,12 +186,12 @@ class StreamedStep(TrainStep):
 
     @cached_property
     def compiled(self) -> Step:
-        """The same, whether or not a device has room for it."""
+        """The step's instructions, whether or not a device has room; compiles every program."""
         executables = self.programs.executables
         return self.given({name: one.transient_bytes for name, one in executables.items()})
 
     def given(self, transient_bytes: Mapping[str, int]) -> Step:
-        """The same, where it is known what its programs, by name, need beside what they read."""
+        """Return the step's instructions, given what programs need beside what they read."""
         for name, nbytes in transient_bytes.items():
             key, known = self._uncompiled.programs[name].call[:3], self._sizes.compiled
             known[key] = max(nbytes, known.get(key, 0))
@@ -231,7 +231,7 @@ class StreamedStep(TrainStep):
         return joined_params(self.traced, found)
 
     def _whole(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
-        """An array of the host, or its shares, as the parameter's."""
+        """Return an array of the host, or its shares, as the parameter's."""
         struct, given = self._sizes.param(param), [np.array(array) for array in arrays]
         return (joined(given, struct.shape) if len(given) > 1 else given[0]).astype(struct.dtype)
 
@@ -245,7 +245,7 @@ class StreamedStep(TrainStep):
         return found
 
     def _kept(self, what: str) -> list[tuple[str, Slot]]:
-        """Slots of the host, and their names."""
+        """Return the slots of the host of one kind, such as ``weights``, and their names."""
         slots = self._uncompiled.slots
         named = ((name, slots[n]) for name, n in self._uncompiled.persistent.items())
         return [(name, slot) for name, slot in named if slot.what == what]
@@ -306,7 +306,7 @@ class StreamedStep(TrainStep):
 
     @cached_property
     def _parts(self) -> list[int]:
-        """Examples of each part of the batch that is fed."""
+        """The examples of each part of the batch that is fed."""
         step = self._uncompiled
         rows = {each.microbatch: step.slots[each.slot].holds.rows for each in step.all_of(Feed)}
         return [stop - first for _, (first, stop) in sorted(rows.items())]

@@ -63,8 +63,8 @@ class Moves:
         return {value: base for base, value in found.items()}
 
     def _made_of(self, value: Any) -> tuple[Any, Sequence[Run]] | None:
-        """The argument or result of a product that a value is, and where its elements are in it, in
-        row-major order; None where it is computed, or that is not known."""
+        """Return the argument or result of a product that a value is, and where its elements are in
+        it, in row-major order; None where it is computed, or that is not known."""
         program, runs = self._program, _in_order(value)
         while True:
             view = program.views.of(value)
@@ -90,8 +90,8 @@ class Moves:
             value = read
 
     def _is_by_example(self, value: Any, batch: Sequence[int], base: Any) -> bool:
-        """Whether the products that make and read a value have examples in their batches, if they
-        have any, where these are split over replicas.
+        """Return whether the products that make and read a value have examples in their batches, if
+        they have any, where these are split over replicas.
 
         Args:
             value: The operand.
@@ -107,7 +107,7 @@ class Moves:
         return all(not dims or axis.dims.get(one) in dims for one, dims in pairs)
 
     def _orders(self, value: Any, base: Any, runs: Sequence[Run]) -> Sequence[Order]:
-        """The orders in which the dimensions of a value may lie; none where that is not known."""
+        """Return the orders in which a value's dimensions may lie; none where that is not known."""
         sizes, whole = value.aval.shape, 1
         order = sorted(range(len(sizes)), key=lambda dim: -runs[dim][0])
         for dim in reversed(order):  # all elements, each once
@@ -132,7 +132,7 @@ class Moves:
     def _is_read(
         self, value: Any, order: Order, summed: Sequence[int], batch: Sequence[int]
     ) -> bool:
-        """Whether a library can read a value that lies in an order.
+        """Return whether a library can read a value that lies in an order.
 
         Args:
             value: The operand.
@@ -145,7 +145,7 @@ class Moves:
         return len(runs) == len({*runs}) and not (runs and runs[-1][0])
 
     def _local(self, value: Any) -> Sequence[int]:
-        """The sizes of a value on one device; all 1 where it may be split in another way."""
+        """Return the sizes of a value on one device; all 1 where it may be split in another way."""
         sizes = [*value.aval.shape]
         for axis in self._split.axes:
             dim = axis.dims.get(value)
@@ -157,13 +157,13 @@ class Moves:
 
 
 def _in_order(value: Any) -> tuple[Run, ...]:
-    """The runs of a value as it is."""
+    """Return the runs of a value as it is."""
     shape = value.aval.shape
     return tuple((math.prod(shape[dim + 1 :]), size) for dim, size in enumerate(shape))
 
 
 def _dims_of(base: Any, run: Run) -> Sequence[int]:
-    """The dimensions of a value that a run of its elements goes along; none of a single one."""
+    """Return the dimensions of a value that a run of elements goes along; none of a single one."""
     (distance, size), below, found = run, 1, []
     for dim in reversed(range(base.aval.ndim)):
         above = below * base.aval.shape[dim]
@@ -174,7 +174,7 @@ def _dims_of(base: Any, run: Run) -> Sequence[int]:
 
 
 def _part(product: Any, dim: int) -> int:
-    """Whether a dimension of a product's result is one of its batches, rows or columns."""
+    """Return 0, 1 or 2 for a dimension of a product's result: of its batches, rows or columns."""
     [[summed, _], [batch, _]] = product.params["dimension_numbers"]
     rows = product.invars[0].aval.ndim - len(summed)
     return 0 if dim < len(batch) else 1 if dim < rows else 2

@@ -69,7 +69,7 @@ class LargeProducts:
 
     @cached_property
     def large(self) -> Mapping[int, Product]:
-        """By position, in order."""
+        """The large products by position, in order."""
         found = {}
         for at, (rows, columns, terms) in self._program.once(_read_whole).items():
             equation = self._program.equations[at]
@@ -159,8 +159,8 @@ class LargeProducts:
 
 
 def _computed(program: TracedProgram, at: int) -> tuple[str, str]:
-    """The fastest data type that an operand has on its way to a product, and the precision that
-    this asks for."""
+    """Return the fastest data type that an operand has on its way to a product, and the precision
+    that this asks for."""
     equation = program.equations[at]
     views = [program.views.of(v) for v in equation.invars if is_variable(v)]
     narrow = min(view.itemsize for view in views)
@@ -175,18 +175,18 @@ def _computed(program: TracedProgram, at: int) -> tuple[str, str]:
 
 
 def _alike(program: TracedProgram) -> Mapping[int, int]:
-    """``Views.alike`` of all products."""
+    """Return ``Views.alike`` of all products."""
     return program.views.alike(program.products.distinct_products)
 
 
 def _read_whole(program: TracedProgram) -> Mapping[int, tuple[int, int, int]]:
-    """The distinct products of whose results more than parts or sums are needed."""
+    """Return the distinct products of whose results more than parts or sums are needed."""
     found = program.products.distinct_products
     return {at: sizes for at, sizes in found.items() if not _is_read_in_parts(program, at)}
 
 
 def _is_read_in_parts(program: TracedProgram, at: int) -> bool:
-    """Whether only parts or sums of a result are needed."""
+    """Return whether only parts or sums of a result are needed."""
     [result], views = program.equations[at].outvars, program.views
     waiting, readers = [result], program.readers
     while waiting:
@@ -248,7 +248,7 @@ def least_flops(equation: Any) -> int:
 def _valid_pairs(
     size: int, window: int, results: int, stride: int, spread: int, apart: int, low: int
 ) -> int:
-    """Positions of the result and of the window that meet an element."""
+    """Count, in one dimension, pairs of result and window positions that meet an element."""
     at = np.arange(results)[:, None] * stride + np.arange(window)[None] * apart - low
     return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class TracedOperation(NamedTuple):
-    """What an operation reads and makes that has memory of its own.
+    """The values with memory of their own that an operation reads and makes.
 
     Attributes:
         sizes: Elements of each that it makes.
@@ -45,8 +45,8 @@ class TracedOperation(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """What has to be there while a product runs, whatever the order of the operations: see
-    ``capture.runtime.bounds.Memory``.
+    """The values that have to be there while a product runs, whatever the order of the operations:
+    see ``capture.runtime.bounds.Memory``.
 
     Attributes:
         results: Results of the program that products before it made, as they are.
@@ -112,12 +112,12 @@ class TracedProgram:
 
     @cached_property
     def views(self) -> Views:
-        """Which values are others under another name."""
+        """The values that are others under another name."""
         return Views(self.equations)
 
     @cached_property
     def readers(self) -> Mapping[Any, Sequence[Any]]:
-        """Per value, the operations that read it and that results depend on."""
+        """The operations that read each value and that results depend on."""
         found: dict[Any, list[Any]] = {}
         for equation, reads in self.useful_reads:
             for value in {*reads}:
@@ -126,7 +126,7 @@ class TracedProgram:
 
     @cached_property
     def reads(self) -> Sequence[Sequence[Any]]:
-        """Per operation, what it reads."""
+        """The variables that each operation reads."""
         return [variables(equation.invars) for equation in self.equations]
 
     @cached_property
@@ -136,12 +136,12 @@ class TracedProgram:
 
     @cached_property
     def useful_at(self) -> Sequence[int]:
-        """Their positions."""
+        """The positions of the operations that results depend on, in order."""
         return sorted(self.useful)
 
     @cached_property
     def given_readers(self) -> Mapping[Any, Sequence[Any]]:
-        """Per argument, what the operations that read it make."""
+        """The results of the operations that read each argument."""
         found: dict[Any, list[Any]] = {v: [] for v in self.flow.inputs}
         for equation, reads in zip(self.equations, self.given_reads, strict=True):
             for v in {*reads}:
@@ -150,17 +150,17 @@ class TracedProgram:
 
     @cached_property
     def inner_reads(self) -> Sequence[Sequence[Any]]:
-        """Per operation, what it reads that is no argument."""
+        """The variables that each operation reads and that are no arguments."""
         return [[v for v in reads if v not in self.given] for reads in self.reads]
 
     @cached_property
     def given_reads(self) -> Sequence[Sequence[Any]]:
-        """Per operation, the arguments that it reads."""
+        """The arguments that each operation reads."""
         return [[v for v in reads if v in self.given] for reads in self.reads]
 
     @cached_property
     def narrowest_dtype(self) -> str:
-        """Of floating-point values; products may be computed in it."""
+        """The narrowest floating-point type of any value; products may be computed in it."""
         atoms = [*self.flow.inputs, *(v for e in self.equations for v in e.outvars)]
         dtypes = {getattr(v.aval, "dtype", None) for v in atoms}
         floats = [d for d in dtypes if d and jax.numpy.issubdtype(d, jax.numpy.floating)]
@@ -168,7 +168,7 @@ class TracedProgram:
 
     @cached_property
     def useful(self) -> Collection[int]:
-        """Positions of the operations that results depend on."""
+        """The positions of the operations that results depend on."""
         wanted, found = set(variables(self.flow.outputs)), set[int]()
         for at in reversed(range(len(self.equations))):
             equation = self.equations[at]
@@ -178,8 +178,8 @@ class TracedProgram:
         return found
 
     def lives(self, stores_reduced: bool) -> tuple[Mapping[Any, int], Mapping[Any, int]]:
-        """The operations, by position, at which each value that stands in memory is first and last
-        needed; what is summed up among them, or computed while it is."""
+        """Return the operations, by position, at which each value that stands in memory is first
+        and last needed; what is summed up among them, or computed while it is."""
         return self.once(TracedProgram._found_lives, stores_reduced)
 
     def _found_lives(self, stores_reduced: bool) -> tuple[dict[Any, int], dict[Any, int]]:
@@ -219,7 +219,7 @@ class TracedProgram:
 
 
 class Opaque:
-    """What of a program depends on which of its products are opaque.
+    """The part of a program's facts that depends on which of its products are opaque.
 
     Args:
         program: Traced.
@@ -232,7 +232,7 @@ class Opaque:
 
     @cached_property
     def computing(self) -> Sequence[TracedOperation]:
-        """All but the products, with what cannot be read as anything else."""
+        """The operations that are no opaque products, with what cannot be read as anything else."""
         return _reached(
             TracedOperation.of(reads, e.outvars, self._program.products.new_elements(e))
             for at, (e, reads) in enumerate(
@@ -243,8 +243,8 @@ class Opaque:
 
     @cached_property
     def leaving(self) -> Sequence[tuple[Any, Sequence[tuple[Any, bool]]]]:
-        """Values that products make and what follows from them, last ones first, with what is made
-        of each, and whether a product makes that."""
+        """The values that operations make, last ones first, with the operations that read each, and
+        whether these are opaque products."""
         readers: dict[Any, list[tuple[Any, bool]]] = {}
         for at, equation in enumerate(self._program.equations):
             if at in self._program.useful:
@@ -255,7 +255,7 @@ class Opaque:
 
     @memo
     def needed(self, product: int) -> Needed:
-        """While a product runs, by position."""
+        """Return what has to be there while the product at a position runs."""
         program, equations = self._program, self._program.equations
         before, groups = self._before[product], _Groups(self._joined_before[product])
         later = set(equations[product].outvars)
@@ -294,7 +294,7 @@ class Opaque:
     def _steps(
         self, backwards: Iterable[int], wanted: set[Any], results: Collection[Any]
     ) -> Sequence[TracedOperation]:
-        """Of some operations, the last ones first, those that what is wanted follows from."""
+        """Return, of operations given last ones first, those that what is wanted follows from."""
         found = []
         for at in backwards:
             begins = at in self.products
@@ -310,14 +310,14 @@ class Opaque:
         return _reached(reversed(found))
 
     def _joins(self, at: int) -> Sequence[Any]:
-        """What an operation reads and makes, but for results that are products' as they are: what
-        is computed of these need not stand for them."""
+        """Return what an operation reads and makes, but for results that are products' as they are:
+        what is computed of these need not stand for them."""
         values = (*self._program.inner_reads[at], *self._program.equations[at].outvars)
         return [v for v in values if v not in self._made or v not in self._program.results]
 
     @cached_property
     def _joined_before(self) -> Mapping[int, Mapping[Any, Any]]:
-        """Per product, how the operations before it that are no products join values."""
+        """The values that operations before each product join, by product; products join none."""
         groups, found = _Groups({}), {}
         for at in range(len(self._program.equations)):
             if at in self.products:
@@ -328,7 +328,7 @@ class Opaque:
 
     @cached_property
     def _before(self) -> Mapping[int, Collection[int]]:
-        """Per product, the products that it depends on, by position."""
+        """The positions of the products that each product depends on."""
         found: dict[int, frozenset[int]] = {}
         origins: dict[Any, frozenset[int]] = {}
         for at, equation in enumerate(self._program.equations):
@@ -354,11 +354,11 @@ class _Groups:
 
     @property
     def joined(self) -> Mapping[Any, Any]:
-        """As of now."""
+        """A copy of the links between the values that are joined so far."""
         return dict(self._next)
 
     def of(self, value: Any) -> int:
-        """A number of the value's group."""
+        """Return a number of the value's group."""
         return id(self._last(value))
 
     def join(self, *values: Any) -> None:
@@ -387,5 +387,5 @@ def _is_fused(equation: Any) -> bool:
 
 
 def variables(atoms: Iterable[Any]) -> Sequence[Any]:
-    """Those that are no literals."""
+    """Return the atoms that are no literals."""
     return [atom for atom in atoms if is_variable(atom)]

@@ -32,7 +32,7 @@ _LONG = 128
 
 
 class Dependence(NamedTuple):
-    """How a value depends on one that stands in memory.
+    """The dependence of a value on one that stands in memory.
 
     Attributes:
         turn: Kernels, one after the other, that read that before one that makes the value can.
@@ -68,7 +68,7 @@ def joined(ways: Sequence[Ways]) -> Ways:
 
 
 def stored(ways: Ways, nbytes: int) -> Ways:
-    """Return the same of a value of so many bytes, which may be stored in the place of all."""
+    """Return how a value of so many bytes depends on others, if it may be stored in their place."""
     if sum([one.stored for one in ways.values()]) <= nbytes:
         return ways
     found, left = {}, nbytes
@@ -80,13 +80,13 @@ def stored(ways: Ways, nbytes: int) -> Ways:
 
 
 def in_parts(ways: Ways, nbytes: int) -> Ways:
-    """Return the same of a part of a value, of so many bytes."""
+    """Return how a part of a value, of so many bytes, depends on others."""
     return {s: one._replace(nbytes=min(one.nbytes, nbytes)) for s, one in ways.items()}
 
 
 def summed(ways: Ways, ends: bool = False, shares: bool = False) -> Ways:
-    """Return the same of what is made of a value and reads no more of all that: of a sum, which
-    ends a kernel, or is needed for several values."""
+    """Return how what is made of a value depends on others, if it reads no more of them: of a sum,
+    which ends a kernel, or is needed for several values."""
     found = {}
     for source, (turn, is_shared, nbytes, _) in ways.items():
         turn += ends and nbytes > 0
@@ -152,14 +152,14 @@ def shared_sums(program: TracedProgram, written: Collection[Any]) -> Collection[
 
 
 def _is_long(equation: Any) -> bool:
-    """Whether it sums up rows, and many elements to one."""
+    """Return whether an operation sums up rows, and many elements to one."""
     operand, result = equation.invars[0].aval, equation.outvars[0].aval
     is_over_rows = operand.ndim - 1 in equation.params.get("axes", ())
     return is_over_rows and operand.size >= _LONG * result.size
 
 
 def _is_result(program: TracedProgram, value: Any) -> bool:
-    """Whether the caller is given a value, or what is computed of it element by element."""
+    """Return whether the caller is given a value, or what is computed of it element by element."""
     waiting, seen = [value], {value}
     while waiting:
         if (one := waiting.pop()) in program.results:
@@ -173,8 +173,8 @@ def _is_result(program: TracedProgram, value: Any) -> bool:
 
 
 def _is_met_again(program: TracedProgram, at: int) -> bool:
-    """Whether what follows from a sum meets what it is a sum of, both through operations of one
-    large operand: the form of a softmax."""
+    """Return whether what follows from a sum meets what it is a sum of, both through operations of
+    one large operand: the form of a softmax."""
     equation = program.equations[at]
     if not is_variable(equation.invars[0]):
         return False
@@ -200,7 +200,7 @@ def _is_met_again(program: TracedProgram, at: int) -> bool:
 
 
 def _behind(program: TracedProgram, value: Any, size: int) -> set[Any]:
-    """A value, and those that it follows from through operations of one large operand."""
+    """Return a value, and those that it follows from through operations of one large operand."""
     found = {value}
     while (maker := program.flow.maker(value)) is not None:
         if maker.primitive.name not in ELEMENTWISE:

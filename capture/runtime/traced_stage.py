@@ -20,7 +20,7 @@ from capture.runtime.traced_program import TracedProgram
 
 @dataclass
 class StageTraces:
-    """What was traced of a stage so far, whatever its degrees.
+    """The traces of a stage's programs so far, which do not depend on its degrees.
 
     Attributes:
         saved: The forward pass.
@@ -35,7 +35,7 @@ class StageTraces:
 
 
 class TracedStage(StagePrograms):
-    """As ``StagePrograms``, compiled by a ``Bounder``.
+    """The programs of a stage, traced and bounded by a ``Bounder`` instead of compiled.
 
     Attributes:
         traces: Of this stage, and of others with the same layers whose forward passes are saved
@@ -97,8 +97,8 @@ class TracedStage(StagePrograms):
         donate: Sequence[int],
         out_shardings: Any,
     ) -> Executable:
-        """A program of the end of a step. Without products, its bounds are the same for any number
-        of replicas that do all the same."""
+        """Return the bounds of a program of the end of a step. Without products, they are the same
+        for any number of replicas that do all the same."""
         ends, name = self.traces.ends, function.__name__
         if name not in ends:
             ends[name] = TracedProgram.of(function, args)

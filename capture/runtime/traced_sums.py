@@ -46,7 +46,7 @@ _TOGETHER_BYTES = 2**25
 
 @dataclass
 class Sent:
-    """One collective.
+    """A collective of a program.
 
     Attributes:
         kind: As of ``Collective``.
@@ -89,7 +89,7 @@ class _Parts:
 
 
 def _together(parts: Sequence[_Parts], level: int) -> _Parts:
-    """What is added up, as one sum."""
+    """Join sums that are added up into the first, and return it."""
     one, *others = parts
     one.level = max(level, *(each.level for each in parts))
     one.others = min(each.others for each in parts)
@@ -101,7 +101,7 @@ def _together(parts: Sequence[_Parts], level: int) -> _Parts:
 
 
 class _Gathered(NamedTuple):
-    """What is made whole.
+    """A value that an all-gather makes whole.
 
     Attributes:
         nbytes: At least, where it is.
@@ -141,7 +141,7 @@ class Exchanges:
         self._axis, self._stride, self._over_replicas = axis, stride, over_replicas
 
     def least(self) -> list[Collective]:
-        """Return those that nothing avoids, in order."""
+        """Return the collectives that nothing avoids, in order."""
         sums = [
             Sent("reduce-scatter" if each.may_be_split else "all-reduce", each.nbytes, each.level)
             for each in self._sums
@@ -156,7 +156,7 @@ class Exchanges:
         return self._collectives([*sums, *gathers])
 
     def expected(self) -> list[Collective]:
-        """Return those that are expected, in order."""
+        """Return the collectives that are expected, in order."""
         sums = [
             Sent("reduce-scatter" if each.is_split else "all-reduce", each.nbytes, each.level)
             for each in self._sums
@@ -185,7 +185,7 @@ class Exchanges:
 
     @cached_property
     def _sums(self) -> list[_Parts]:
-        """Sums over the devices, as they begin."""
+        """The sums over the devices, in the order in which they begin."""
         found: list[_Parts] = []
         of: dict[Any, _Parts] = {}
         least: dict[Any, int] = {}  # bytes of what is summed, where it is narrowest so far
@@ -229,9 +229,9 @@ class Exchanges:
         return [each for each in found if each.joined is None]
 
     def _others(self, equation: Any) -> int:
-        """Bytes that devices might send instead of a sum that stays split: operands of a product,
-        of which each device makes a part of the whole result. Of one with a parameter, which stays
-        where it is, the other operand; none is certain of what is no such product."""
+        """Return the bytes that devices might send instead of a sum that stays split: operands of a
+        product, of which each device makes a part of the whole result. Of one with a parameter,
+        which stays where it is, the other operand; none is certain of what is no such product."""
         if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
             return 0
         reads, views = variables(equation.invars), self._program.views
@@ -241,7 +241,7 @@ class Exchanges:
         return min((self._whole_bytes(v) for v in reads if v not in params), default=0)
 
     def _begins(self, equation: Any) -> bool:
-        """Whether its results are parts of a sum over the devices."""
+        """Return whether the results of an operation are parts of a sum over the devices."""
         name, dims = equation.primitive.name, self._axis.dims
         if dims.get(equation.outvars[0]) is not None:
             return False
@@ -259,7 +259,7 @@ class Exchanges:
         return False
 
     def _whole_bytes(self, value: Any) -> int:
-        """Bytes of a value that this axis does not split, in its narrowest type."""
+        """Return the bytes of a value that this axis does not split, in its narrowest type."""
         others = math.prod(
             axis.degree
             for axis in self._split.axes
@@ -277,7 +277,7 @@ class Exchanges:
         return found
 
     def _made_whole(self) -> Iterator[_Gathered]:
-        """What constraints make whole."""
+        """Yield the values that sharding constraints make whole and products read."""
         if not self._program.once(_has_constraints):
             return
         dims, level, known = self._axis.dims, dict[Any, int](), set[Any]()
@@ -297,7 +297,7 @@ class Exchanges:
                 level.update(dict.fromkeys(equation.outvars, before))
 
     def _is_operand(self, value: Any) -> bool:
-        """Whether a product reads a value as it is: else it may only be split another way."""
+        """Return whether a product reads a value as it is: else it may only be split otherwise."""
         base_of = self._program.views.of
         return any(
             out in self._results
@@ -311,8 +311,8 @@ class Exchanges:
         return {product.result for product in self._products.large.values()}
 
     def _params(self) -> Iterator[_Gathered]:
-        """Arguments that a product needs whole, as its results are split like another operand;
-        which of its two that is, is known of what is expected alone."""
+        """Yield the arguments that a product needs whole, as its results are split like another
+        operand; which of its two that is, is known of what is expected alone."""
         known: set[Any] = set()
         for product in self._products.large.values():
             sides = product.equation.invars
@@ -333,8 +333,8 @@ class Exchanges:
                 yield _Gathered(nbytes, nbytes * is_whole, activations)
 
     def _updated(self) -> Iterator[_Gathered]:
-        """Results that are whole, made of arguments that are split; these may be less, as sums over
-        rows and columns are, and are not expected to be sent instead."""
+        """Yield the results that are whole, made of arguments that are split; these may be less, as
+        sums over rows and columns are, and are not expected to be sent instead."""
         dims, flow, asked = self._axis.dims, self._program.flow, self._axis.asked
         whole = [v for v, is_split in asked.items() if not is_split and dims.get(v) is not None]
         if not (whole := [v for v in whole if v not in self._program.given]):
@@ -352,7 +352,7 @@ def _has_constraints(program: TracedProgram) -> bool:
 
 
 def _part_of_side(equation: Any, side: int) -> Sequence[int]:
-    """The dimensions of an operand that both operands and the result have."""
+    """Return the dimensions of an operand that both operands and the result have."""
     if equation.primitive.name != "dot_general":
         return ()
     return equation.params["dimension_numbers"][1][side]

@@ -67,8 +67,8 @@ _KNOWN = _ELEMENTS | REDUCTIONS | (MOVES - {"dynamic_update_slice"})
 
 
 class _Held(NamedTuple):
-    """What is read in the place of a value: no more than it has, and of the value this part of an
-    element's bytes."""
+    """The memory that is read for a value: ``itemsize`` of each ``whole`` bytes of it, and no more
+    than ``base`` has."""
 
     base: Any
     itemsize: int = 1
@@ -137,7 +137,7 @@ def _steps(
 
 
 class _Ends:
-    """What stands in memory of a program, and what products end with.
+    """The values of a program that stand in memory, and what its products end with.
 
     Args:
         program: Traced.
@@ -189,7 +189,7 @@ class _Ends:
 
     @cached_property
     def held(self) -> Mapping[Any, _Held | None]:
-        """What is read in the place of values that stand in memory, or end products; None where
+        """The memory that is read for each value that stands there, or ends products; None where
         that is read before."""
         reads = {v for each in self._program.reads for v in each}
         return {v: self._held(v) for v in reads if self._is_held(v)}
@@ -209,8 +209,8 @@ class _Ends:
         return _Held(value, self._program.views.written_itemsize.get(value, itemsize), itemsize)
 
     def _ends_of(self, equation: Any, before: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
-        """The products that an operation may be the end of: not of those that it also follows from
-        in another way, such as a sum over rows.
+        """Return the products that an operation may be the end of: not of those that it also
+        follows from in another way, such as a sum over rows.
 
         Args:
             equation: The operation.
@@ -231,7 +231,7 @@ class _Ends:
         return found.difference(*(before.get(v, none) for v in others))
 
     def _is_written(self, value: Any) -> bool:
-        """Whether a result is written as a whole, and is more than an argument, scaled, or a
+        """Return whether a result is written as a whole, and is more than an argument, scaled, or a
         constant."""
         program = self._program
         maker = program.flow.maker(value)
@@ -249,7 +249,8 @@ class _Ends:
 
 
 def _base(program: TracedProgram, value: Any) -> tuple[Any, bool]:
-    """What a value is in memory, and whether that is a cast to a narrower type."""
+    """Return the value that stands in memory for one, and whether that is the cast of an argument
+    to a narrower type."""
     views, flow = program.views, program.flow
     while (maker := flow.maker(value)) is not None and views.of(value).base is not value:
         [source, *_] = maker.invars
@@ -262,7 +263,7 @@ def _base(program: TracedProgram, value: Any) -> tuple[Any, bool]:
 
 @dataclass
 class Traffic:
-    """The traffic of a program on a mesh.
+    """The bytes that a program reads and writes on a mesh beside its large products.
 
     Args:
         program: What does not depend on the split.
@@ -313,7 +314,7 @@ class Traffic:
         return [Kernel(nbytes, count=int(nbytes > 0)) for nbytes in parts]
 
     def _read_once(self, steps: Sequence[_Step]) -> dict[Any, int]:
-        """Values in memory that are read, and the bytes of that."""
+        """Return the values in memory that are read, and the bytes of that."""
         read: dict[Any, int] = {}
         sources: dict[Any, Mapping[Any, int]] = {}
         for step in steps:
@@ -328,8 +329,8 @@ class Traffic:
         return read
 
     def _moved(self, read: dict[Any, int]) -> Mapping[Any, int]:
-        """Operands that are written because they have to lie otherwise, and the bytes of that; what
-        they are of is read."""
+        """Return the operands that are written because they have to lie otherwise, and the bytes of
+        that; what they are of is read."""
         moved: dict[Any, int] = {}
         moves = Moves(self.program, self.split, self._ends.of)
         for value, base in moves.operands(self.products).items():
@@ -341,7 +342,7 @@ class Traffic:
         return moved
 
     def _part(self, value: Any) -> int:
-        """The place of a value in ``least``."""
+        """Return the place of a value in ``least``."""
         by_replicas, by_tensor = self._reached
         is_same = by_replicas is not None and value not in by_replicas
         is_whole = by_tensor is not None and value not in by_tensor
@@ -354,7 +355,7 @@ class Traffic:
         return [reached.get(name) for name in (DATA_AXIS, MODEL_AXIS)]
 
     def _read_again(self, steps: Sequence[_Step]) -> Mapping[Any, int]:
-        """Values in memory that are read once more, and the bytes of that."""
+        """Return the values in memory that are read once more, and the bytes of that."""
         again, ways = ReadAgain(), dict[Any, Ways]()
         made = {value for base, _, value in self._ends.operands if base in self._written}
         for step in steps:
@@ -384,7 +385,7 @@ class Traffic:
         return again.nbytes()
 
     def _ways(self, value: Any, ways: dict[Any, Ways]) -> Ways:
-        """How a value depends on what stands in memory, itself if it does."""
+        """Return how a value depends on what stands in memory, itself if it does."""
         known, read = ways.get(value, NONE), self._held.get(value)
         if read is None:
             return known
@@ -393,8 +394,8 @@ class Traffic:
 
     @cached_property
     def _held(self) -> Mapping[Any, Mapping[Any, int]]:
-        """What is read in the place of values that stand in memory, or end products, and the bytes
-        of that."""
+        """The bytes, per value in memory, that are read in the place of each value that stands
+        there, or ends products."""
         least, found = self.split.least_bytes, dict[Any, Mapping[Any, int]]()
         for value, held in self._ends.held.items():
             found[value] = {}
@@ -404,7 +405,7 @@ class Traffic:
         return found
 
     def _sources(self, step: _Step, sources: Mapping[Any, Mapping[Any, int]]) -> Mapping[Any, int]:
-        """Values in memory that an operation is computed from, and the bytes of them."""
+        """Return the values in memory that an operation is computed from, and the bytes of them."""
         each = [self._held[v] if v in self._held else sources.get(v) for v in step.reads]
         first, *others = [read for read in each if read] or [{}]
         if not (others or step.is_part):
@@ -459,7 +460,7 @@ class Traffic:
 
 
 def _most_of(read: Mapping[Any, int]) -> list[Any]:
-    """The largest of values: whoever has half of all bytes has one of them."""
+    """Return the largest of values: whoever has half of all bytes has one of them."""
     found, rest, half = [], sum(read.values()), sum(read.values()) / 2
     for value in sorted(read, key=lambda each: -read[each]):
         if rest < half:
@@ -471,12 +472,12 @@ def _most_of(read: Mapping[Any, int]) -> list[Any]:
 
 @dataclass
 class _Stored:
-    """What one kernel is expected to read and make."""
+    """The values that one kernel is expected to read and make, with their bytes per device."""
 
     read: dict[Any, int] = field(default_factory=dict)
     made: dict[Any, int] = field(default_factory=dict)
 
     def reads_like(self, read: Mapping[Any, int]) -> bool:
-        """Whether most of what is read is what this kernel reads or makes."""
+        """Return whether most of what is read is what this kernel reads or makes."""
         common = sum(nbytes for v, nbytes in read.items() if v in self.read or v in self.made)
         return common > 0 and 2 * common >= max(sum(read.values()), sum(self.read.values()))

@@ -61,7 +61,7 @@ class TracedWork:
             stride *= degree
 
     def least(self) -> ProgramWork:
-        """Return what nothing avoids."""
+        """Return the work that nothing avoids, a lower bound."""
         # Elsewhere, what is computed element by element may be part of a product.
         counts = self._keeps_products or not self._products.large
         others = self._traffic.least() if counts else []
@@ -69,7 +69,7 @@ class TracedWork:
         return _work(self._products.least(), others, sent)
 
     def expected(self) -> ProgramWork:
-        """Return what is expected."""
+        """Return the work that is expected."""
         sent = [each for exchanges in self._exchanges for each in exchanges.expected()]
         return _work(self._products.expected(), self._traffic.expected(), sent)
 

@@ -69,7 +69,7 @@ class Views:
 
     @cached_property
     def written_itemsize(self) -> Mapping[Any, int]:
-        """Bytes of an element of what is computed, where it may be cast before it is stored."""
+        """The bytes per element of what is computed, where it may be cast before it is stored."""
         found: dict[Any, int] = {}
         for value, view in self._known.items():
             found[view.base] = min(found.get(view.base, item_bytes(view.base)), item_bytes(value))
@@ -97,7 +97,7 @@ class Views:
         return {at: last(at) for at in products}
 
     def _before(self, products: Collection[int]) -> Mapping[int, frozenset[int]]:
-        """Per product, those that it depends on."""
+        """Return, per product, those that it depends on."""
         origins: dict[Any, frozenset[int]] = {}
         found = {}
         for at, equation in enumerate(self._equations):
@@ -111,7 +111,7 @@ class Views:
         return found
 
     def _reads(self, equation: Any) -> list[Any]:
-        """How a product reads its operands; a convolution reads each in its own way."""
+        """Return how a product reads its operands; a convolution reads each in its own way."""
         if equation.primitive.name != "dot_general":
             return []
         found = []
@@ -126,7 +126,7 @@ class Views:
 
 
 def item_bytes(value: Any) -> int:
-    """Bytes of one element; a random key has two words."""
+    """Return the bytes of one element; a random key has two words."""
     dtype = getattr(value.aval, "dtype", None)
     return 8 if dtype is None or not hasattr(dtype, "kind") else int(dtype.itemsize)
 
@@ -138,7 +138,7 @@ def _own(value: Any) -> View:
 
 
 def _joined(runs: Iterable[Run]) -> frozenset[Run]:
-    """The same elements as the fewest runs."""
+    """Return the same elements as the fewest runs."""
     found: list[Run] = []
     for distance, size in sorted((run for run in runs if run[1] > 1), reverse=True):
         if found and found[-1][0] == distance * size:
@@ -149,7 +149,7 @@ def _joined(runs: Iterable[Run]) -> frozenset[Run]:
 
 
 def _reshaped(runs: Sequence[Run], shape: Sequence[int], result: Sequence[int]) -> list[Run] | None:
-    """Runs of a reshaped view; None where its elements have to be moved."""
+    """Return the runs of a reshaped view; None where its elements have to be moved."""
     found: list[Run] = [(0, 1)] * len(result)
     for old, new in reshape_groups(shape, result):
         joined = [*_joined(runs[dim] for dim in old)]
