@@ -131,10 +131,10 @@ class Asking:
     """The questions about one model, each answered by bounds and compiles.
 
     Args:
-        options: How far an answer is proven.
-        of_profile: What is bounded, at any micro-batch size.
-        measurements: Of the workload.
-        whole: What is searched where it is not said; None for nothing.
+        options: Options that say how far an answer is proven.
+        of_profile: Question of what is bounded, at any micro-batch size.
+        measurements: Measurements of the workload.
+        whole: Question of what is searched where it is not said; None for nothing.
     """
 
     def __init__(

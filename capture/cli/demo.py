@@ -104,10 +104,10 @@ class RanPlan:
     """The results of a plan that was run, beside one device.
 
     Attributes:
-        stages: Of the plan.
+        stages: Stages of the plan.
         predicted_peak_bytes_per_device, measured_peak_bytes_per_device: Peaks of the steps.
-        meter: How bytes were measured.
-        losses, reference_losses: Of each step, and the same on one device.
+        meter: Method by which bytes were measured.
+        losses, reference_losses: Loss of each step, here and on one device.
         max_relative_loss_error, max_relative_gradient_error: The largest errors beside that.
     """
 
@@ -127,11 +127,11 @@ class DemoReport:
 
     Attributes:
         workload, cluster, global_batch_size, num_microbatches, schedule: What was asked.
-        search: How the recommended plan was found.
+        search: Search that found the recommended plan.
         why: The choice.
         recommended, baseline: The plan of lowest peak, and one with equal FLOPs per stage.
         max_relative_loss_error: The larger of both.
-        versions: Of JAX and of this library.
+        versions: Versions of JAX and of this library.
     """
 
     workload: str

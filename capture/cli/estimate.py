@@ -72,7 +72,7 @@ class FewestDevices:
     """The fewest devices of a target that can hold a model; None where no number of them is enough.
 
     Attributes:
-        target: Its name.
+        target: Name of the target.
         usable_bytes: Memory that programs may need at their peak, per device.
         any_plan: Lower bound, with all state spread evenly.
         pipeline_stages: Lower bound, with whole layers on each device and nothing sharded.
@@ -122,15 +122,16 @@ class EstimateReport:
 
     Attributes:
         workload: The model.
-        num_layers, num_parameters: Of the model.
+        num_layers, num_parameters: Sizes of the model.
         auto_layers: Whether it was cut automatically.
         parameter_bytes, gradient_bytes, optimizer_bytes: Exact.
         microbatch_size: Examples that the loss was traced with.
-        activation_bytes_per_example: By remat, what is kept for the backward pass; an estimate.
+        activation_bytes_per_example: Bytes that are kept for the backward pass, by remat; an
+            estimate.
         forward_flops_per_example: Floating-point operations of a forward pass.
-        step_flops_per_example: The same of a forward and a backward pass.
+        step_flops_per_example: Floating-point operations of a forward and a backward pass.
         targets: The fewest devices of each target that says how much memory it has.
-        warnings: What of the loss makes its step another than that of one device.
+        warnings: Properties of the loss that make its step another than that of one device.
     """
 
     workload: str

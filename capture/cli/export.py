@@ -50,7 +50,7 @@ class NearestReport:
 
     Attributes:
         changes: Decisions of the plan, and of the one that is exported.
-        state_bytes: Of both plans, parameters, gradients and optimizer state of the device that
+        state_bytes: Parameters, gradients and optimizer state, in both plans, of the device that
             holds most; None where the plan has no prediction.
         peak_bytes: Peaks of both, the second predicted; None without a profile.
     """
@@ -67,9 +67,9 @@ class ExportReport:
     Attributes:
         kind: Kind of the plan: stages.
         alpa: Options of ``alpa.PipeshardParallel``.
-        nearest: With ``--nearest``, what had to be changed; None if nothing.
+        nearest: Changes that the nearest plan needed (``--nearest``); None if nothing.
         memory: Peaks in Alpa's runtime; None without a profile.
-        written: By what it is, the files that were written.
+        written: Files that were written, by what they are.
     """
 
     kind: str

@@ -57,8 +57,8 @@ def measuring(
 
     Args:
         of_profile: The question that is changed.
-        measurements: Of its workload.
-        made: Makes the profile of a changed one.
+        measurements: Measurements of its workload.
+        made: Function that makes the profile of a changed question.
     """
 
     def measured(**changes: Any) -> Profile:

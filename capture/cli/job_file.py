@@ -64,9 +64,9 @@ class ProfileJob:
     """A profile to make.
 
     Attributes:
-        question: What is asked.
-        output: Its file.
-        values: Its options, as they were given.
+        question: Question that the profile answers.
+        output: File of the profile.
+        values: Options of the profile, as they were given.
     """
 
     question: ProfileQuestion | LayersQuestion
@@ -88,7 +88,7 @@ class ProfileJob:
         """Return the profile that options ask for.
 
         Args:
-            values: Of the options.
+            values: Values of the options.
             named_by: The file that has them; empty for a command line.
 
         Raises:
@@ -113,7 +113,7 @@ def read_job_file(path: Path, beside: Values = MappingProxyType({})) -> list[Pro
     """Read every profile of a file, which names its workload (``ProfileJob.admitted``).
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         beside: Options of the command line; those count that no file may say.
 
     Raises:

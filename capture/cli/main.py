@@ -62,10 +62,10 @@ class Parser(argparse.ArgumentParser):
     """The parser of options, whose errors are those of all others: a sentence, and a code.
 
     Attributes:
-        everyday: By name, the options that ``--help`` shows where there are too many to be read,
-            with other words where a text is given; ``--help-all`` shows all. Empty where ``--help``
+        everyday: Options that ``--help`` shows where there are too many to be read, by name, with
+            other words where a text is given; ``--help-all`` shows all. Empty where ``--help``
             does.
-        typed: What stands behind the verb.
+        typed: Words of the command line behind the verb.
     """
 
     typed: Sequence[str] = ()

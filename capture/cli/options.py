@@ -40,10 +40,10 @@ class Asks:
     """The options and the search of ``capture plan`` for one kind of plan.
 
     Attributes:
-        title: Of its options in ``--help-all``.
-        about: What the plans are, for ``--system``.
-        options: That it reads.
-        answer: Searches and writes the plan; returns the exit code.
+        title: Title of the options in ``--help-all``.
+        about: Words on the plans, for ``--system``.
+        options: Options that it reads.
+        answer: Function that searches and writes the plan and returns the exit code.
         needs_workload: Whether nothing can be asked without one.
     """
 
@@ -213,8 +213,8 @@ def check_output(
     """Refuse a path at which nothing can be written.
 
     Args:
-        path: Of a file, or of a folder that will hold files.
-        flag: With which it was given.
+        path: Path of a file, or of a folder that will hold files.
+        flag: Option with which the path was given.
         makes_folders: Whether folders that are missing are made.
         is_folder: Whether it is a folder's.
 

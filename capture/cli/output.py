@@ -41,7 +41,7 @@ def write_files(
     """Write what was asked for, and return the files by what they are.
 
     Args:
-        options: Where they go: ``output`` and ``trace``.
+        options: Options that name the files: ``output`` and ``trace``.
         page: Makes the page; None where there is none.
         drawn: Makes a step with its ``simulation`` and ``processes``, for the trace.
     """
@@ -115,8 +115,8 @@ def told(
     """Return an answer as a report and in lines; its plan is saved with its simulated step.
 
     Args:
-        options: Where the plan goes, and what was asked.
-        result: With a plan, or why there is none.
+        options: Options that say where the plan goes, and what was asked.
+        result: Answer with a plan, or why there is none.
         time: The step of the plan; None where nobody knows rates.
         attempts: What was tried for it.
         notes: Lines before the answer.

@@ -25,7 +25,7 @@ def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[in
 
     Args:
         paths: Profiles of the model; they are read now.
-        plan: With which the training begins.
+        plan: Plan with which the training begins.
 
     Raises:
         ProfileError: If they are none, or do not belong together.

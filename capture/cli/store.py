@@ -47,16 +47,16 @@ class StoreReport:
     None.
 
     Attributes:
-        num_measurements: In the store (``ls``).
-        jobs: How many there are of which state, kind and target (``ls``).
-        keys: By key, the jobs of the state that was asked for (``ls --state``).
+        num_measurements: Number of measurements in the store (``ls``).
+        jobs: Number of jobs by state, kind and target (``ls``).
+        keys: Jobs of the state that was asked for, by key (``ls --state``).
         row: All that is known of one measurement or job (``show``).
         num_retried: Jobs that wait again (``retry``).
         num_exported: Rows that were written (``export``).
         num_added: Measurements that are new here (``import``, ``merge``).
         different: Keys that are here with another value, which stays (``import``, ``merge``).
         num_removed, dry_run: Rows that were removed, or would be (``gc``).
-        written: By what it is, the files that were written.
+        written: Files that were written, by what they are.
     """
 
     num_measurements: int | None = None

@@ -37,9 +37,9 @@ class Executable:
     Attributes:
         call: Runs it on arrays of the shardings it was compiled for; refuses others.
         outputs: Structure of its results, with shardings.
-        transient_bytes: Per device, temporaries + outputs - aliased inputs.
+        transient_bytes: Bytes per device of temporaries + outputs - aliased inputs.
         work: What it computes, reads and sends, if asked for.
-        output_bytes: Per device, of all results as they are allocated, where that is more than
+        output_bytes: Bytes per device of all results as they are allocated, where that is more than
             their elements (padded tiles of a TPU).
         buffers: Temporaries and results at the program's peak, if asked for.
     """

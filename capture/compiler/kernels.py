@@ -112,7 +112,7 @@ class Instruction:
     Attributes:
         op, shape, rest: Opcode, result and attributes, as HLO writes them.
         operands: Their names and shapes, in order.
-        times: In one execution of the program.
+        times: Number of times that it runs in one execution of the program.
         body: Text of the computation that a fusion calls, with those that this one calls; or
             nothing.
         text: The whole line.
@@ -252,7 +252,7 @@ class _Product(NamedTuple):
 
     Attributes:
         shape: (batches, rows, columns) of the results.
-        flops: Of all.
+        flops: FLOPs of all batches together.
     """
 
     shape: tuple[int, int, int]

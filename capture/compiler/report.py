@@ -34,7 +34,7 @@ class MemoryReport:
     Attributes:
         total_bytes: Arguments, results, temporaries and constants; a donated argument that holds a
             result counts once.
-        argument_bytes: As allocated: on TPU padded to whole tiles.
+        argument_bytes: Bytes of arguments as allocated: on TPU padded to whole tiles.
         output_bytes: Results that have no donated argument to live in, likewise.
     """
 

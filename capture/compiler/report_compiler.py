@@ -41,7 +41,7 @@ class ReportCompiler:
     memory report.
 
     Args:
-        target: With ``stop_at_report`` in its compiler settings.
+        target: Target with ``stop_at_report`` in its compiler settings.
         name_buffers: Also find out what buffers a program holds at its peak.
         timeout_seconds: After which a program without a report is given up, on an idle machine
             (``environment.patience``).

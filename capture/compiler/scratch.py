@@ -59,7 +59,7 @@ class Scratch:
     """The bytes that a CPU program's kernels may allocate.
 
     Attributes:
-        nbytes: At most, at any time, per device.
+        nbytes: Most bytes at any time, per device.
         unbounded: Calls of libraries of which nothing is known, by their names.
     """
 
@@ -72,7 +72,8 @@ def scratch_of(text: str, num_threads: int | None = None) -> Scratch:
 
     Args:
         text: The program, as ``compiled.as_text()`` returns it.
-        num_threads: Of XLA's pool, at least 2; None: as many as this machine has cores.
+        num_threads: Number of threads of XLA's pool, at least 2; None: as many as this machine has
+            cores.
     """
     threads = max(2, num_threads or os.cpu_count() or 2)
     instructions = Program(text).instructions
@@ -187,11 +188,12 @@ class _Convolution:
     """The sizes of a convolution, read from its attributes and shapes.
 
     Attributes:
-        groups, channels, features: Of the filter's groups, the input, and the output.
+        groups, channels, features: Numbers of the filter's groups, of the input's channels, and of
+            the output's features.
         filter_size, pixels, input_pixels: Elements of a filter per channel, of all outputs and of
             all inputs per feature.
-        padded_bytes: Of the input with its padding, and with the zeros of a dilation.
-        patch_bytes: Of the elements that each output is computed from.
+        padded_bytes: Bytes of the input with its padding, and with the zeros of a dilation.
+        patch_bytes: Bytes of the elements that each output is computed from.
         is_transposed: Whether the input alone is dilated: a gradient with respect to the input of a
             convolution with strides.
     """

@@ -23,7 +23,7 @@ class TargetCompiler:
     """The maker of compilers for a target, and of the devices that they compile for.
 
     Args:
-        target: To compile for.
+        target: Target to compile for.
         count_work: Also find out what programs compute, read and send.
         are_there: Whether the devices are in this process: programs are compiled for them as they
             are.

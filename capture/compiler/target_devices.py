@@ -28,8 +28,8 @@ def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
     """Return devices of a target, for the meshes that programs are compiled for.
 
     Args:
-        target: What to compile for.
-        num_devices: How many.
+        target: Target to compile for.
+        num_devices: Number of devices.
 
     Raises:
         TargetError: ``target-devices`` if this process has fewer virtual CPU devices, or a TPU

@@ -14,8 +14,8 @@ class Bounds:
     """The stages of a model between two bounds, at one micro-batch size.
 
     Attributes:
-        least: No stage of a plan needs less, once it is compiled.
-        most: As much as compilers were seen to need.
+        least: Profile of lower bounds: no compiled stage of a plan needs less.
+        most: Profile of expected costs: as much as compilers were seen to need.
     """
 
     least: Profile

@@ -23,8 +23,8 @@ class PassProfile:
 
     Attributes:
         u: Micro-batch sizes, ascending.
-        time: Per size, per layer, seconds.
-        memory: Likewise, bytes.
+        time: Seconds, per size and layer.
+        memory: Bytes, per size and layer.
     """
 
     u: tuple[int, ...]
@@ -37,9 +37,9 @@ class SizedLayers:
     """The seconds and bytes of every layer in one direction, at one micro-batch size.
 
     Attributes:
-        seconds: Per layer.
-        memory_bytes: Per layer, as of ``PassProfile``.
-        input_bytes: Per layer.
+        seconds: Seconds of every layer.
+        memory_bytes: Bytes of every layer, as in ``PassProfile``.
+        input_bytes: Bytes of the input of every layer.
         profiled: Whether the size was measured, not interpolated.
     """
 

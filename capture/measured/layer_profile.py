@@ -81,10 +81,10 @@ class Casts:
     only through this cast.
 
     Attributes:
-        w_bytes, b_bytes: Of weights and buffers, as devices get them.
-        cast_bytes: Of w_bytes, the casts: the host keeps them beside the parameters.
-        gradient_bytes: Of the gradients of a single pass, where those of casts are as good.
-        shared: Per parameter that several layers read, as devices get it.
+        w_bytes, b_bytes: Bytes of weights and buffers, as devices get them.
+        cast_bytes: Bytes of the casts among ``w_bytes``: the host keeps them beside the parameters.
+        gradient_bytes: Bytes of the gradients of a single pass, where those of casts are as good.
+        shared: Bytes of every parameter that several layers read, as devices get it.
     """
 
     w_bytes: tuple[int, ...]

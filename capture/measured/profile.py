@@ -192,10 +192,10 @@ class Profile:
 
     Attributes:
         graph: The layers, at the largest profiled micro-batch size.
-        measurements: By stage config.
-        param_bytes: Per way to split parameters, bytes per device of each.
+        measurements: Measured costs by stage config.
+        param_bytes: Bytes per device of every parameter, by way to split parameters.
         provenance: Backend, target, versions, flags, date.
-        workload: By name; None for one made from Python objects.
+        workload: Name of the profiled workload; None for one made from Python objects.
         auto_layers: Whether the layers were cut automatically.
         tensor_parallel_rule: How parameters are split.
         microbatch_sizes: Profiled, ascending; ``model_hashes`` are those of the graphs at these

@@ -49,7 +49,7 @@ def extrapolation_width(
     n / (n + 1).
 
     Args:
-        errors: At least one.
+        errors: Errors at held-out sizes, at least one.
         octaves: Distance of the predicted size from the nearest profiled one.
         coverage: Wanted.
 

@@ -33,9 +33,10 @@ class SplitCost:
     Attributes:
         inputs_bytes, weights_bytes: While the programs of the gradients of inputs and of weights
             run: temporaries + outputs - aliased inputs.
-        residual_bytes: Of the residuals, those that the gradients of weights read too.
+        residual_bytes: Bytes of the residuals that the gradients of weights read too.
         deferred_bytes: What the program of the inputs makes for that of the weights.
-        kept_inputs, kept_outputs, kept_batch: As in ``StageCost``, what the weights read again.
+        kept_inputs, kept_outputs, kept_batch: Positions, as in ``StageCost``, of what the gradients
+            of weights read again.
         cotangents: Positions among the gradients that arrive, of what they read.
         inputs_work, weights_work: What the programs compute, read and send.
     """
@@ -72,7 +73,7 @@ class StageCost:
             needs values of other stages.
         forward_work, backward_work, update_work: What the programs compute, read and send; None
             where no times are wanted (``cpu``).
-        split: Of its backward pass in two programs; None where it was not asked for.
+        split: Cost of its backward pass in two programs; None where it was not asked for.
     """
 
     residual_bytes: int
@@ -100,11 +101,12 @@ class StageBounds:
 
     Attributes:
         least: No compiled cost is below it, in any field.
-        most: With as much as was ever seen beside what stands in memory.
+        most: A cost with as much as was ever seen beside what stands in memory.
         sizes: Per program, the bytes per device of donated arguments, and then of results, which
             may have the memory of one of as many bytes.
-        common_bytes: Of what is kept at least, what all replicas have alike, such as statistics of
-            a batch: where parameters are split over replicas, a compiler may split it, too.
+        common_bytes: Bytes, of what is kept at least, that all replicas have alike, such as
+            statistics of a batch: where parameters are split over replicas, a compiler may split
+            it, too.
     """
 
     least: StageCost

@@ -246,7 +246,7 @@ class Store:
 
         Args:
             key: The job's.
-            value, provenance, seconds: As for ``put``.
+            value, provenance, seconds: Measurement and its facts, as for ``put``.
             worker: Which made it.
             stored_key: The measurement's, where it is another than the job's.
         """

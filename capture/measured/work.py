@@ -17,7 +17,7 @@ class Collective:
     Attributes:
         kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
             ``collective-permute``.
-        nbytes: Per device, of the larger of what goes in and what comes out.
+        nbytes: Bytes per device of the larger of what goes in and what comes out.
         group_size: Devices that take part.
         stride: Distance of neighbours in the stage's device order: 1 for tensor-parallel groups,
             the tensor-parallel degree for replicas.
@@ -44,7 +44,7 @@ class Kernel:
     fields.
 
     Attributes:
-        nbytes: What each reads and writes.
+        nbytes: Bytes that each reads and writes.
         flops: FLOPs of its matrix products or convolutions.
         dtype, precision: What these products compute in, as in ``ProgramWork``.
         count: How many there are.
@@ -71,12 +71,12 @@ class ProgramWork:
     """The work of a compiled program: what it computes, reads and sends, per device and execution.
 
     Attributes:
-        flops: By XLA's cost analysis of the optimised program.
-        dtype: In which its matrix products take their operands, mostly.
-        product_bytes: That kernels with matrix products or convolutions read and write.
-        other_bytes: That all other kernels do.
+        flops: FLOPs by XLA's cost analysis of the optimised program.
+        dtype: Data type in which most of its matrix products take their operands.
+        product_bytes: Bytes that kernels with matrix products or convolutions read and write.
+        other_bytes: Bytes that all other kernels read and write.
         collectives: Different ones.
-        precision: That most of its products ask for: ``default``, ``high`` or ``highest``
+        precision: Precision that most of its products ask for: ``default``, ``high`` or ``highest``
             (``jax.lax.Precision``).
         kernels: Different ones, collectives aside; None in measurements from before they were
             counted, of which only the totals are known.

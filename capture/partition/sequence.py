@@ -46,10 +46,10 @@ class SequenceSplit:
     """The dimensions along which the values of one layer are split; None: as they come.
 
     Attributes:
-        inputs: Per value that the layer is given.
-        results: Per operation and result.
-        whole: Per operation, the operands that it reads whole although they are split.
-        parallel: Per operation, whether tensor parallelism splits it.
+        inputs: Dimension of each value that the layer is given.
+        results: Dimension of each result of each operation.
+        whole: Operands that each operation reads whole although they are split.
+        parallel: Whether tensor parallelism splits each operation.
     """
 
     inputs: tuple[int | None, ...]
@@ -75,7 +75,7 @@ class SequenceSplits:
         """Return every layer with its sequence split; None where nothing is split.
 
         Args:
-            specs: Per parameter of the graph.
+            specs: Spec of every parameter of the graph.
             degree: Devices of the group.
         """
         found = []
@@ -347,7 +347,7 @@ class SplitRun:
 
     Args:
         call: The layer.
-        split: How.
+        split: Dimensions along which its values are split.
         mesh: The stage's.
         arrives_split: Values of the graph that the stage is given as the layer wants them.
         runs_again: Whether the layer is run again before it goes backwards (remat ``full``).

@@ -45,7 +45,7 @@ def cut_parameters(
     """Decide along which dimension each parameter of a program is cut.
 
     Args:
-        jaxpr: Its first inputs are the parameters; the others are whole.
+        jaxpr: The program; its first inputs are the parameters, the others are whole.
         shapes: Shapes of the parameters, in the order of the inputs.
         degree: Devices of the group.
         fixed: Decisions that the walk must follow: a dimension, or None to stay whole.
@@ -83,7 +83,7 @@ def followed_dims(
         jaxpr: The program.
         inputs: Dimension of each, or None.
         degree: Parts.
-        axis: That of a mesh, as constraints in the program name it; None follows none.
+        axis: Name of a mesh axis, as constraints in the program name it; None follows none.
     """
     walk = _Walk((), degree, {}, frozenset(), axis)
     values = walk.follow(jaxpr, [_Value(dim=dim) for dim in inputs])
@@ -95,7 +95,7 @@ class _Value:
     """The facts that the walk knows of a variable.
 
     Attributes:
-        dim: Its sharded dimension.
+        dim: The sharded dimension.
         column: The parameter whose column cut made it so; that cut may be undone.
         lost: The parameter whose column cut was lost on the way, at the price of gathering the
             activation.

@@ -16,8 +16,9 @@ class JudgedPeak:
 
     Attributes:
         plan: Index of the drawn plan, schedule included.
-        predicted, low, high: In bytes; NaN where a mode has no prediction.
-        measured: In bytes.
+        predicted, low, high: Predicted bytes and their interval; NaN where a mode has no
+            prediction.
+        measured: Bytes that the compiled stages need.
         known: Whether the stage's programs were compiled for the profile or the calibration.
     """
 
@@ -101,7 +102,7 @@ class Accuracy(DeviceErrors):
         num_compiled_before: Devices whose stages were.
         num_not_predictable: Devices of which a mode says nothing.
         all_devices: Whether compiled before or not.
-        per_plan: Of the device of each plan that needs most.
+        per_plan: The errors of the device of each plan that needs most.
     """
 
     num_compiled_before: int

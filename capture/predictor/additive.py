@@ -260,8 +260,8 @@ class AdditivePredictor(ComponentTables):
             least: Count them as in the best of plans instead.
             kinds: Which stages are alike; those that differ in their parts are split. Each is
                 computed once then: (K, S).
-            mixed: Of mixtures of what the choice is measured with, a stage of every kind; nothing
-                of them is compiled, and ``look_at_parts`` was called: (K, n, S).
+            mixed: Mixtures of the choices that this one is measured with, a stage of every kind:
+                the result is (K, n, S). None of them is compiled, and ``look_at_parts`` was called.
         """
         positions = occupancy_by_position(schedule, num_microbatches, max_stages)
         # Most stages behind one at a position.
@@ -284,8 +284,8 @@ class AdditivePredictor(ComponentTables):
         return peaks_by_position(memory, positions, [arriving[n] for n in ends])
 
     def depends_on_cuts_behind(self, choice: StageChoice, microbatch_size: int) -> bool:
-        """Tell whether how the layers behind a stage are cut can change its peak, so that ``peaks``
-        is above that of the best plan."""
+        """Tell whether ``peaks`` may be above the best of plans, because they depend on how the
+        layers behind a stage are cut."""
         readers = (
             self.profile.graph.param_readers(p) for p in range(len(self.profile.graph.params))
         )

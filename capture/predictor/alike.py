@@ -13,7 +13,7 @@ class Kinds:
     Attributes:
         of: The number of every stage [first, stop), int64 (L, L + 1). No empty stage (stop <=
             first) has that of another.
-        first: Of every number a stage that has it, as its place in ``of.ravel()``, (S,).
+        first: The place of one stage of every number in ``of.ravel()``, (S,).
 
     Args:
         of: Tables (L, L + 1), at least one, to look at first.

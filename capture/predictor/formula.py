@@ -37,21 +37,23 @@ class StageMemory:
     Attributes:
         params, optimizer: The state.
         gradients: Accumulators, from the first gradients of a step to the stage's update.
-        kept: Per micro-batch in flight: everything that the backward pass reads again.
+        kept: Everything that the backward pass reads again, per micro-batch in flight.
         received: Values from the stage before, those that pass through included, per micro-batch.
         gradients_in: Gradients from the stage after, per micro-batch.
         batch: Leaves of the batch that the forward pass reads.
-        forward, backward, update: What the running program needs: temporaries + outputs - aliased
-            inputs.
-        losses: On the last stage, of one micro-batch.
+        forward, backward, update: Bytes that the running program needs: temporaries + outputs -
+            aliased inputs.
+        losses: The losses of one micro-batch; 0 but on the last stage.
         arriving: Gradients of parameters that later stages share, one from each of them, all there
             before the update.
-        summarize: As ``update``, of the program that sums gradients up for other stages; 0 where
-            the optimizer needs none.
-        summaries: What that program makes, of all stages: each has all of them for its update.
-        summary: What it makes, of this stage.
-        deferred: Per micro-batch, what the gradients of weights read, of a split backward pass.
-        backward_inputs, backward_weights: As ``backward``, of its two programs.
+        summarize: Bytes that the program which sums gradients up for other stages needs while it
+            runs; 0 where the optimizer needs none.
+        summaries: The results of that program of all stages: each has all of them for its update.
+        summary: The result of that program of this stage.
+        deferred: Bytes that the gradients of weights read, of a split backward pass, per
+            micro-batch.
+        backward_inputs, backward_weights: Bytes that the two programs of a split backward pass need
+            while they run.
     """
 
     params: Any
@@ -223,9 +225,9 @@ def peaks_by_position(
 
     Args:
         memory: All but ``arriving``.
-        positions: Per position, its occupancies.
-        arriving: Per position, as in ``StageMemory``: how many stages share a parameter depends on
-            how many follow.
+        positions: The occupancies of every position.
+        arriving: Bytes per position, as in ``StageMemory``: how many stages share a parameter
+            depends on how many follow.
     """
     shape = np.broadcast_shapes(*(np.shape(part) for part in vars(memory).values()))
     fixed = {

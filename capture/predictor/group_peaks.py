@@ -20,8 +20,8 @@ def group_peaks(
     it, per stage of the group. All of them sum to the peak.
 
     Args:
-        stages: Of a plan, in pipeline order.
-        schedule: Theirs.
+        stages: The stages of a plan, in pipeline order.
+        schedule: The plan's schedule.
     """
     if not any(stage.offload for stage in stages):
         memories = of_interfaces(stages)

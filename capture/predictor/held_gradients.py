@@ -28,9 +28,9 @@ def held_gradients(
 
     Args:
         graph: The layers.
-        param_bytes: Per parameter, bytes per device of a whole gradient.
-        added: Per layer, the bytes that a backward pass is known to need more with it: what the
-            layers behind the first reader add is taken off. Without it, nothing is.
+        param_bytes: Bytes per device of the whole gradient of every parameter.
+        added: Bytes that a backward pass is known to need more with each layer: what the layers
+            behind the first reader add is taken off. Without it, nothing is.
 
     Example:
         See ``tests/unit/test_held_gradients.py``.
@@ -78,10 +78,10 @@ def held_beyond(
     The bytes ``held`` are taken out of the windows that have them and added to the stages that do.
 
     Args:
-        extend: From windows to the table and its drift.
-        windows: Per (first, stop), an array of components.
+        extend: The function from windows to the table and its drift.
+        windows: Arrays of components, by (first, stop).
         held: What ``held_gradients`` returns.
-        row: Of the component.
+        row: Row of the component.
     """
     without = {window: parts.copy() for window, parts in windows.items()}
     for window, parts in without.items():

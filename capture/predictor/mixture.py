@@ -108,7 +108,8 @@ def least_kept(
 
     Args:
         full, cheap, mixed: See there.
-        passed: Per cut, bytes of what layers on both sides of it have to do with, (L + 1,).
+        passed: Bytes, per cut, of values and batch leaves that layers on both sides of it touch,
+            (L + 1,).
     """
     _, border, stop = mixed
     return kept(full, cheap, mixed) - np.where(border < stop, passed[border], 0)

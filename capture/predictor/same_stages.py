@@ -24,9 +24,10 @@ def stage_signature(
     the same but for names.
 
     Args:
-        graph: At the micro-batch size of the stages.
+        graph: The layer graph at the micro-batch size of the stages.
         first, stop: Layers [first, stop).
-        param_bytes: Per parameter, bytes per device: equal layers may have been split differently.
+        param_bytes: Bytes per device of every parameter: equal layers may have been split
+            differently.
         value_split: How the stages split what passes between them.
 
     Returns:

@@ -30,10 +30,10 @@ def extend_windows(
     """Extend measured windows to all stages: return the sum of M_a, and the drift to add to it.
 
     Args:
-        windows: Per (first, stop), an array of components; at least every single layer and every
-            pair of neighbours.
+        windows: Arrays of components, by (first, stop); at least every single layer and every pair
+            of neighbours.
         num_layers: L.
-        keys: Per layer, equal for equal layers; None if all are.
+        keys: A key per layer, equal for equal layers; None if all are.
 
     Returns:
         Two float64 arrays (components, L, L + 1), NaN where stop <= first: their sum is the best

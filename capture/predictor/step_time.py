@@ -47,8 +47,8 @@ def simulated_timeline(
 
     Args:
         plan: A plan of the predictors' model and target.
-        predictor: What its stages hold and hand over.
-        times: How long its stages take.
+        predictor: Predictor of what the plan's stages hold and hand over.
+        times: Predictor of how long the plan's stages take.
 
     Raises:
         ProfileError: The codes of the predictors.
@@ -66,8 +66,8 @@ class CountedSteps:
 
     Args:
         profile: Measurements for an accelerator.
-        cluster: Of the plans.
-        times: Of their stages; None for those that the profile predicts.
+        cluster: Cluster of the plans.
+        times: Predictor of the stages' seconds; None for that of the profile.
 
     Raises:
         ProfileError: ``profile-no-times``.
@@ -99,9 +99,9 @@ def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -
     Values go one after the other, each as large as on the side that has more of it per device.
 
     Args:
-        stages: In pipeline order.
+        stages: The stages in pipeline order.
         links: Between devices.
-        graph: At the plan's micro-batch size.
+        graph: The layer graph at the plan's micro-batch size.
     """
     sends = []
     for stage, other in pairwise(stages):

@@ -52,8 +52,9 @@ class TimePredictor:
     """A predictor of how long stages take on the profile's target.
 
     Args:
-        profile: Whose windows have counted work: of an accelerator, not of virtual CPU devices.
-        devices_per_node: Where collectives leave the node.
+        profile: A profile whose windows have counted work: of an accelerator, not of virtual CPU
+            devices.
+        devices_per_node: Number of devices of a node; larger groups of collectives leave the node.
 
     Raises:
         ProfileError: ``profile-no-times`` if the target has no rates or the profile was made

@@ -81,13 +81,13 @@ class ArrayBackend:
 
     Args:
         workload: The task of every model.
-        shape: Of the array.
-        store: Where measurements are kept.
-        target: To compile for; None executes here.
-        machine: That executes, by default this process; another one only to know keys.
+        shape: Settings of the array.
+        store: Store of measurements.
+        target: Target to compile for; None executes here.
+        machine: Machine that executes, by default this process; another one only to know keys.
 
     Attributes:
-        clock: What executions are timed with.
+        clock: Clock that times executions.
     """
 
     clock = staticmethod(time.perf_counter)
@@ -226,14 +226,15 @@ class ArrayProfile:
         workload: The task of every model.
         cluster: One device of a target, with rates where nothing is executed.
         batch_size: Examples of one model in a step.
-        num_layers: Of a loss without marks; 0 to choose.
-        shared, shared_batches, bundle_bytes: As in the plan; what is shared may be a predicate.
-        progress: Told (kind, done, total) of what is measured.
+        num_layers: Number of layers of a loss without marks; 0 to choose.
+        shared, shared_batches, bundle_bytes: The fields of the plan with these names; what is
+            shared may be a predicate.
+        progress: Function that is told (kind, done, total) of what is measured.
         executes: Whether programs and copies are executed on the devices here, for their seconds.
-        store: Where measurements are kept.
-        here: That executes, by default this process.
+        store: Store of measurements.
+        here: Machine that executes, by default this process.
         measure: Has measured what is not in the store; None: by this process, one by one.
-        rates: That seconds of what was compiled come from; None: the target's.
+        rates: Rates that the seconds of compiled programs come from; None: the target's.
     """
 
     workload: WorkloadProtocol

@@ -21,8 +21,8 @@ class LayerPass:
     """The request to measure one layer alone, in one direction at one micro-batch size.
 
     Attributes:
-        layer: Of the model.
-        direction: Of the pass.
+        layer: Index of the layer in the model.
+        direction: Direction of the pass.
         microbatch_size: Examples; any for updates and sums, which have none.
     """
 
@@ -46,8 +46,8 @@ class LayerNeeds:
     """The measured memory and seconds of a layer in one direction.
 
     Attributes:
-        nbytes: At the peak, the input aside: weights, the gradient that arrives, temporaries and
-            results, as the compiler of the device reports them. None of updates and sums.
+        nbytes: Peak bytes without the input: weights, the gradient that arrives, temporaries and
+            results, as the compiler of the device reports them. None for updates and sums.
         seconds: Median of the executions after one that is not counted; None where nothing was
             executed, or none came to its end.
         work: What the program computes, where it was compiled for a target with rates.
@@ -65,8 +65,8 @@ class PackProgram:
     """The request to compile one program of a plan of packs.
 
     Attributes:
-        plan: Of packs, for a target.
-        name: Of the program, in the plan's step.
+        plan: Plan of packs, for a target.
+        name: Name of the program in the plan's step.
     """
 
     plan: PacksPlan = field(compare=False)
@@ -105,8 +105,8 @@ class ArrayShape:
     """The settings of an array that, beside its task, decide which programs its sub-arrays have.
 
     Attributes:
-        batch_size, num_layers, shared, shared_batches, bundle_bytes: As in the plan; what is shared
-            may be a predicate.
+        batch_size, num_layers, shared, shared_batches, bundle_bytes: The fields of the plan with
+            these names; what is shared may be a predicate.
     """
 
     batch_size: int
@@ -121,8 +121,8 @@ class ArrayCall:
     """The request to measure one program of a sub-array.
 
     Attributes:
-        num_models: That are fused.
-        call: Of it.
+        num_models: Number of models that are fused.
+        call: The program of the sub-array.
     """
 
     num_models: int
@@ -144,8 +144,8 @@ class HostCopy:
     """The request to time a copy between a device and the memory of its host.
 
     Attributes:
-        direction: Of the copy, or both at once.
-        nbytes: In each direction.
+        direction: Direction of the copy, or both at once.
+        nbytes: Bytes in each direction.
     """
 
     direction: CopyWay
@@ -167,8 +167,8 @@ class ArrayNeeds:
     """The measured memory and seconds of a program of an array, or the seconds of a copy.
 
     Attributes:
-        transient_bytes: Of a program, as its compiler reports them: temporaries + outputs - aliased
-            inputs.
+        transient_bytes: Bytes that a program needs while it runs, as its compiler reports them:
+            temporaries + outputs - aliased inputs.
         seconds: Median of the executions after one that is not counted; None where nothing was
             executed, or none came to its end.
         work: What a program computes, where it was compiled for a target with rates.

@@ -77,7 +77,7 @@ class BoundsBackend:
 
         Args:
             config: The stage.
-            traces: What was traced of it so far; None for that of the stage before.
+            traces: Traces of the stage so far; None for those of the stage before.
         """
         return self._stored(
             EndBounds,

@@ -70,13 +70,13 @@ class CompileBackend:
         workload: The task.
         num_layers: None for the model's marks, or the number of layers to cut automatically.
         rule: How parameters are split.
-        store: Where measurements are kept.
+        store: Store of measurements.
         target: What to compile for; virtual CPU devices if None.
         unmarked_layers, num_devices: Into how many layers a model without marks is cut: see
             ``trace``.
 
     Attributes:
-        compiles: For the target.
+        compiles: Compiler for the target.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class CompileBackend:
 
         Args:
             config: The stage.
-            devices: To compile for, instead of the target's.
+            devices: Devices to compile for, instead of the target's.
             compiler: Instead of the target's, which compiles to measure and not to run.
             kind: Whether its backward pass is whole or split.
 

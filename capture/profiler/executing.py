@@ -13,8 +13,8 @@ class ExecutingMachine:
     """The devices on which programs are executed to measure them.
 
     Attributes:
-        platform, device_kind: As JAX names them.
-        num_devices: That a process has.
+        platform, device_kind: Names that JAX gives the devices.
+        num_devices: Number of devices of a process.
     """
 
     platform: str

@@ -87,7 +87,7 @@ class LayerFacts:
 
     Args:
         backend: Knows the model and the target.
-        examples: On a device, as many as are asked for.
+        examples: Numbers of examples on a device that are asked about.
         num_devices: Most of a stage.
         share: Has passes bounded, in this process or elsewhere.
 
@@ -297,7 +297,7 @@ class LayerFacts:
         keeps the output it need not be.
 
         Args:
-            window: Of one layer.
+            window: A window of one layer.
             of: A number of a window of one or two layers.
         """
         added = [of(pair) - of(behind) for pair, behind in self._behind(window)]

@@ -19,8 +19,9 @@ class KeptActivations:
     """The bytes that the backward pass reads of one micro-batch on one device.
 
     Attributes:
-        total_bytes: Of all layers together.
-        largest_layer_bytes: Of the layer that keeps most, beside what layers hand to each other.
+        total_bytes: Bytes of all layers together.
+        largest_layer_bytes: Bytes of the layer that keeps most, beside what layers hand to each
+            other.
     """
 
     total_bytes: int
@@ -34,7 +35,7 @@ def kept_activations(
     are traced once.
 
     Args:
-        backend: Of the model.
+        backend: Backend of the model.
         microbatch_size: Examples.
         remat: What the backward pass computes again.
     """

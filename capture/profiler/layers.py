@@ -52,15 +52,15 @@ class LayerBackend:
 
     Args:
         workload: The task.
-        num_layers: Of a model without marks; None: as many as are sensible.
-        store: Where measurements are kept.
-        target: To compile for; None executes here.
-        machine: That executes, by default this process; another one only to know keys.
+        num_layers: Number of layers of a model without marks; None: as many as are sensible.
+        store: Store of measurements.
+        target: Target to compile for; None executes here.
+        machine: Machine that executes, by default this process; another one only to know keys.
         memory_limit_bytes: Where layers are executed, one of several examples that needs more is
             not tried.
 
     Attributes:
-        clock: What executions are timed with.
+        clock: Clock that times executions.
     """
 
     clock = staticmethod(time.perf_counter)

@@ -56,7 +56,8 @@ class Line:
     """The bounds of the same passes as a function of the examples on a device.
 
     Args:
-        configs: By the number of examples on a device; they differ in size and replicas alone.
+        configs: Stage configs by the number of examples on a device; they differ in size and
+            replicas alone.
         trace: Bounds one of them.
     """
 

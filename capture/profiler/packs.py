@@ -32,8 +32,8 @@ class PackBackend:
 
     Args:
         workload: The task.
-        target: To compile for, beside the processor of the host.
-        store: Where measurements are kept.
+        target: Target to compile for, beside the processor of the host.
+        store: Store of measurements.
     """
 
     def __init__(self, workload: WorkloadProtocol, target: Target, store: Store | None = None):
@@ -93,8 +93,8 @@ class PackBackend:
         """Replay a plan's step and return its ledger; the host is given enough memory for any plan.
 
         Args:
-            plan: Of the model.
-            needs: Of all its programs, by name; of a host, as if it had memory enough.
+            plan: Plan of packs of the model.
+            needs: Needs of all the plan's programs, by name.
         """
         known = {name: need.transient_bytes for name, need in needs.items()}
         return replay(self.step(plan).given(known))

@@ -31,7 +31,7 @@ class StepCompiler:
     target's compiler is asked for absent ones.
 
     Args:
-        target: To compile for.
+        target: Target to compile for.
         where: The mesh, or the cluster, that plans are for.
         count_work: Also find out what programs compute, read and send.
 

@@ -32,11 +32,11 @@ def median_seconds(
     """Return the median seconds of ``num_executions`` calls, after one that is not counted.
 
     Args:
-        call: What is timed, until its results are there.
-        num_executions: That count.
-        clock: In seconds.
-        prepare: Makes the arguments of each execution, before it is timed.
-        end: Told of each what it was given and made, when it is over.
+        call: The function that is timed, until its results are there.
+        num_executions: Number of executions whose median counts.
+        clock: Clock, in seconds.
+        prepare: Function that makes the arguments of each execution, before it is timed.
+        end: Function that is told what each execution was given and made, when it is over.
     """
     found = []
     for _ in range(num_executions + 1):

@@ -34,11 +34,11 @@ class ArrayFacts:
     """The facts of an array's plan: its decisions and its simulated step.
 
     Attributes:
-        plan: With its prediction.
-        arrays: Sub-arrays, decided.
-        steps: Their instructions.
-        timeline: Of the body.
-        host: By which copies go.
+        plan: Plan with its prediction.
+        arrays: Sub-arrays with their decisions.
+        steps: Instructions of the sub-arrays.
+        timeline: Timeline of the step's body.
+        host: Link of the copies to and from the host.
     """
 
     plan: ArrayPlan
@@ -54,10 +54,10 @@ def array_facts(
     """Build and simulate the step of a plan.
 
     Args:
-        plan: What is decided.
-        programs: Of its sub-arrays.
-        sub_arrays: As the partition has them.
-        host: By which copies go.
+        plan: Plan whose step is built.
+        programs: Programs of its sub-arrays.
+        sub_arrays: Sub-arrays in the order of the partition.
+        host: Link of the copies to and from the host.
     """
     arrays = tuple(
         lifetimes(array, own) for array, own in zip(sub_arrays, plan.decisions, strict=True)
@@ -148,9 +148,9 @@ def page(
     """Return the report of an array's plan as one HTML file.
 
     Args:
-        facts: Of the plan.
-        lines: Of the plan, for people; those without a table lead the page.
-        room: What the limit leaves.
+        facts: Facts of the plan.
+        lines: Lines on the plan, for people; those without a table lead the page.
+        room: Memory that the limit leaves.
         interactive: See ``capture.report.page.page``.
 
     Raises:

@@ -43,14 +43,14 @@ class StageFacts:
     """The facts of one stage; bytes are those of each of its devices.
 
     Attributes:
-        stage_id: In pipeline order.
+        stage_id: Number in pipeline order.
         stage: Layers, devices, degrees.
         predicted_bytes: Peak.
         interval_bytes: (low, high) around it.
         verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
-        instant: What runs at the predicted peak.
+        instant: Program that runs at the predicted peak.
         parts: Bytes by category at it; they sum to ``predicted_bytes``.
-        layers: The same per layer of the stage.
+        layers: Bytes by category at the peak, per layer of the stage.
         max_in_flight: Most micro-batches whose activations it keeps at once, those for the
             gradients of weights included.
     """
@@ -95,13 +95,13 @@ class ScheduleFacts:
     """The facts of a step's schedule, simulated.
 
     Attributes:
-        clock: What its times are; see above.
+        clock: Kind of the times, as above.
         simulation: What happens when.
-        waits_fraction: Per stage, the part of the step in which it computes nothing.
-        memory: Per stage, on each of its devices; () where nothing is known.
+        waits_fraction: Part of the step in which each stage computes nothing.
+        memory: Memory of each stage over time, on each of its devices; () where nothing is known.
         processes: Headings of the trace.
-        lanes: Per group of devices, what its streams are called by, and its stages in words.
-        saved_seconds: Those of the whole step, as the plan's file says; of the clock ``saved``.
+        lanes: Name of the streams of each group of devices, and its stages in words.
+        saved_seconds: Seconds of the whole step, as the plan's file says, of the clock ``saved``.
     """
 
     clock: Clock
@@ -127,15 +127,15 @@ class ReportFacts:
     """The facts that a report of a plan of stages shows.
 
     Attributes:
-        plan: Reported.
-        stages: In pipeline order.
-        headroom: What the verified peaks leave, or, if there are none, the predicted; None where
-            nobody says how much memory there is.
+        plan: The reported plan.
+        stages: Facts of the stages in pipeline order.
+        headroom: Memory that the verified peaks leave, or, if there are none, the predicted; None
+            where nobody says how much memory there is.
         coverage: Calibrated probability of the predicted intervals; None if they were not
             calibrated.
         source: Backend, target and versions of the measurements, as the prediction has them.
         schedule: The step.
-        front: From ``plan.why``; None if the search made none.
+        front: Front of the search (``plan.why``); None if it made none.
     """
 
     plan: Plan
@@ -207,10 +207,10 @@ def report_facts(
     """Gather the facts of a plan.
 
     Args:
-        plan: With its prediction.
+        plan: Plan with its prediction.
         profile: Measurements of the plan's model on its target: for times, and for memory over
             time.
-        memory_limit_bytes: Per device; None takes what the target's devices can use.
+        memory_limit_bytes: Limit per device; None takes what the target's devices can use.
 
     Raises:
         PlanError: ``report-prediction`` if the plan has none, ``plan-corrupt`` if a note of the

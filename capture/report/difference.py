@@ -32,7 +32,7 @@ class Difference:
 
     Attributes:
         name: A key of the plan's document (``"schedule"``), or ``"stages[2].remat"``.
-        first, second: As in the document; None where a plan has no such stage.
+        first, second: Values as in the document; None where a plan has no such stage.
     """
 
     name: str
@@ -48,7 +48,7 @@ class DeviceGroup:
         devices: First and last id.
         stages: Stage that they serve in the first and in the second plan; None where a plan has no
             such device.
-        peak_bytes: Per device, by the best that is known of each plan.
+        peak_bytes: Peak bytes per device, by the best that is known of each plan.
     """
 
     devices: tuple[int, int]
@@ -77,9 +77,9 @@ class DiffReport:
 
     Attributes:
         kind: Kind of both plans.
-        differences: What they decide differently.
-        plans: What each needs.
-        devices: Of plans of stages, their devices side by side.
+        differences: Decisions that differ.
+        plans: Needs of each plan.
+        devices: Devices of both plans side by side, of plans of stages.
         same_decision: Whether nothing differs.
     """
 

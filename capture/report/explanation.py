@@ -15,13 +15,13 @@ class PageReport:
 
     Attributes:
         kind: Kind of the plan: stages, sharding, packs or array.
-        title, summary: In words.
-        needs: What the plan needs.
-        stages: Of a plan of stages: peak, parts, headroom and waiting of each.
-        operators: Of a plan by operator: mode, parameters and cost of each.
-        schedule: Of a plan of stages: how the drawn step is timed.
+        title, summary: The plan in words.
+        needs: Memory and seconds of the plan.
+        stages: Peak, parts, headroom and waiting of each stage, of a plan of stages.
+        operators: Mode, parameters and cost of each operator, of a plan by operator.
+        schedule: Timing of the drawn step, of a plan of stages.
         front: The front that the plan is of; None where it is of none.
-        written: By what it is, the files that were written.
+        written: Files that were written, by what they are.
     """
 
     kind: str
@@ -41,20 +41,20 @@ class ExplainReport:
 
     Attributes:
         kind: Kind of the plan: stages, sharding, packs or array.
-        needs: What the plan needs.
-        peak_bytes_per_device: Of a plan of stages, peak memory of every device.
-        stages: Of a plan of stages: peak of each, its parts by category, layer and buffer.
-        operators: Of a plan by operator: mode, parameters and cost of each.
-        tasks: Of packs, in the order of issue.
-        bundles: Of an array: what became of every bundle of feature maps, where its programs were
-            looked at.
+        needs: Memory and seconds of the plan.
+        peak_bytes_per_device: Peak memory of every device, of a plan of stages.
+        stages: Peak of each stage, its parts by category, layer and buffer, of a plan of stages.
+        operators: Mode, parameters and cost of each operator, of a plan by operator.
+        tasks: Tasks in the order of issue, of a plan of packs.
+        bundles: Fate of every bundle of feature maps of an array, where its programs were looked
+            at.
         source: Backend, target and versions of what was compiled.
         found: How the plan was found; None where nobody says.
         changes: Other plans, of one decision changed each, the most saving first.
         untried: Changes that were not tried, because the time was over.
         best_change: The one that saves most; None where none saves anything.
-        warnings: What of the loss makes its step another than that of one device.
-        written: By what it is, the files that were written.
+        warnings: Properties of the loss that make its step another than that of one device.
+        written: Files that were written, by what they are.
     """
 
     kind: str

@@ -18,8 +18,8 @@ class Figure:
 
     Attributes:
         name: Identifier of its element in the page, stable.
-        title, caption: In words; the caption says what is simulated.
-        traces, layout: As plotly.js takes them.
+        title, caption: Title and caption in words; the caption says what is simulated.
+        traces, layout: Traces and layout as plotly.js takes them.
     """
 
     name: str

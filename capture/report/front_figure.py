@@ -104,8 +104,8 @@ def _least_step(facts: ReportFacts) -> float | None:
 
 
 def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
-    """Return the lower bounds of step times that are known, each as a line's name, its color, and
-    its seconds up to the peak of every point and beyond the last, or everywhere."""
+    """Return the known lower bounds of step times: a line's name, its color, and its seconds. These
+    are up to the peak of every point and beyond the last, or one number for everywhere."""
     least, why, front = _least_step(facts), facts.plan.why, facts.front
     if least is None or why is None or why.proven is None or front is None:
         return []

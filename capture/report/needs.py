@@ -15,10 +15,10 @@ class PlanNeeds:
 
     Attributes:
         peak_bytes: Peak memory of the device that needs most; None if nobody says.
-        peak_is: Where that is from: compiled, predicted or estimated, or unknown.
+        peak_is: Source of the peak: compiled, predicted or estimated, or unknown.
         headroom: What is left of the limit; None where nobody knows one.
         step_seconds: Seconds of a step; None if nobody says.
-        seconds_are: Where those are from: simulated, or estimated.
+        seconds_are: Source of the seconds: simulated, or estimated.
         examples_per_second: Examples of a step per second, of all models that it trains.
         host_peak_bytes: Peak of the host's memory; None where the step does not use it, and of
             stages where only a prediction is known.

@@ -44,7 +44,7 @@ class Axis:
         begin, end: Their pixels.
         ticks: Values that are named, with their names.
         places: Position of each name, where the values of the axis are names.
-        title: In words.
+        title: Title in words.
         has_grid: Whether a line is drawn at every tick.
     """
 
@@ -72,8 +72,8 @@ class _Chart:
     """The drawing of one figure.
 
     Args:
-        traces, layout: As plotly.js takes them.
-        height: In pixels.
+        traces, layout: Traces and layout as plotly.js takes them.
+        height: Height in pixels.
     """
 
     def __init__(self, traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int):

@@ -51,7 +51,7 @@ def squarified(sizes: Sequence[float], area: Box) -> list[Box]:
 
     Args:
         sizes: Not negative; boxes come in their order.
-        area: What is divided.
+        area: Rectangle that is divided.
 
     Source: Bruls, Huizing, van Wijk 2000 (squarified treemaps), without sorting.
 

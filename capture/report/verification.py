@@ -17,9 +17,9 @@ class PredictReport:
 
     Attributes:
         kind: Kind of the plan: stages.
-        needs: What the plan needs.
+        needs: Memory and seconds of the plan.
         prediction: Memory of every stage and device.
-        written: By what it is, the files that were written.
+        written: Files that were written, by what they are.
     """
 
     kind: str
@@ -35,9 +35,9 @@ class PeakRow:
     Attributes:
         devices: Numbers of the devices.
         peak_bytes: Peak memory of each, by the compiler.
-        parts_bytes: What the peak consists of, by category.
-        instant: When the peak is.
-        stage_id, layers: Of a plan of stages, the stage, and its first and last layer.
+        parts_bytes: Bytes of the peak by category.
+        instant: Instant of the peak.
+        stage_id, layers: The stage, and its first and last layer, of a plan of stages.
     """
 
     devices: tuple[int, ...]
@@ -63,13 +63,13 @@ class VerifyReport:
         target: Kind of device that it was compiled for.
         peak_bytes_per_device: Peak memory of every device, by the compiler.
         predicted_peak_bytes_per_device: Peaks that the plan predicts; None if it predicts none.
-        peaks: What is held, by stage or by device.
+        peaks: Peaks by stage or by device, with their parts.
         headroom: What is left of the limit; None where nobody knows one.
         host_peak_bytes: Peak of the host's memory; None where the step does not use it.
         time: A step, simulated from the compiled programs; None without rates.
         source: Backend, target and versions.
         num_compiled: Programs that nobody had compiled before; None where that is not counted.
-        warnings: What of the loss makes its step another than that of one device.
+        warnings: Properties of the loss that make its step another than that of one device.
         status: ``"ok"``, or ``"infeasible"`` where the peaks do not stay within the limit.
         prediction_error_fraction_per_device: Predicted over compiled, less 1; null of a device that
             holds nothing.

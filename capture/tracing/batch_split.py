@@ -49,7 +49,7 @@ class SplitCheck:
         splits: None if it was not decided.
         method: ``"numeric"`` compared losses, ``"read"`` read the traced program.
         reason: A sentence; empty where a loss is not run and nothing speaks against its split.
-        loss: What it is with the parameters that ``init`` makes, where it was run and is no number,
+        loss: The value with the parameters that ``init`` makes, where it was run and is no number,
             or infinite; else None.
     """
 
@@ -156,8 +156,8 @@ def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None
     splits.
 
     Args:
-        check: Of the loss.
-        parts: What a plan chooses the number of.
+        check: Check of the loss.
+        parts: Name of the parts whose number a plan chooses.
     """
     if check.splits or not check.reason:
         return None

@@ -130,8 +130,8 @@ def layers_without_marks(program: Program, num_devices: int) -> int:
     parameters: a layer of a norm alone is no place for a cut.
 
     Args:
-        program: With every scan over stacked parameters unrolled.
-        num_devices: That the layers are to fill, two layers each where possible.
+        program: Program with every scan over stacked parameters unrolled.
+        num_devices: Number of devices that the layers are to fill, two layers each where possible.
 
     Raises:
         TracingError: ``trace-no-marks`` if no operation applies a parameter.

@@ -35,7 +35,7 @@ class DataFlow:
     Args:
         closed: The jaxpr.
         open_remats: Whether bodies that are computed again are opened, too.
-        open_branches: As of ``opened``.
+        open_branches: Whether branches of ``lax.cond`` are opened, as for ``opened``.
 
     Attributes:
         inputs, outputs: Variables (outputs may be literals), in the order of the jaxpr.
@@ -66,8 +66,8 @@ class DataFlow:
 
     @cached_property
     def opened(self) -> DataFlow:
-        """The data flow with all branches of every ``lax.cond`` beside each other, and one of their
-        results chosen, so that data flow through each result is its own."""
+        """The data flow with the branches of every ``lax.cond`` beside each other and one of their
+        results chosen: data flow through each result is its own."""
         if not any(equation.primitive.name == "cond" for equation in self.jaxpr.eqns):
             return self
         return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
@@ -180,8 +180,8 @@ def bind(
 
     Args:
         equation: One operation of a jaxpr.
-        args: Its operands.
-        values: By variable; results are added.
+        args: The operands of the operation.
+        values: Values by variable; results are added.
         caller: The traceback of the call around it, if it is of an opened function.
         call: Run in its place, with as many results.
     """

@@ -39,7 +39,7 @@ def multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
 
     Args:
         jaxpr: The forward pass.
-        known: The same of what others read.
+        known: Values that others read, each with whether only such products do.
     """
     found = dict(known)
     for equation in reversed(jaxpr.eqns):
@@ -204,8 +204,8 @@ def going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) ->
 
     Args:
         jaxpr: The forward pass.
-        product: Its equation of the product; None without one.
-        there: What is kept, and what costs nothing.
+        product: Equation of the product of the forward pass; None without one.
+        there: Variables that are kept, and those that cost nothing.
         nbytes: Gives the bytes of a variable.
     """
     most, equations, there = 0, list(jaxpr.eqns), set(there)

@@ -82,8 +82,8 @@ def evaluate(
     """Evaluate the body of a jaxpr and return its results.
 
     Args:
-        body: Open or closed.
-        args: Its inputs.
+        body: A jaxpr, open or closed.
+        args: The inputs of the body.
         run: Given an equation, its operands and the values by variable, adds its results to them.
     """
     jaxpr = opened(body)

@@ -19,8 +19,8 @@ class LayerOps:
     ascending.
 
     Attributes:
-        ops: In program order, recomputed ones included.
-        own: How many of them run in no other layer.
+        ops: Operations in program order, recomputed ones included.
+        own: Number of operations that run in no other layer.
         params, batch, consts: Leaves and constants that the ops read.
         inputs: Values of earlier layers that the ops read.
         outputs: Values that later layers read, and results of the program; the last layer makes the

@@ -79,7 +79,7 @@ class Cast:
     """The cast to a smaller dtype through which all layers read a parameter.
 
     Attributes:
-        dtype: To which.
+        dtype: Data type of the cast.
         once: Whether one layer does so, in one place. The parameter's gradient is then that of the
             cast, converted; of several casts it is a sum, which the dtype need not hold.
     """

@@ -102,7 +102,7 @@ def least_kept_within(
     price makes a minimum cut.
 
     Args:
-        flow, required, from_data, nbytes, recompute: As for ``least_kept``.
+        flow, required, from_data, nbytes, recompute: The arguments of ``least_kept``.
         budget: Bytes of traffic.
         known: Values that are enough, such as a cut of fewer operations.
     """

@@ -45,12 +45,13 @@ class TracedModel:
         params_struct: Shapes and dtypes of the user's parameters.
         split_struct: The same tree, where a leaf stacked over unrolled layers is a list of one leaf
             per layer; its leaves are ``graph.params``, in order.
-        stacked: By position in ``params_struct``, the dimension of the layers of such a leaf.
-        split_dims: By parameter of the graph, the dimension that products can be split along
-            (``leaf_uses``).
-        casts: By parameter, how its layers read it if all do so through a cast (``leaf_uses``).
+        stacked: Dimension of the layers of such a leaf, by position in ``params_struct``.
+        split_dims: Dimension that products can be split along (``leaf_uses``), by parameter of the
+            graph.
+        casts: Cast through which all layers read a parameter, if they do (``leaf_uses``), by
+            parameter.
         auto_layers: Whether the layers were cut automatically, not at marks or products.
-        growth: How what passes between layers grows.
+        growth: Growth of the values that pass between layers.
     """
 
     graph: LayerGraph
@@ -101,7 +102,7 @@ class TracedModel:
         """Return a tree of the batch's structure with the given leaves.
 
         Args:
-            leaves: In the order of ``graph.batch``; a key's is left out.
+            leaves: Leaves in the order of ``graph.batch``; a key's is left out.
         """
         return self._batch_tree.unflatten(leaves[: self._batch_tree.num_leaves])
 
@@ -173,10 +174,10 @@ def trace(
             where one is more than a layer.
         unmarked_layers: Number of layers of a loss that has no marks, which is cut automatically;
             None chooses it (``layers_without_marks``).
-        num_devices: That such a number is to be enough for.
+        num_devices: Number of devices that such a number of layers is to be enough for.
         at_products: Cut before every product with a parameter instead, so that each layer is one
             operator; all scans over stacked parameters are unrolled.
-        others: Of traces of the same loss, cut alike, at other sizes, if there are any.
+        others: Growth of traces of the same loss, cut alike, at other sizes, if there are any.
 
     Raises:
         TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``,

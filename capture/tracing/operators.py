@@ -32,9 +32,9 @@ class TracedOperators:
     Attributes:
         model: The operators in program order; parameters that are shared belong to the first
             operator that reads them.
-        params: By operator, the parameters that belong to it, indices of ``leaves``.
-        gathered_bytes: By leaf, of the whole as it is gathered.
-        traced: What they were read from.
+        params: Parameters that belong to each operator, as indices of ``leaves``.
+        gathered_bytes: Bytes of each whole leaf as it is gathered.
+        traced: The traced model that the operators were read from.
         dtype, precision: Most FLOPs are of products that read this data type and ask for this
             precision (``Rates.computed_in``).
     """
@@ -124,7 +124,7 @@ def traced_operators(
 
     Args:
         workload: The task; nothing is allocated.
-        name: For people.
+        name: Name for people.
         microbatch_size: Examples to trace; sizes are divided by it.
         products: What the target's compiler makes of them.
 
@@ -204,7 +204,7 @@ class _Part:
         saved_bytes: Values inside the layer that are saved for the backward pass.
         saved_values: Values of the graph that are saved, and their bytes.
         fused_values: Values of the graph that it makes and that follow from what it keeps.
-        read_bytes: By parameter, what products read of it.
+        read_bytes: Bytes that products read of each parameter.
         backward_bytes: The most that comes and goes while what follows the product goes backwards
             (``fusion.going_backwards``).
         again_bytes: Values that are computed again, because the model says so (``jax.checkpoint``).

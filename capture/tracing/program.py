@@ -38,10 +38,10 @@ class RematRegion:
     """The identity of a ``jax.checkpoint`` region of the model.
 
     Attributes:
-        region_id: In order of appearance.
+        region_id: Number in order of appearance.
         segment: Number of layer marks before; a mark inside a region divides it in two.
         policy: What the region may save, as given to ``jax.checkpoint``.
-        prevent_cse: As given to ``jax.checkpoint``.
+        prevent_cse: The argument given to ``jax.checkpoint``.
     """
 
     region_id: int
@@ -56,7 +56,7 @@ class Op:
 
     Attributes:
         primitive: The JAX primitive.
-        params: Its parameters.
+        params: Parameters of the primitive.
         inputs: Value ids and literals.
         outputs: Value ids.
         context: JAX's context of the equation (``compute_on`` and the like).
@@ -126,7 +126,7 @@ class Program:
     """A loss as operations on values 0..len(avals)-1.
 
     Attributes:
-        ops: In an order that respects dependencies.
+        ops: Operations in an order that respects dependencies.
         avals: Shape and dtype by value.
         consts: Closed-over arrays by value.
         params: Values of the parameter leaves, a leaf stacked over unrolled layers once per layer.

@@ -156,7 +156,7 @@ def run_steps(
     environment.
 
     Args:
-        steps: In order.
+        steps: Operations and regions in order.
         env: Values by number.
         consts: Constants that regions read without their being arguments.
         run: How an operation is run; it may change the carried values of the environment.
