@@ -243,7 +243,7 @@ def _layer_option(plan: Plan) -> tuple[str, dict[str, Any]]:
 
 
 def violations(plan: Plan) -> list[Violation]:
-    """Return a violation for every rule of Alpa's that a plan breaks; only one if Alpa lacks its
+    """Return a violation per rule of Alpa's that a plan breaks; only one if it lacks the
     schedule."""
     if found := foreign_schedule(plan):
         return found

@@ -26,8 +26,7 @@ def build_alpa_step(stages: Sequence[StageInterface], schedule: Schedule) -> Ste
 
 
 class _AlpaPipeline(Pipeline):
-    """A pipeline whose values go from their maker to each reader, gradients back from reader to
-    reader."""
+    """A pipeline whose values go from maker to each reader, gradients from reader to reader."""
 
     def passes(self) -> Iterator[Round]:
         """Yield the tasks of each clock, after a round of all inputs. A value is sent in the clock

@@ -38,8 +38,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class FittedLink:
-    """A link, and the errors with which it explains the measurements (fractions of the measured
-    seconds)."""
+    """A link, and its errors on the measurements it was fitted to (fractions of their seconds)."""
 
     link: Link
     mean_error_fraction: float

@@ -188,9 +188,8 @@ class Rates:
         return self.rate_of(dtype, precision).value * self.compute_efficiency.value
 
     def needed_reuse(self, dtype: str, precision: str = "highest") -> float:
-        """Return how often tiles of products must use an element that they read, to reach their
-        rate: as often as those of 128 x 128 where products read most bytes per second, less
-        elsewhere."""
+        """Return how often tiles of products must use an element they read, to reach their rate: as
+        often as those of 128 x 128 where products read most bytes per second, less elsewhere."""
         read = {
             name: rate.value * _BYTES.get(name, 4) for name, rate in self.flops_per_second.items()
         }

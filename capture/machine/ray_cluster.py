@@ -82,8 +82,7 @@ class RayCluster:
             ray.shutdown()
 
     def hears_head(self) -> bool:
-        """Return whether the cluster's head answers. Within two seconds of an answer it is not
-        asked again.
+        """Return whether the cluster's head answers; it is asked again two seconds after an answer.
 
         Raises:
             CaptureError: ``ray-lost`` if it has not for long.
@@ -218,8 +217,7 @@ class RayCluster:
         return room
 
     def _missing(self, demands: Sequence[Demand], apart: bool, seconds: float) -> str:
-        """Return an error message that says what the cluster lacks for processes that found no
-        room."""
+        """Return a message that says what the cluster lacks for processes that found no room."""
         found = [node["Resources"] for node in self.nodes()]
         lacking = [
             f"process {number} needs {demand}, which no node has"

@@ -166,8 +166,7 @@ def same_target(one: str, other: str) -> bool:
 
 
 def known_name(name: str) -> str:
-    """Return the shipped target that is meant by another spelling of its name; any other name as it
-    is.
+    """Return the shipped target that another spelling of its name means; any other name as it is.
 
     Example:
         >>> spelled = ("H100", "A100-80GB", "NVIDIA A100 80GB", "TPU v5e", "a100")

@@ -152,8 +152,7 @@ class LayerGraph:
         return self._producer[value]
 
     def crossing(self, cut: int) -> tuple[int, ...]:
-        """Return the values made by layers before ``cut`` and read by layers from ``cut`` on,
-        ascending.
+        """Return the values made by layers before ``cut`` and read by others from it on, ascending.
 
         A skip connection over several layers crosses every cut in between: it passes through the
         stages there.
@@ -179,8 +178,7 @@ class LayerGraph:
         return None if dims is None else dims[value]
 
     def value_bytes(self, value: int, split: tuple[int, int]) -> int:
-        """Return the bytes per device of a value that passes between stages; arguments as of
-        ``value_dim``."""
+        """Return the bytes per device of a value between stages; arguments as of ``value_dim``."""
         nbytes = self.values[value].shard_bytes(split[0])
         return nbytes if self.value_dim(value, split) is None else nbytes // split[1]
 

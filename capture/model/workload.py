@@ -218,8 +218,7 @@ class WorkloadSpec:
         return self.location.endswith(".py")
 
     def in_file(self, named_by: Path | str) -> WorkloadSpec:
-        """Return the same workload, as a file names it, which makes it need trust
-        (``admitted``)."""
+        """Return the same workload, as a file names it: loading it needs trust (``admitted``)."""
         return replace(self, named_by=str(named_by))
 
     def admitted(self, trust: bool = False) -> WorkloadSpec:

@@ -20,8 +20,7 @@ ParamSplit = tuple[int, int]
 
 
 def remat_time_fraction(remat: Remat) -> float | None:
-    """Return the part of both passes' time that recomputation may take; None unless ``remat`` is a
-    percentage.
+    """Return the part of both passes' time that recomputation may take; None if no percentage.
 
     Example:
         >>> remat_time_fraction("2.5%"), remat_time_fraction("cheap"), remat_time_fraction("0%")
@@ -110,8 +109,7 @@ class StageChoice:
         return ", ".join(said)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice's fields; files from before sequence parallelism have no
-        ``sequence_parallel``."""
+        """Return the fields; without sequence parallelism, as files from before it have them."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -144,8 +142,7 @@ class StageChoice:
 
     @property
     def replicas_text(self) -> str:
-        """The number of replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the
-        parameters."""
+        """The number of replicas, for people: ``4``, or ``4 (ZeRO-3)`` if they split parameters."""
         return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
 
 

@@ -62,8 +62,7 @@ class Headroom:
     def of(
         cls, peaks: Peaks, limit_bytes: int | None, memory: DeviceMemory | None = None
     ) -> Headroom | None:
-        """Return the headroom of peaks; None where neither the user nor the target says how much
-        memory there is.
+        """Return the headroom of peaks; None if neither user nor target says how much there is.
 
         Args:
             peaks: Of a plan.

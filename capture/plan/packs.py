@@ -102,8 +102,7 @@ class StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes(StepBytes):
-    """The time and bytes of a step of those instructions, from measurements of layers alone,
-    replayed and simulated.
+    """The seconds and bytes of a step of packs, simulated from measurements of layers alone.
 
     Attributes:
         step_seconds: Simulated on the server's links.
@@ -133,8 +132,7 @@ class PacksPrediction:
 
     @property
     def memory(self) -> StepBytes | None:
-        """The best that is known of memory: compiled, else from layers; None if neither is
-        known."""
+        """The best that is known of memory: compiled, or else from layers; None without either."""
         return self.compiled or self.step
 
     @property
@@ -220,14 +218,12 @@ class PacksPlan(PlanFile):
 
     @property
     def made_from(self) -> str:
-        """A phrase that says from which layer profile the plan was made, if it names no
-        workload."""
+        """A phrase that says from which layer profile the plan was made without a workload."""
         return f"the layer profile of {self.model!r}" if self.model else super().made_from
 
     @property
     def memory_fraction(self) -> float:
-        """The part of a device's memory that the plan counts on, not less than JAX takes by
-        itself."""
+        """The part of a device's memory that the plan counts on, at least what JAX takes itself."""
         return max(0.75, self.machine.usable_bytes.value / self.machine.memory_bytes.value)
 
     @property

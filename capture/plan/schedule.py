@@ -159,8 +159,7 @@ class Schedule:
 
     @property
     def rounds(self) -> tuple[tuple[Task, ...], ...]:
-        """The tasks in the order of dispatch, grouped: what a group of tasks made is sent after all
-        of it.
+        """The tasks in order of dispatch, in groups: what a group has made is sent after all of it.
 
         Where each stage has devices of its own, those of a clock. Else one task, so that nothing is
         received by devices that have not yet sent what they made before.

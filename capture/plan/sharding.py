@@ -113,15 +113,13 @@ class ParameterLeaf:
         return next((d for d, extent in enumerate(self.shape) if extent % num_devices == 0), None)
 
     def can_shard(self, num_devices: int, smallest_bytes: int) -> bool:
-        """Return whether the leaf is large enough to be sharded, and has a dimension that the
-        devices divide."""
+        """Return whether it is large enough to be sharded, and devices divide a dimension of it."""
         return self.nbytes >= max(1, smallest_bytes) and self.shard_dim(num_devices) is not None
 
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """The memory and time that an operator in its mode needs on every device, by the search's model
-    of costs.
+    """The memory and seconds of an operator in its mode on every device, by the search's costs.
 
     Attributes:
         parameter_bytes: All of its parameters, unsharded.

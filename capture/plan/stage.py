@@ -55,8 +55,7 @@ class Stage:
 
     @classmethod
     def at(cls, device: int, first: int, stop: int, choice: StageChoice) -> Self:
-        """Return the stage of layers [first, stop) on as many devices as the choice needs, from
-        ``device`` on."""
+        """Return a stage of layers [first, stop) on the choice's devices, from ``device`` on."""
         return cls(first, stop, tuple(range(device, device + choice.num_devices)), choice)
 
     @property

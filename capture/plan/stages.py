@@ -371,8 +371,7 @@ def _schedule_violations(plan: Plan) -> list[Violation]:
 
 
 def _placed(stage: Stage) -> tuple[object, ...]:
-    """Return what stages on the same devices must have in common: they hand over values as they
-    lie."""
+    """Return what stages on the same devices must share: they hand over values as they lie."""
     choice = stage.choice
     return stage.devices, choice.data_parallel, choice.tensor_parallel, choice.sequence_parallel
 

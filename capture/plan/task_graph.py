@@ -295,14 +295,13 @@ class TaskGraph:
 
     @property
     def num_shares(self) -> int:
-        """The number of shares into which weights are cut: one per device with sharded swaps, else
-        1."""
+        """The number of shares into which weights are cut: one per device if sharded, else 1."""
         return self.num_devices if self.swaps.sharded else 1
 
     @property
     def alone(self) -> bool:
-        """Whether no rank waits for another, so that only the first is simulated, which has the
-        largest share."""
+        """Whether no rank waits for another: only the first, whose share is largest, is
+        simulated."""
         return self.mode == "dp" or self.num_devices == 1
 
     def of_rank(self, rank: int) -> Iterator[Task]:
@@ -368,8 +367,7 @@ class TaskGraph:
 
 
 def shares(minibatch_size: int, num_devices: int) -> tuple[int, ...]:
-    """Return the examples of every device in data parallelism: the first take what is left over
-    (H-b)."""
+    """Return each device's examples in data parallelism: the first take what is left over (H-b)."""
     least, more = divmod(minibatch_size, num_devices)
     return tuple(least + (rank < more) for rank in range(num_devices))
 
@@ -487,8 +485,7 @@ class _Binder:
         return Channel("message", self._id(station, group), self._ranks[station])
 
     def _passed(self, here: int, there: int, group: int) -> Channel:
-        """Return the channel of a tensor that goes from one station to the next, or comes from
-        it."""
+        """Return the channel of what goes from one station to the next, or comes from it."""
         if self._ranks[there] == self._ranks[here]:
             return Channel("swap", self._id(there, group))
         converts = self._convert and max(here, there) == self._turn

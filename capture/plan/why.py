@@ -17,8 +17,7 @@ _ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
 
 @dataclass(frozen=True)
 class PlanNotes:
-    """The hash, prediction, verification and step time of a plan on a front, as a saved plan has
-    them.
+    """The hash, prediction, verification and step time of a front's plan, as a saved plan has them.
 
     Attributes:
         model_hash, prediction, verification, time: As of ``Plan``.
@@ -175,8 +174,7 @@ class Bracket:
 
     @property
     def _step(self) -> str:
-        """The step's best time and lower bound in words; empty where peaks alone are searched
-        for."""
+        """The step's best time and lower bound in words; empty if peaks alone are searched for."""
         least, most = self.least_step_seconds, self.most_step_seconds
         if least is None:
             return ""
@@ -196,8 +194,7 @@ class Bracket:
 
 @dataclass(frozen=True)
 class ByLayers:
-    """A lower bound of the step's seconds, from estimates that compiled layers correct: no proof,
-    but nearer.
+    """A lower bound of the step from estimates that compiled layers correct: no proof, but nearer.
 
     Attributes:
         least_step_seconds: Of the plans that fit.

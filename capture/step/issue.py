@@ -32,8 +32,7 @@ Node = tuple[int, int, int]
 
 
 class Listener(Protocol):
-    """The receiver of what a step issues, in the order of issue; bundles by sub-array and
-    number."""
+    """The receiver of what a step issues, in order of issue; bundles by sub-array and number."""
 
     def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
         """Note that a program runs for the segment of a node."""
@@ -69,8 +68,7 @@ class Listener(Protocol):
     def free(self, a: int, numbers: Sequence[int]) -> None: ...
 
     def has_left(self, a: int, number: int, since: int) -> bool:
-        """Return whether a copy to the host is known to have ended ``since`` segments after it
-        began."""
+        """Return whether a copy to the host is known to have ended ``since`` segments later."""
         ...
 
 
@@ -113,8 +111,7 @@ class Order:
     carries: bool = False
 
     def fed_to_all(self) -> list[dict[int, str]]:
-        """Return, per sub-array, the bundles of a batch that all sub-arrays read, with their
-        names."""
+        """Return, per sub-array, the bundles of a batch that all of them read, with their names."""
         found = [life.sub_array.bundles for life in self.arrays]
         return [{n: b.name for n, b in enumerate(own) if b.feed and b.shared} for own in found]
 

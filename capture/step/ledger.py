@@ -93,8 +93,7 @@ class Ledger:
                 self.timeline.append((f"free {category}", memory, self._live[memory]))
 
     def execute(self, memories: Iterable[Memory], transient_bytes: int, label: str) -> None:
-        """Book that a program runs and needs so much in each of the memories beside what is
-        live."""
+        """Book that a program runs, which needs so much beside what is live in each memory."""
         live, most = self._live, self._most
         for memory in memories:
             if live[memory] + transient_bytes > most[memory] or self.record_timeline:

@@ -254,8 +254,7 @@ class _Writer:
         return slot
 
     def _new(self, key: Key, host: bool) -> int:
-        """Return a new slot for a bundle, or the slot it had before the step if it outlives the
-        step."""
+        """Return a new slot for a bundle, or that from before the step if it outlives it."""
         if (key, host) in self._again:
             return self._again[key, host]
         bundle, place = self._bundle(key), self._host if host else self._device
@@ -360,7 +359,6 @@ def recomputed_bytes(arrays: Sequence[Lifetimes]) -> int:
 
 
 def peak_of(ledgers: Sequence[Ledger], memory: int | str) -> tuple[int, str, Mapping[str, int]]:
-    """Return the highest peak of several steps in one memory: bytes, at which instruction, and by
-    category."""
+    """Return the highest peak of several steps in a memory: bytes, instruction, and by category."""
     peak = max((ledger.peak_of(memory) for ledger in ledgers), key=lambda peak: peak.peak_bytes)
     return peak.peak_bytes, peak.instant, peak.parts

@@ -266,8 +266,7 @@ class StepCost:
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:
-        """Return how many additions of slices' results there are: slices in DP mode are one
-        product."""
+        """Return the number of additions of slices' results: slices in DP mode are one product."""
         return mode.num_sharded - (mode.num_sharded == mode.num_slices)
 
     def held_bytes(self, operator: Operator, mode: Mode) -> int:
@@ -277,8 +276,7 @@ class StepCost:
         return operator.activation_bytes - (0 if mode.num_sharded else operator.fused_bytes)
 
     def gathered_bytes(self, operator: Operator, mode: Mode) -> float:
-        """Return the bytes of a slice's parameters, as products read them; 0 if all slices are
-        replicated."""
+        """Return the bytes of a slice's parameters, as products read them; 0 if replicated."""
         if not mode.num_sharded:
             return 0.0
         return operator.parameter_bytes / mode.num_slices * operator.gathered_fraction

@@ -29,8 +29,7 @@ share, ``gather`` makes weights whole, and ``scatter`` adds gradients. The other
 
 @dataclass(frozen=True)
 class PackLayers:
-    """The parameters, values and batch leaves that each layer reads, for packs of layers [first,
-    stop).
+    """The parameters, values and batch leaves that layers read, in packs of layers [first, stop).
 
     A parameter belongs to the first layer that reads it, and is *shared* in the packs of others.
 
@@ -138,8 +137,7 @@ class ProfileSizes:
         )
 
     def _own(self, layer: int) -> tuple[int, int]:
-        """Return the ids of a layer's two unshared parameters: the one sent as it is, and the one
-        sent as casts."""
+        """Return the ids of a layer's two unshared parameters: sent as it is, and sent as casts."""
         first = len(self.profile.shared) + 2 * layer
         return first, first + 1
 

@@ -45,8 +45,7 @@ class PackCall(NamedTuple):
 
 
 class PackState:
-    """The weights and optimizer state, which rest on the host, and the gradients on their way to
-    updates.
+    """The weights and optimizer state, which rest on the host, and what becomes of gradients.
 
     Attributes:
         devices, hosts: By rank, the place, and that in the memory of its host.
@@ -119,8 +118,7 @@ class PackState:
         return [run for run in self._runs if span[0] <= run[0] < span[1]]
 
     def _updated_by(self, param: int) -> Span:
-        """Return the backward pack that updates a parameter: the one that has the layer it belongs
-        to."""
+        """Return the backward pack that a parameter belongs to, which updates it."""
         return next(span for span in self._owner if span[0] <= self.layers.owner[param] < span[1])
 
     def value(self, what: str, category: str, holds: Any, **more: Any) -> Value:
@@ -148,8 +146,7 @@ class PackState:
     def _together(
         self, call: PackCall, reads: Mapping[int, Values], makes: Sequence[Values], **more: Any
     ) -> Task:
-        """Return a task of all devices, which takes over what each has and makes something of
-        each."""
+        """Return a task of all devices, which takes what each has and makes something of each."""
         groups, takes, every = tuple(reads.values()), chain(*reads.values()), tuple(chain(*makes))
         ranks = [*zip(reads, groups, strict=True), *zip(reads, makes, strict=True)]
         more["at"] = {value: self.devices[rank] for rank, values in ranks for value in values}
@@ -158,8 +155,7 @@ class PackState:
     # ---- weights ---------------------------------------------------------------------------------
 
     def weights(self, task: Pack, label: str) -> tuple[Arrival, Values]:
-        """Return how a device gets the weights of a pack, by copies or a gather, and their
-        values."""
+        """Return what brings a device the weights of a pack, and their values."""
         pack, key = (task.first, task.stop), (task.kind, task.station)
         if self.graph.num_shares == 1:
             parts = tuple(self._parts(pack))
@@ -175,8 +171,7 @@ class PackState:
         return gather if whole[0] else (), whole[task.rank]
 
     def _parts(self, pack: Span, share: int | None = None) -> Iterator[Value]:
-        """Yield the values of a pack's weights on a device, whole or a share of each, from those of
-        the host."""
+        """Yield a device's values of a pack's weights, whole or in shares, from the host's."""
         layers = self.layers
 
         def part(what: str, holds: Params, sources: Values, index: Any = None) -> Value:
@@ -240,8 +235,8 @@ class PackState:
         return tuple(zip(gradients, places, strict=True))
 
     def _scatter(self, span: Span, label: str) -> Task:
-        """Return the task in which each device gets its share of the sum of all gradients of a
-        pack, for the host."""
+        """Return the task that gives devices their shares of a pack's summed gradients, for the
+        host."""
         given = dict(sorted(self._gradients.pop(span).items()))
         made = [
             tuple(self.value(v.what, v.category, replace(v.holds, share=rank)) for v in values)
@@ -272,8 +267,7 @@ class PackState:
 
     def update_all(self) -> Iterator[Round]:
         """Yield all updates after the passes, where an update needs the gradients of all packs:
-        they have waited on the host, which makes of each pack's the small value that the others
-        need."""
+        they wait on the host, which makes of each pack's the small value that others need."""
         made, tasks = dict[Span, Value](), list[Task]()
         for span, rank in self._owner.items() if self._last else ():
             label = f"summarize gradients of layers {span[0]} to {span[1] - 1}"
@@ -298,8 +292,7 @@ class PackState:
         return tuple(chain.from_iterable(self._weights[run] for run in self._of(span)))
 
     def _summands(self, span: Span) -> Values:
-        """Return the gradients of every rank, and those of other packs that read what this one
-        owns."""
+        """Return the gradients of all ranks, and those of other packs for what this one owns."""
         return (*chain(*self._gradients.pop(span).values()), *self._from_others(span))
 
     def _from_others(self, span: Span) -> Values:
@@ -346,8 +339,7 @@ class PackState:
             yield Round([self._on_device(span, rank, *groups, label=label, writes=last)], rank)
 
     def _on_first(self, span: Span, rank: int, summaries: Values, label: str) -> Task:
-        """Return the update of a pack on a device that first has to get its weights, state and
-        gradients."""
+        """Return the update of a pack on a device that first has to get all that it reads."""
         weights = tuple(value for value in self._parts(span) if value.what != "shared")
         groups = weights, self._summands(span), summaries
         return self._on_device(span, rank, *groups, label=label, writes=True)

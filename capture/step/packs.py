@@ -80,8 +80,7 @@ class _Pass(NamedTuple):
 
 
 class _Passes:
-    """The lowering of the forward and backward passes, with the values that packs hand on and
-    keep."""
+    """The lowering of the passes, with the values that packs hand on and keep."""
 
     def __init__(self, state: PackState):
         self._state, self._graph, self._layers = state, state.graph, state.layers
@@ -117,8 +116,7 @@ class _Passes:
         yield from self._state.update_all()
 
     def _lane(self, task: Pack) -> int:
-        """Return the lane of a task's examples: its rank in data parallelism, where every rank has
-        its own; else 0."""
+        """Return a task's lane: in data parallelism every rank has its own examples."""
         return task.rank if self._graph.mode == "dp" else 0
 
     def _round(self, task: Pack, i: int, label: str) -> Round:
@@ -136,8 +134,7 @@ class _Passes:
         return Round(self._backward(one, batch, x, dy), task.rank, (arrival, batch, x, dy))
 
     def _batch(self, one: _Pass) -> Values:
-        """Return the batch of a pass, which is on the host: it need not be kept for the backward
-        pass."""
+        """Return the batch, which is on the host: it need not be kept for the backward pass."""
         leaves = self._layers.leaves((one.task.first, one.task.stop))
         before = sum(len(cuts) for lane, cuts in self._cuts.items() if lane < one.lane)
         starts, new = (0, *self._cuts[one.lane]), self._state.value
@@ -191,8 +188,7 @@ class _Passes:
         return tuple(found) if kept else ()
 
     def _give(self, one: _Pass, layer: int, pieces: Values, *, gradient: bool) -> Values:
-        """Hand pieces of a value to the next pack: they stay for its device, or are returned to go
-        to the host."""
+        """Hand pieces of a value to the next pack; return those that go there over the host."""
         sink = one.task.sink
         over_host = not self._graph.switches.p2p or (sink is not None and sink.medium == "swap")
         if over_host and not gradient and layer in self._kept_at:  # it is read there both times
@@ -244,8 +240,7 @@ class _Passes:
 def _microbatch_ends(
     graph: TaskGraph, lane_of: Callable[[Pack], int]
 ) -> tuple[dict[tuple[int, int], tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """Return the examples at which micro-batches end: by (lane, station), 0 first; by lane those of
-    all."""
+    """Return examples at which micro-batches end: by (lane, station), 0 first; by lane, of all."""
     sizes: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for task in graph.tasks:
         if task.kind != "update":

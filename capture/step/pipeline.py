@@ -46,8 +46,7 @@ Key = tuple[str, int, int, int]
 
 
 def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
-    """Return the instructions of one step: every clock's programs, then its transfers, then the
-    updates.
+    """Return one step's instructions: every clock's programs, then its transfers, then the updates.
 
     Args:
         stages: In pipeline order.
@@ -264,8 +263,7 @@ class Pipeline:
                 yield self._backward_weights(s, m)
 
     def sends(self, one: Pass) -> Iterator[Send]:
-        """Yield the sends of what a pass has made for other stages, or what has passed through its
-        own."""
+        """Yield the sends of what a pass has made for others, or has passed through its stage."""
         s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
         for v in stage.sent if one.kind == "forward" else ():
             made = v in stage.outputs
@@ -299,8 +297,7 @@ class Pipeline:
         return self._read("batch", s, m, stage.batch)
 
     def accumulators(self, s: int) -> Iterator[Task]:
-        """Yield the task that makes zeros for a stage's gradients, unless they are there
-        already."""
+        """Yield the task that makes zeros for a stage's gradients, unless there are some."""
         if s not in self._gradients:
             names = ["gradients", *(f"gradient{p}" for p in self.stages[s].borrowed)]
             self._gradients[s] = tuple(
@@ -328,8 +325,7 @@ class Pipeline:
         nbytes: int = 0,
         **more: Any,
     ) -> Value:
-        """Return a new value of a micro-batch; without ``holds``, one that passes between
-        layers."""
+        """Return a new value of a micro-batch; one that passes between layers by default."""
         if holds is None:
             holds, nbytes = Between((key,)), self.stages[s].value_bytes[key]
         value = Value(what, category, nbytes, holds, name=f"{what}{key}.{m}@{s}", **more)

@@ -223,9 +223,8 @@ class Copy(_AnyInstruction):
 
 @dataclass(frozen=True)
 class Wait(_AnyInstruction):
-    """A wait for the copy that makes a slot, by the host. With a place, only the devices of that
-    place wait: what comes behind it for others, and for nothing that waits for these, may be issued
-    before."""
+    """A wait of the host for the copy that makes a slot. With a place, only its devices wait: what
+    comes behind it for others, and for nothing that waits for these, may be issued before."""
 
     slot: int
     place: Place | None = None
@@ -391,8 +390,7 @@ def _drop(ledger: Ledger, slots: list[Slot], gone: Iterable[int]) -> None:
 
 
 def _unawaited(step: Step) -> Iterator[Violation]:
-    """Yield a violation for each slot that is freed while a copy from or to a host may still use
-    it.
+    """Yield a violation for each slot freed while a copy from or to a host may still use it.
 
     A program waits itself for whoever reads a slot that it takes over.
     """

@@ -62,8 +62,7 @@ class Room:
         return each.copied if to_host else ()
 
     def _taken(self, block: Block) -> dict[int, tuple[int, int]]:
-        """Return, by device, the most bytes that a block takes beside what is there, and those it
-        leaves."""
+        """Return, by device, the most bytes that a block takes of its own, and what it leaves."""
         most, held = dict[int, int](), Counter[int]()
         for each in block:
             if (program := self._step.program_of(each)) is not None:

@@ -106,8 +106,7 @@ class _Room:
         self.live += oldest.change
 
     def free(self, nbytes: int) -> None:
-        """Book the end of a slot that nothing reads any more, once those that read it have
-        finished."""
+        """Book the end of a slot that nothing reads, once those that read it have finished."""
         if self.issued:
             self.issued[-1].change -= nbytes
         else:

@@ -190,8 +190,7 @@ def times(
     streams: Sequence[Sequence[Hashable]],
     granted: Callable[[int, float], float] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Return when items begin and end, from seconds, order and streams alone: what searches ask
-    thousands of times.
+    """Return when items begin and end, without their memory: searches ask thousands of times.
 
     Args:
         seconds, after, streams: Per item, as of ``Work``.
@@ -292,8 +291,7 @@ def _memory(
     starts: Sequence[float],
     ends: Sequence[float],
 ) -> dict[Memory, MemoryUse]:
-    """Return the memory use over time: book every beginning and end in a ledger, in the order of
-    time."""
+    """Return memory over time: book every beginning and end in a ledger, in the order of time."""
     samples: dict[Memory, list[tuple[float, int]]] = {}
     events: list[Key] = []
     for i, item in enumerate(work):

@@ -93,8 +93,7 @@ class Call:
 
 
 class HeldBundle(NamedTuple):
-    """The bundle that a slot of an array's step holds: the sub-array, and the bundle's number in
-    it."""
+    """The bundle that a slot of an array's step holds: the sub-array, and its number there."""
 
     array: int
     bundle: int
@@ -160,8 +159,7 @@ class Programs(Protocol):
 
 @dataclass(frozen=True)
 class Issued:
-    """The programs, prefetches, frees and swap-outs of one segment, for given decisions about
-    feature maps.
+    """The programs, prefetches, frees and swap-outs of one segment, under decided bundles.
 
     Attributes:
         soon: Swapped bundles that may be fetched before it runs, with the segments that use them,
@@ -240,8 +238,7 @@ class Uses:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The segments at which a sub-array's bundles are used, for given decisions to swap some and to
-    make others again.
+    """The segments that use a sub-array's bundles, once swaps and recomputations are decided.
 
     Attributes:
         where: They are used if nothing is.
@@ -262,8 +259,7 @@ class Lifetimes:
 
     @cached_property
     def slices(self) -> dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
-        """The recomputations before each backward segment, by its number: (forward segment,
-        bundles, sources)."""
+        """The recomputations before each backward segment: (forward segment, bundles, sources)."""
         bundles, found = self.sub_array.bundles, dict[tuple[int, int], list[int]]()
         for number in sorted(self.recomputed):
             writer = bundles[number].writer
@@ -277,8 +273,7 @@ class Lifetimes:
 
     @cached_property
     def _more(self) -> dict[int, tuple[int, ...]]:
-        """The segments of bundles that are also used as sources of slices, not only at their
-        readers."""
+        """The uses of each bundle that slices read too: its readers and those slices' segments."""
         bundles, more = self.sub_array.bundles, dict[int, set[int]]()
         for reader, slices in self.slices.items():
             for _, _, sources in slices:
@@ -296,8 +291,7 @@ class Lifetimes:
         return self.where.last_forward[number]
 
     def first_backward(self, number: int) -> int:
-        """Return the first segment of the backward pass at which a bundle is used; one behind the
-        last if none."""
+        """Return the first backward segment that uses a bundle; one behind the last if none."""
         layers = self.sub_array.num_layers
         return next((use for use in self.uses(number) if use >= layers), 2 * layers)
 
@@ -355,8 +349,7 @@ class Lifetimes:
 
 
 def movable(sub_array: SubArray) -> list[int]:
-    """Return the bundles that may be swapped: made by the forward pass and read by the backward
-    pass."""
+    """Return bundles that may be swapped: made by the forward and read by the backward pass."""
     layers = sub_array.num_layers
     return [
         number

@@ -72,8 +72,7 @@ class Task:
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """The transfer of a value, in its turn, to where it is read later; one with a home is written
-    over there.
+    """The transfer of a value, in its turn, to where it is read; one with a home is written over.
 
     Attributes:
         value, place: What, and where to.

@@ -85,8 +85,8 @@ class LinkTimes:
         return self.between(source.devices, target.devices, nbytes)
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
-        """Return the seconds from devices to devices: over the link inside a node if all lie in
-        one, or between nodes."""
+        """Return the seconds over the link inside a node if all devices lie in one, or between
+        nodes."""
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
         return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
 
@@ -139,8 +139,7 @@ class StepTimeline:
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        """The peak of each device over time; those of the replay are
-        ``program_order.peak_bytes_per_device``."""
+        """The peaks over time; those of the replay are ``program_order.peak_bytes_per_device``."""
         return tuple(use.peak.peak_bytes for use in self.memory)
 
 
@@ -281,8 +280,7 @@ class _Items:
         return tuple(self._step.slots[slot].name for slot in slots)
 
     def _last_runs(self, place: Place, ahead: int | None) -> list[int]:
-        """Return the programs at a place that must have ended before what may run ahead of so
-        many."""
+        """Return the programs at a place that must end before what may run ahead of so many."""
         runs = [self._runs[lane] for lane in self._lanes[place.name]]
         return [] if ahead is None else [of[-1 - ahead] for of in runs if len(of) > ahead]
 

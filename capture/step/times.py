@@ -117,8 +117,8 @@ class TimeModel:
 
     @cached_property
     def _sums(self) -> dict[int, tuple[tuple[Kernel, ...], float]]:
-        """The kernels of programs, which so stay what their number says, and their seconds, by
-        ``id``."""
+        """The kernels of programs by ``id``, kept alive so that it stays valid, and their
+        seconds."""
         return {}
 
     def kernel_seconds(self, kernel: Kernel) -> float:

@@ -282,8 +282,7 @@ def autostage(
 
 
 def _missing(limit: int | None, within: Callable[[int | None], SearchResult]) -> str:
-    """Return why no plan is found, and the least limit per device under which one is, to a
-    percent."""
+    """Return why no plan is found, and the least limit per device that allows one, to a percent."""
     if limit is None or within(None).status == "infeasible":
         return (
             f"{LABEL} finds no plan whatever the memory: no submeshes with measured choices add "

@@ -140,8 +140,7 @@ def train_step(workload: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
 
 
 def method_of(source: str) -> Any:
-    """Return the ``PipeshardParallel`` factory of an exported file, for the mesh of
-    ``alpa.init``."""
+    """Return the maker of ``PipeshardParallel`` of an exported file, for the mesh of alpa.init."""
     namespace: dict[str, Any] = {}
     exec(compile(source, "method.py", "exec"), namespace)
     return namespace["method"]

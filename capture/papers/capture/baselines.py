@@ -62,8 +62,7 @@ def fixed_degree_plan(
 
 
 def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str) -> Plan:
-    """Return a plan with stages of equal FLOPs, parameters or layers: see
-    ``recommender.baseline_plan``."""
+    """Return stages of equal FLOPs, parameters or layers: see ``recommender.baseline_plan``."""
     cluster, graph, kind = question.cluster, profile.graph, SCHEDULES[question.schedule]
     weights = {
         "flops": [layer.flops for layer in graph.layers],

@@ -8,8 +8,7 @@ from capture.plan.choices import Remat, StageChoice
 def paper_choices(
     max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False
 ) -> dict[int, tuple[StageChoice, ...]]:
-    """Return data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k
-    devices.
+    """Return data *or* tensor parallelism in powers of two: 2 log2(k) + 1 choices up to k devices.
 
     Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (READINGS.md, C-j, C-k,
     C-r).

@@ -48,8 +48,7 @@ class ProfilingRun:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """The key of runs that share what they have compiled: choice and number of
-        micro-batches."""
+        """The key of runs that share what they compiled: choice and number of micro-batches."""
         return self.choice, self.num_microbatches
 
     def to_json(self) -> dict[str, Any]:

@@ -45,8 +45,7 @@ PROFILING_RUNS = "profiling runs"
 
 
 def compiled_profile(question: ProfileQuestion, measurements: Measurements) -> PaperStatistics:
-    """Return the statistics of the paper's profiling runs of a model, replayed over their compiled
-    stages."""
+    """Return statistics of a model's paper runs, replayed over their compiled stages."""
     assert question.paper is not None, "asked for"
     backend, size = measurements.backend, question.microbatch_size
     num_layers = backend.traced(size).graph.num_layers

@@ -169,8 +169,7 @@ def _possible(first: int, stop: int, num_layers: int, num_stages: int) -> bool:
 
 
 def _with_range(first: int, stop: int, num_layers: int, num_stages: int) -> list[int]:
-    """Return a partitioning in which [first, stop) is a stage, the others as equal as they can
-    be."""
+    """Return a partitioning with [first, stop) as a stage, the others as equal as they can be."""
     before, after, others = first, num_layers - stop, num_stages - 1
     left = min(
         before,

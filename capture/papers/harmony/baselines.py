@@ -47,7 +47,7 @@ def dp_swap(
 
 
 def gp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
-    """Estimate GPipe over virtual memory: a stage per GPU, all forward passes before all backward
+    """Estimate GPipe over virtual memory: a stage per GPU, all forward, then all backward
     passes."""
     name = f"GP Swap{' (R)' if remat else ''}"
     options = _Pipelined("gpipe", remat=remat, always=always)
@@ -215,8 +215,7 @@ def _layers_of(problem: PacksProblem, size: int, *, remat: bool) -> LayerTensors
 
 
 def _best(name: str, problem: PacksProblem, run_at: Callable[[int], Swapped]) -> Baseline:
-    """Return the baseline at the power-of-two micro-batch size at which it is fastest within the
-    host's memory."""
+    """Return the baseline at its fastest power-of-two micro-batch size within the host's memory."""
     share = max(1, problem.minibatch_size // problem.server.devices)
     sizes = [1 << i for i in range(share.bit_length())]
     most = min(problem.profile.largest("backward"), problem.profile.largest("forward"))

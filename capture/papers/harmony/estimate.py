@@ -264,8 +264,7 @@ def task_bytes(task: Task, profile: LayerProfile) -> int:
 
 
 def backward_bytes(layers: SizedLayers, pack: Span) -> int:
-    """Return the bytes of a backward task: 2 X(first) + X(behind) + C, and dX if it is not the
-    first pack."""
+    """Return a backward task's bytes: 2 X(first) + X(behind) + C, and dX but for the first pack."""
     x, (first, stop) = layers.inputs, pack
     return 2 * x[first] + x[stop] + layers.pack_bytes(*pack) + (x[first] if first else 0)
 

@@ -61,8 +61,7 @@ class _Done:
 
 @dataclass(slots=True)
 class _Station:
-    """The items that other packs may wait for, per micro-batch of all tasks of a pack in one
-    direction.
+    """The items that other packs may wait for, per micro-batch of all tasks of a pack one way.
 
     Attributes:
         last: The last of its tasks so far.
@@ -241,13 +240,11 @@ class Items:
 
     @property
     def _updates_at_once(self) -> bool:
-        """Whether weights are updated where they are, on the device, right behind the backward
-        pass."""
+        """Whether weights are updated on the device, right behind their backward pass."""
         return self._switches.jit and not self._switches.offload
 
     def _update(self, task: Task) -> None:
-        """Add an update: on the host when the gradients are there; or on the device, with its
-        state."""
+        """Add an update, on the host when gradients are there, or on the device with its state."""
         lanes, first, stop = self._lanes[task.rank], task.first, task.stop
         gradients = self._stations[task.station].gradients
         after = [gradients]
@@ -335,8 +332,7 @@ class Items:
         return self._from_the_task_before(task)
 
     def _from_the_task_before(self, task: Task) -> Sequence[int]:
-        """Return the item that frees the second buffer of the task before, for a first
-        micro-batch."""
+        """Return the item after which the second buffer is free for a task's first micro-batch."""
         before, before_that = self._before(task), self._before(task, 2)
         if before is None:
             return ()

@@ -36,8 +36,7 @@ def swapped(
     *,
     fast_compile: bool = False,
 ) -> SwappedStep:
-    """Compile plain data parallelism with gradient accumulation, each device with a manager of its
-    own.
+    """Compile plain data parallelism with gradient accumulation, a manager for each device.
 
     Args:
         workload: The task.

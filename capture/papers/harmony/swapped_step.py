@@ -101,8 +101,7 @@ class SwappedBuilder:
     # ---- what there is ---------------------------------------------------------------------------
 
     def _kept(self) -> dict[tuple[int, Tensor], int]:
-        """Return the slots of weights and state in the memory of each device's host, by device and
-        tensor."""
+        """Return the host's slots of weights and state, by device and tensor."""
         found: dict[tuple[int, Tensor], int] = {}
         for number, layer in product(self._numbers, range(len(self._sizes.layers))):
             owned = self._sizes.layers.owned((layer, layer + 1))
@@ -265,8 +264,7 @@ class SwappedBuilder:
     def _read(
         self, number: int, i: int, m: int
     ) -> Generator[Instruction, None, tuple[tuple[int, ...], ...]]:
-        """Yield the feed of a pass, if it reads the batch; return its argument groups: weights,
-        inputs, batch."""
+        """Yield the feed of a pass, if any; return its argument groups: weights, inputs, batch."""
         entering = self._there[number, ("X", i, m)]
         batch: tuple[int, ...] = ()
         if i and self._sizes.layers.leaves((i, i + 1)):

@@ -154,8 +154,7 @@ class Manager:
         self._live = self.peak = 0
 
     def need(self, operation: GpuOperation) -> int:
-        """Return the bytes of an operation by itself: all that it reads and writes, and its
-        workspace."""
+        """Return the bytes of an operation by itself: what it reads, writes and works in."""
         tensors = {*operation.reads, *operation.writes}
         return sum(self._nbytes[tensor] for tensor in tensors) + operation.workspace_bytes
 
@@ -213,8 +212,7 @@ class Manager:
             heappush(self._farthest, rank)
 
     def left(self) -> list[Tensor]:
-        """Return the tensors still on the GPU that are written back if nothing stays between
-        steps."""
+        """Return the tensors on the GPU that are written back if nothing stays between steps."""
         return [t for t, changed in self._there.items() if changed or self._always]
 
     def _next_use(self, tensor: Tensor) -> float:

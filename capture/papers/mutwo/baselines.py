@@ -87,8 +87,7 @@ def _largest_subsets(problem: ArrayProblem) -> ArrayBaseline:
 
 
 def _largest(problem: ArrayProblem, models: Sequence[int]) -> Partition:
-    """Return the largest equal subsets that fit of models that are one program; one by one where
-    none fits."""
+    """Return models of one program in the largest subsets that fit; one by one where none fits."""
 
     def tried(size: int) -> Partition:
         starts = range(0, len(models), size)
@@ -119,8 +118,7 @@ def _retained(space: Space) -> Iterator[Chosen]:
 
 
 def _swaps(space: Space) -> Iterator[Chosen]:
-    """Yield choices that swap everything, or the first layers, which rest longest, and retain the
-    others."""
+    """Yield choices that swap everything, or the first layers, which rest longest."""
     yield space.swapped
     yield from (one for one in families(space) if RECOMPUTE not in one)
 

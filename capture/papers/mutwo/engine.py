@@ -66,8 +66,7 @@ Key = tuple[TrainingGraph, int]
 
 
 class Engine:
-    """The executor of Algorithm H. It issues nodes one by one; streams go through what they were
-    given in order.
+    """The executor of Algorithm H. It issues nodes one by one; streams run what they get in order.
 
     Args:
         readings: Of it.

@@ -159,8 +159,7 @@ class TrainingGraph:
         }
 
     def idle_seconds(self, v: int, less_swaps: bool) -> float:
-        """Return the seconds by which swaps are chosen: inactive time, or what is left of it beside
-        both swaps."""
+        """Return the seconds by which swaps are chosen: inactive time, or less both swaps."""
         value = self.values[v]
         swaps = value.swap_in_seconds + value.swap_out_seconds if less_swaps else 0.0
         return self.inactive_seconds[v] - swaps
@@ -202,8 +201,7 @@ class TrainingGraph:
 
     @cached_property
     def rest_bytes(self) -> tuple[int, ...]:
-        """The bytes that stay when each rank has run, without intermediates that are swapped out
-        then."""
+        """The bytes that stay after each rank, without intermediates that are swapped out then."""
         return tuple(rest for _, _, rest in self._held)
 
     # ---- recomputation ---------------------------------------------------------------------------
@@ -242,8 +240,7 @@ def _at(access: Mapping[int, int], count: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """The merged graph that is scheduled: the backward pass of one sub-array beside the forward
-    pass of another.
+    """The merged graph to schedule: a sub-array's backward pass beside another's forward pass.
 
     Attributes:
         backward_of, forward_of: Their graphs (BW_j, FW_i).

@@ -53,8 +53,7 @@ class Lineage:
         return self.costs[v].total_seconds
 
     def ratio(self, v: int) -> float:
-        """Return the bytes per second of recomputation (recompute_ratio); without any seconds,
-        infinite."""
+        """Return bytes per second of recomputation (recompute_ratio); infinite for no seconds."""
         total = self.costs[v].total_seconds
         return self._graph.values[v].nbytes / total if total > 0 else float("inf")
 
@@ -66,8 +65,7 @@ class Lineage:
         return graph.first_bw_access[v] <= at <= graph.last_bw_access[v]
 
     def existing(self, chosen: int, recomputed: Collection[int]) -> int:
-        """Give the sources of a new recomputation to those already decided that read it (Algorithm
-        E).
+        """Give the sources of a new recomputation to decided ones that read it (Algorithm E).
 
         Returns:
             How often the new one is made (recomp_cnt).
@@ -84,8 +82,7 @@ class Lineage:
     def remaining(
         self, chosen: int, count: int, candidates: Collection[int], recomputed: Collection[int]
     ) -> None:
-        """Give the sources of what is not retained to the candidates left that read it (Algorithm
-        F)."""
+        """Give the sources of what is not retained to candidates that read it (Algorithm F)."""
         for candidate in candidates:
             if candidate not in self.costs:
                 continue
@@ -98,8 +95,7 @@ class Lineage:
                 cost.total_seconds = cost.seconds * self._count(candidate, recomputed)
 
     def _count(self, v: int, recomputed: Iterable[int]) -> int:
-        """Count how often a tensor is made: once for itself, and in each recomputation of which it
-        is a source."""
+        """Count how often a tensor is made: for itself, and in each recomputation that reads it."""
         return 1 + sum(v in self.costs[other].sources for other in recomputed)
 
     def _replaced(

@@ -69,8 +69,7 @@ class _Overhead:
         return self._backward(left)
 
     def earlier(self) -> Quote:
-        """Return the quote for an access that has moved towards the beginning: no more forward
-        operations move."""
+        """Return the quote for an access that now comes earlier: no more operations move."""
         left = max(
             0.0, self._graph.values[self._v].swap_in_seconds - self._recomputed(self._access)
         )
@@ -91,9 +90,8 @@ class _Overhead:
         return rank < 0 or ("backward", rank) in self._peak
 
     def _recomputed(self, rank: int) -> float:
-        """Return the seconds of what is recomputed before a backward operation (get_recomp_time).
-        What reads the tensor itself waits for it, and what hides another copy does not hide this
-        one."""
+        """Return the seconds of recomputations before a backward operation (get_recomp_time). What
+        reads the tensor itself waits for it, and what hides another copy does not hide this one."""
         graph, now = self._graph, self._schedule.now
         again = [v for v in now.recomputed if graph.first_bw_access[v] == rank]
         costs = self._schedule.lineage.costs
@@ -190,8 +188,8 @@ class _Overhead:
         return seconds
 
     def _behind(self, rank: int) -> float:
-        """Return the seconds of forward operations before a backward one, unless a copy takes them
-        already."""
+        """Return the seconds of forward operations before a backward one, unless a copy has
+        them."""
         last = self._schedule.now.last_prompt
         if rank >= last.rank and last.at_forward:
             return 0.0

@@ -38,8 +38,7 @@ class PartitionSchedule:
 
     @property
     def seconds(self) -> float:
-        """The seconds of one update of every model: the pairs are trained one after the other (M-y,
-        M-z)."""
+        """The seconds of one update of every model: one pair trains after the other (M-y, M-z)."""
         return sum(schedule.execute().seconds for schedule in self.schedules)
 
 

@@ -159,8 +159,7 @@ def schedule_cycle(
 
 
 def _tell(decided: SwapPolicy, other: SwapPolicy) -> None:
-    """Tell the graph that has the decided sub-array's forward pass what to offload and delete
-    there."""
+    """Tell the graph with the decided sub-array's forward pass what to offload and delete there."""
     now = decided.schedule.now
     other.schedule.hints = frozenset(now.swaps), frozenset(now.recomputed) - frozenset(now.swaps)
 
@@ -180,8 +179,7 @@ def _next(policies: Sequence[SwapPolicy]) -> int | None:
 
 
 def _resident(schedule: PairSchedule, done: set[Instant]) -> tuple[int, int]:
-    """Return the bytes of undecided tensors at an instant: of the backward pass, and of the forward
-    pass."""
+    """Return the bytes of undecided tensors of the backward and forward pass at an instant."""
     graph, forward, now = schedule.graph, schedule.pair.forward_of, schedule.now
     backward_bytes = sum(
         graph.values[v].nbytes

@@ -36,8 +36,8 @@ def profile(
     num_measured: int = NUM_MEASURED,
 ) -> TrainingGraph:
     """Measure a graph by Algorithm A: every operation runs with no more of the feature maps than
-    its pass has use for, so that all that has to fit is one operation. The median of the iterations
-    counts (M-ac).
+    its pass has use for, so all that has to fit is one operation. The median of iterations counts
+    (M-ac).
 
     Args:
         graph: Its seconds are those that are measured afterwards.

@@ -165,8 +165,7 @@ class PairSchedule:
         return min([first[v], *(first[r] for r in self.now.recomputed if v in costs[r].sources)])
 
     def arrive_in_time(self) -> list[int]:
-        """Move prompts that lie behind the access of a new recomputation (A.5); return their
-        tensors."""
+        """Move prompts behind the access of a new recomputation (A.5); return their tensors."""
         late = [v for v, prompt in self.now.swaps.items() if prompt.rank > self.access(v)]
         for v in late:
             self.now.swaps[v] = Prompt(self.access(v))

@@ -76,8 +76,7 @@ class _Waits:
                         yield from self._ended(target)
 
     def _end(self, slot: int) -> Iterator[int]:
-        """Yield the copy into a slot that ends, if its source is only freed once the copy has
-        ended."""
+        """Yield the copy into a slot that ends, if its source is freed only after it."""
         if slot in self._source:
             yield from self._ended(slot)
 
