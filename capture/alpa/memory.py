@@ -84,7 +84,7 @@ def alpa_memory(plan: Plan, profile: Profile, *, master_copy: bool = False) -> A
     """Predict the step of a plan in Alpa's runtime.
 
     Args:
-        plan: That ``to_alpa`` takes.
+        plan: A plan that ``to_alpa`` takes.
         profile: Measurements of the plan's model on its target.
         master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has
             its parameters in float32.

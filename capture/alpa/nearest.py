@@ -22,7 +22,7 @@ class NearestPlan:
     """A plan that Alpa can express.
 
     Attributes:
-        plan: With a prediction if a profile was given.
+        plan: The plan, with a prediction if a profile was given.
         state_bytes: Parameters, gradients and optimizer state of the device that holds most of
             them, of the given plan and of this one; None where the given plan has no prediction.
         peak_bytes: Peak of the device that needs most, of the given plan, by the best that is

@@ -37,7 +37,7 @@ class AlpaOptions:
 
     Attributes:
         num_hosts, num_devices_per_host: Size of the mesh that it is for.
-        num_micro_batches: As in Alpa.
+        num_micro_batches: Micro-batches of a step, as in Alpa.
         pipeline_schedule: ``"1f1b"`` or ``"gpipe"``.
         layer_option: Class of the layer option (``ManualLayerOption`` at marks,
             ``AutoLayerOption``) and its arguments.
@@ -45,8 +45,8 @@ class AlpaOptions:
         forward_stage_layer_ids: Layers of every stage.
         submesh_physical_shapes: (hosts, devices per host) of every stage.
         submesh_logical_shapes: (data parallel, tensor parallel) of every stage.
-        submesh_autosharding_option_dicts: What of ``AutoShardingOption`` is different in each
-            stage.
+        submesh_autosharding_option_dicts: The settings of ``AutoShardingOption`` that differ in
+            each stage.
         placement: Device ids of every stage as Alpa places them; no argument.
     """
 
@@ -109,7 +109,7 @@ class AlpaOptions:
         the real ``PipeshardParallel``.
 
         Args:
-            about: What it is of: a line of its docstring.
+            about: A line of the file's docstring that says what it is of.
         """
         layer_class, layer_arguments = self.layer_option
         num_layers = sum(map(len, self.forward_stage_layer_ids))

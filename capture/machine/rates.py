@@ -49,7 +49,7 @@ class HostLink:
     """The link between a device and the memory of its host, in both directions.
 
     Attributes:
-        to_device, to_host: Each direction while the other one is idle.
+        to_device, to_host: The link in each direction while the other one is idle.
         duplex: Whether both keep their bandwidth while both are busy; otherwise they share it.
         duplex_source: Where that is from.
     """
@@ -67,7 +67,7 @@ class DeviceMemory:
     usable = capacity x allocator_fraction - context - collective
 
     Attributes:
-        capacity_bytes: As the driver or the compiler reports it.
+        capacity_bytes: Capacity as the driver or the compiler reports it.
         allocator_fraction: Share of it that the process may claim.
         context_bytes: Taken by the driver's context and its libraries.
         collective_bytes: Buffers of the collectives library, outside of the compiler's view.
@@ -108,11 +108,11 @@ class HostMachine:
     """The host machine that devices are in: its memory, and what its processes' messages cost.
 
     Attributes:
-        memory_bytes: For each of its devices: for weights, optimizer state and what is kept for the
-            backward pass.
-        message_bytes_per_second: From one process to another; all that work share it, and every
-            byte is written and read.
-        delete_seconds: To give the memory of a task back.
+        memory_bytes: Host memory for each of its devices: for weights, optimizer state and what is
+            kept for the backward pass.
+        message_bytes_per_second: Bandwidth from one process to another; all that work share it, and
+            every byte is written and read.
+        delete_seconds: Seconds to give the memory of a task back.
     """
 
     memory_bytes: Sourced = Sourced(
@@ -131,16 +131,16 @@ class Rates:
     """How fast a device computes and reads its memory.
 
     Attributes:
-        flops_per_second: Specified, by data type name.
+        flops_per_second: Specified FLOPs per second, by data type name.
         compute_efficiency: Fraction of it that large matrix products reach.
-        bytes_per_second: Specified, of the device's memory.
+        bytes_per_second: Specified bandwidth of the device's memory.
         memory_efficiency: Fraction of it that streaming reaches.
         intra_node, inter_node: Links between devices.
         host: Link with the memory of the host.
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
         kernel_seconds: The least that a kernel takes, its launch included.
-        cores: That make the tiles of products; 0 where products are taken to fill the device.
+        cores: Cores that make the tiles of products; 0 where products are taken to fill the device.
     """
 
     flops_per_second: Mapping[str, Sourced]

@@ -36,18 +36,19 @@ class Server:
     """Equal devices behind one host.
 
     Attributes:
-        name: Of a shipped server, the path of a file, or a target and how many.
+        name: Name of a shipped server, the path of a file, or a target and how many.
         num_devices: GPUs.
-        memory_bytes: Of one device.
-        usable_bytes: What the layers of a pack may need of it.
-        host_memory_bytes: For weights, optimizer state and what is kept for the backward pass.
-        swap_bytes_per_second: Between the host and one device while the others are idle; all that
-            work share it.
-        p2p_bytes_per_second: From one device to another.
-        message_bytes_per_second: From one process of the host to another; shared likewise, and
-            every byte is written and read.
-        delete_seconds: To give the memory of a task back.
-        description: For people.
+        memory_bytes: Memory of one device.
+        usable_bytes: Bytes of it that the layers of a pack may need.
+        host_memory_bytes: Host memory for weights, optimizer state and what is kept for the
+            backward pass.
+        swap_bytes_per_second: Bandwidth between the host and one device while the others are idle;
+            all that work share it.
+        p2p_bytes_per_second: Bandwidth from one device to another.
+        message_bytes_per_second: Bandwidth from one process of the host to another; shared
+            likewise, and every byte is written and read.
+        delete_seconds: Seconds to give the memory of a task back.
+        description: A sentence for people.
     """
 
     name: str

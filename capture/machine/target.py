@@ -72,15 +72,15 @@ class Target:
 
     Attributes:
         name: As in ``Cluster.target``: the name of a shipped target, or the path of a file.
-        description: For people.
+        description: A sentence for people.
         platform: Compiler family.
         memory: None where capacity means nothing (virtual CPU devices).
-        rates: None likewise.
+        rates: None where nothing is known of time (virtual CPU devices).
         compiler: Settings of the compiler.
         on_chip_bytes: Size of a memory beside the main one, in which the compiler holds what is in
             use.
-        products: What the compiler makes of products.
-        host: What the machine has that devices are in.
+        products: The compiler's choices for matrix products.
+        host: The host machine that devices are in.
 
     Example:
         >>> target = Target.load("a100-40g")

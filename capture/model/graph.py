@@ -56,7 +56,7 @@ class Tensor:
 
     Attributes:
         name: Path of a parameter or batch leaf; the producing equation of a value.
-        shape: At the micro-batch size of the graph.
+        shape: Dimensions at the micro-batch size of the graph.
         dtype: JAX's name of the dtype, such as ``"float32"``.
         batch_dim: The dimension that grows with the micro-batch; None if none does.
         differentiable: Whether a gradient flows back through it.
@@ -118,13 +118,13 @@ class LayerGraph:
     Attributes:
         model_hash: Content hash of the traced program, its shapes and its layer boundaries.
         microbatch_size: Examples in the traced micro-batch (over all data-parallel replicas).
-        layers: In program order.
+        layers: Layers in program order.
         params: Trainable parameters. A parameter stacked over scanned layers appears once per
             layer.
         values: Tensors that cross at least one layer boundary, and the loss.
         batch: Batch leaves, then the random key if the loss takes one.
-        value_dims: By ways in which stages split values along the sequence, the dimension of each
-            value that they cut; None where it stays whole.
+        value_dims: The dimension of each value that stages cut along the sequence, by the number of
+            ways; None where it stays whole.
     """
 
     model_hash: str

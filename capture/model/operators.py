@@ -45,10 +45,10 @@ class Operator:
             whose results are added: of inputs, or of rows, where a row that is in another slice
             counts as zero. Whatever is ``other`` cannot.
         parameter_bytes: S_i of the paper: those that may be sharded.
-        activation_bytes: What its forward pass keeps for the backward pass, per example.
+        activation_bytes: Bytes that its forward pass keeps for the backward pass, per example.
         input_bytes: Activations that it reads, per example: what is kept where it is
             rematerialised.
-        output_bytes: Its result, per example: what slices are added up in.
+        output_bytes: Bytes of its result, per example: what slices are added up in.
         workspace_bytes: M_extra of the paper: temporaries, whatever the batch.
         flops: FLOPs of the forward pass of one example, 2 per multiply-add.
         gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper);
@@ -57,15 +57,15 @@ class Operator:
             that the devices do not divide.
         tail_bytes: The part of ``activation_bytes`` that is kept of the operations after the
             product.
-        crossing_bytes: What later operators read of it and of those before, per example; None: as
-            much as its input.
+        crossing_bytes: Bytes that later operators read of it and of those before, per example;
+            None: as much as its input.
         gathered_fraction: The part of ``parameter_bytes`` that a gather of all of them brings: less
             than 1 where products read them in fewer bits.
         fused_bytes: The part of ``activation_bytes`` that is operands which a replicated product
             computes again from what is kept; a sharded one, which may be computed while slices
             arrive, reads them as they were.
-        again_bytes: What the model's own remat region has computed again when it goes backwards, up
-            to the operations after its product.
+        again_bytes: Bytes that the model's own remat region has computed again when it goes
+            backwards, up to the operations after its product.
         backward_bytes: While the operations after its product go backwards, the most that comes and
             goes beside what is kept, per example.
     """

@@ -67,12 +67,12 @@ class PaperTimes:
     """The time and bytes of a step by the released scheduler's rules.
 
     Attributes:
-        step_seconds: Until the last rank ends.
-        rank_end_seconds: Per rank that was simulated; in data parallelism the first.
+        step_seconds: Seconds until the last rank ends.
+        rank_end_seconds: Seconds until each simulated rank ends; in data parallelism the first.
         idle_fractions: Per rank, the part of the step after its end.
         gap_fractions: Per rank, the part of the step in which it computes nothing.
-        task_bytes: Per rank, its largest task.
-        volumes_bytes: Moved by all devices, by tensor and direction.
+        task_bytes: Bytes of each rank's largest task.
+        volumes_bytes: Bytes moved by all devices, by tensor and direction.
     """
 
     step_seconds: float
@@ -88,10 +88,10 @@ class StepBytes:
     """The peak memory of devices and host in a step of the plan's own instructions, replayed.
 
     Attributes:
-        device_peak_bytes: Per device.
-        device_parts_bytes: Of the device that needs most, by category.
-        host_peak_bytes: Of the host.
-        host_parts_bytes: By category.
+        device_peak_bytes: Peak memory of each device.
+        device_parts_bytes: Parts of the fullest device's peak, by category.
+        host_peak_bytes: Peak memory of the host.
+        host_parts_bytes: Parts of the host's peak, by category.
     """
 
     device_peak_bytes: tuple[int, ...]
@@ -105,9 +105,9 @@ class StepTimes(StepBytes):
     """The seconds and bytes of a step of packs, simulated from measurements of layers alone.
 
     Attributes:
-        step_seconds: Simulated on the server's links.
+        step_seconds: Seconds of a step, simulated on the server's links.
         idle_fractions: Per device, the part of the step in which it computes nothing.
-        volumes_bytes: Copied between the places, by tensor and direction.
+        volumes_bytes: Bytes copied between the places, by tensor and direction.
     """
 
     step_seconds: float
@@ -120,10 +120,10 @@ class PacksPrediction:
     """The estimates of a plan of packs, by where they come from.
 
     Attributes:
-        paper: By the released scheduler's rules.
-        step: Of the plan's own instructions, from layers alone.
-        compiled: What the compiler of the plan's target says of its packs; None where they were not
-            compiled.
+        paper: Times and bytes by the released scheduler's rules.
+        step: Times and bytes of the plan's own instructions, from layers alone.
+        compiled: Bytes of those instructions with the packs' programs compiled for the target; None
+            where they were not compiled.
     """
 
     paper: PaperTimes
@@ -163,16 +163,16 @@ class PacksPlan(PlanFile):
 
     Attributes:
         machine: The server.
-        num_layers: Of the model.
+        num_layers: Layers of the model.
         minibatch_size: D, examples of a step.
         mode: How devices share the work.
         configuration: (U_F, P_F, U_B, P_B).
-        switches: What is off.
+        switches: Which of Harmony's optimizations are off.
         swaps: How weights and gradients travel.
         model: Name of the layer profile.
         model_hash: Content hash of the traced loss; empty if never traced.
-        workload: By name; None if no more than a layer profile is known.
-        cluster: Of the workload's target; None likewise.
+        workload: The workload by name; None if no more than a layer profile is known.
+        cluster: Cluster of the workload's target; None likewise.
         prediction, why, points: See the module.
         asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
             the plan was made otherwise.

@@ -15,12 +15,12 @@ class StagePrediction:
     """The predicted peak memory of one stage's devices, which all need the same.
 
     Attributes:
-        peak_bytes: Per device.
+        peak_bytes: Peak memory per device.
         interval_bytes: (low, high) that holds the measured peak with the calibrated probability.
-        instant: What runs at the peak: forward, backward or update.
-        parts_bytes: By category; they sum to ``peak_bytes``.
-        layers_bytes: Per layer of the stage, the same by category; they sum to ``parts_bytes`` but
-            for what passes between stages.
+        instant: The pass that runs at the peak: forward, backward or update.
+        parts_bytes: Bytes of the peak by category; they sum to ``peak_bytes``.
+        layers_bytes: Bytes of the peak by category, per layer of the stage; they sum to
+            ``parts_bytes`` but for what passes between stages.
         extrapolated: Whether a degree or a micro-batch size was not profiled.
         verified: Whether the stage was compiled as it is: its peak is the compiler's.
     """
@@ -39,9 +39,9 @@ class Prediction:
     """A plan's predicted memory.
 
     Attributes:
-        stages: In pipeline order.
-        peak_bytes_per_device: In node-major device order.
-        interval_bytes_per_device: Likewise.
+        stages: Predictions of the stages, in pipeline order.
+        peak_bytes_per_device: Predicted peak memory, in node-major device order.
+        interval_bytes_per_device: (low, high) around each device's peak, in the same order.
         source: Backend and target of the measurements, and the predictor.
         coverage: Probability for which the interval was calibrated; None if it was not.
     """
@@ -147,8 +147,8 @@ class Verified:
     """The peak memory of a plan's own stages, as the target's compiler reports it.
 
     Attributes:
-        peak_bytes_per_device: In node-major device order.
-        predicted_peak_bytes_per_device: Beside it, if the plan was predicted.
+        peak_bytes_per_device: Compiled peak memory, in node-major device order.
+        predicted_peak_bytes_per_device: Predicted peak memory beside it, if the plan was predicted.
         prediction_error_fraction_per_device: Predicted over compiled, less 1.
         source: Backend, target and versions.
         num_stages_compiled: Stages of which nothing was known before.

@@ -151,24 +151,25 @@ class ShardingPlan(PlanFile):
 
     Attributes:
         batch_size: Examples per device.
-        modes: By operator, in program order.
+        modes: Mode of each operator, in program order.
         step_seconds: Time of one step, estimated.
-        peak_bytes: On every device, estimated: what is resident and the largest transient.
+        peak_bytes: Estimated peak memory of every device: what is resident and the largest
+            transient.
         examples_per_second: Throughput of all devices together: N b / T.
         names: Names of the operators; empty for a plan of a description alone.
-        params: By operator, the names of the parameter leaves that belong to it; likewise.
+        params: Names of the parameter leaves that belong to each operator; empty likewise.
         remat: Whether the backward pass computes every operator again from its inputs.
         smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
         look_ahead: Whether the forward pass may gather parameters while the operator before them
             runs. Where it is repeated, it may not.
-        compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
-            if it was not asked.
+        compiled_peak_bytes: Peak memory of every device by the target's compiler; None if it was
+            not asked.
         interval_bytes: (low, high) that ``peak_bytes`` may compile to, by what steps of other
             models did; None where nobody said.
         workload: The workload by name; None for a plan made from Python objects.
         model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
-        costs: By operator; empty likewise.
+        costs: Cost of each operator; empty likewise.
         asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
             the plan was made otherwise.
     """

@@ -24,7 +24,7 @@ class Stage:
         devices: Ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]``
             is replica r, shard c.
         choice: How the devices share the work.
-        offload: What rests in the memory of the host between its uses.
+        offload: Groups that rest in the memory of the host between their uses (offloading).
 
     Raises:
         PlanError: ``plan-layers`` or ``plan-devices`` if those are no whole numbers,

@@ -48,12 +48,12 @@ class Plan(PlanFile):
     Attributes:
         cluster: All devices.
         num_layers: Layers of the model.
-        stages: In pipeline order; they cover the layers once, and no device twice but where the
-            schedule puts several stages on a group of devices: those have the same ``devices`` and
-            degrees.
+        stages: Stages in pipeline order; they cover the layers once, and no device twice but where
+            the schedule puts several stages on a group of devices: those have the same ``devices``
+            and degrees.
         global_batch_size: Examples in a step.
         num_microbatches: Micro-batches that a step accumulates, M.
-        schedule: Of ``capture.plan.schedule.SCHEDULES``.
+        schedule: Name of a schedule in ``capture.plan.schedule.SCHEDULES``.
         auto_layers: Layers were cut automatically into ``num_layers``; otherwise at the model's
             marks.
         tensor_parallel_rule: How parameters are split: ``"auto"`` or ``"largest"``.
@@ -61,8 +61,8 @@ class Plan(PlanFile):
             never traced.
         workload: The workload by name; None for a plan made from Python objects.
         prediction: Predicted bytes per device with their parts, if predicted.
-        why: What the search has to say about its choice, if searched.
-        verification: What the compiler of the target says of the plan's own stages, if verified.
+        why: The search's reasons for its choice, if searched.
+        verification: Peaks of the plan's own stages by the target's compiler, if verified.
         time: A step as it was simulated when the plan was made, where the target has rates.
         asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
             the plan was made otherwise.

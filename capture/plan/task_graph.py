@@ -40,12 +40,12 @@ class Switches:
     Attributes:
         grouping: A pack stays for all of its micro-batches. Off, each is a task of its own: weights
             come for every one, and gradients go out and in again.
-        prefetch: What a task needs comes while the one before computes.
+        prefetch: Inputs of a task come while the task before computes.
         jit: The last pack goes backward as soon as it went forward, and weights are updated behind
             their backward pass. Off, its input is kept and its forward pass computed again, and
             updates come last.
         offload: The host updates weights. Off, optimizer state comes to the device and goes back.
-        p2p: What one pack gives the next goes from device to device. Off, through the host.
+        p2p: Outputs of a pack go to the next one from device to device. Off, through the host.
     """
 
     grouping: bool = True
@@ -138,8 +138,8 @@ class Channel:
 
     Attributes:
         medium: See above.
-        task: At the other end, where there is one.
-        rank: Of that task, where the medium joins two processes.
+        task: Id of the task at the other end, where there is one.
+        rank: Rank of that task, where the medium joins two processes.
     """
 
     medium: Medium
@@ -199,15 +199,16 @@ class Task:
         id: Position among all tasks.
         kind: What is computed.
         first, stop: Layers, from ``first`` to before ``stop``.
-        sizes: Of its micro-batches; those of an update are empty.
+        sizes: Examples of each of its micro-batches; empty for an update.
         rank: Its device; of an update the process.
         station: Position of its pack in P_F + reverse(P_B).
         start: Index of its first micro-batch.
         last: Whether it has the last micro-batch.
         criterion: Whether it is the backward task of the last pack.
-        source: Of X, for a forward task and for the one that computes the loss; None of others.
-        gradient: Of dY, for other backward tasks.
-        sink: Of Y, or of dX.
+        source: Channel of X, for a forward task and for the one that computes the loss; None of
+            others.
+        gradient: Channel of dY, for other backward tasks.
+        sink: Channel of Y, or of dX.
         stashes: Layers whose inputs are kept, and where for; of a backward task without criterion,
             where its X is from.
     """
@@ -246,9 +247,10 @@ class TaskGraph:
         mode: How devices share the work.
         num_devices: N.
         minibatch_size: D.
-        sizes: Of the first rank: micro-batches forward, and backward.
-        tasks: Of all ranks in a pipeline, of the first so many in data parallelism; ids ascend.
-        switches: What is off.
+        sizes: Micro-batch sizes of the first rank, forward and backward.
+        tasks: Tasks of all ranks in a pipeline, of the first so many in data parallelism; ids
+            ascend.
+        switches: Which of Harmony's optimizations are off.
         swaps: How weights and gradients travel.
     """
 

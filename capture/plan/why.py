@@ -20,7 +20,7 @@ class PlanNotes:
     """The hash, prediction, verification and step time of a front's plan, as a saved plan has them.
 
     Attributes:
-        model_hash, prediction, verification, time: As of ``Plan``.
+        model_hash, prediction, verification, time: The fields of ``Plan`` with these names.
     """
 
     model_hash: str
@@ -45,12 +45,14 @@ class FrontPoint:
     """A plan that no other one beats both in memory and in time.
 
     Attributes:
-        peak_bytes: Per device, predicted; the compiler's where ``within_fraction`` is known.
-        step_seconds: As the search estimates it, transfers included; of a compiled plan simulated.
+        peak_bytes: Peak memory per device, predicted; compiled where ``within_fraction`` is known.
+        step_seconds: Seconds of a step as the search estimates them, transfers included; simulated
+            if compiled.
         bound_fraction: No plan of the same peak is faster by more, by a bound that leaves transfers
             out; of a profile by the closed form without them.
         stages: Layers and degrees.
-        schedule, num_microbatches: As in the plan that has the front, where they are not said.
+        schedule, num_microbatches: Schedule and micro-batches; where left out, those of the plan
+            that has the front.
         within_fraction: Of a compiled plan, where bounds were searched: no plan that fits is below
             it by more in both, compiled bytes and seconds, these by a bound that leaves transfers
             out; 0 if none is. None where it is not known.
@@ -197,9 +199,9 @@ class ByLayers:
     """A lower bound of the step from estimates that compiled layers correct: no proof, but nearer.
 
     Attributes:
-        least_step_seconds: Of the plans that fit.
-        num_layers: So many were compiled alone for it, or taken from the store.
-        error_fraction: By which part estimates were above what was compiled, at most: those of its
+        least_step_seconds: Lower bound of the step of the plans that fit.
+        num_layers: Layers that were compiled alone for it, or taken from the store.
+        error_fraction: Largest part by which estimates were above what was compiled: those of its
             kind are less by it.
     """
 
@@ -249,18 +251,18 @@ class Why:
     """The reason why a plan was chosen, or why none fits.
 
     Attributes:
-        summary: For people.
+        summary: The reason in words.
         bottleneck_stage: The stage that needs most, of a plan that was found.
-        bottleneck_category: What most of its bytes are for.
+        bottleneck_category: The category of most of that stage's bytes.
         num_choices: Ways of using devices that were searched.
-        code: What is missing, as a code, where nothing fits.
+        code: A code for what is missing, where nothing fits.
         memory_limit_bytes: The limit that is missed.
         least_peak_bytes: The least limit that fits; None where none does, or it is not known.
         stage_id: The stage that needs it.
-        least_state_bytes: What every plan needs for its state alone, if that is too much.
+        least_state_bytes: Bytes that every plan needs for its state alone, if that is too much.
         front: Plans of the front of memory and time, if asked for.
         verified: How plans were compiled, if any were.
-        proven: By how much another plan may be better, where bounds were searched.
+        proven: How near the plan is to the best, where bounds were searched.
         uncompiled: Why the plan was not compiled, where it was to be.
     """
 

@@ -22,10 +22,10 @@ class SplitBackward:
     pass: gradients of its inputs first, of its weights later.
 
     Attributes:
-        inputs, outputs, batch, cotangents: Of what the backward pass reads, in ids of the layer
-            graph, what the gradients of weights read.
-        residual_bytes: Of the residuals, what they read.
-        deferred_bytes: What the program of the inputs makes for them.
+        inputs, outputs, batch, cotangents: Ids in the layer graph of those that the gradients of
+            weights read, among what the backward pass reads.
+        residual_bytes: Bytes of the residuals that they read.
+        deferred_bytes: Bytes that the program of the inputs makes for them.
     """
 
     inputs: tuple[int, ...]
@@ -44,28 +44,29 @@ class StageInterface:
     Attributes:
         devices: Device ids of the stage.
         received: Values that cross the cut before the stage; those it does not use pass through.
-        used: Those of ``received`` that the stage's program reads.
+        used: Values of ``received`` that the stage's program reads.
         outputs: Values that the program makes and later stages read, or the loss.
         sent: Values that cross the cut after the stage; empty for the last.
-        kept_inputs, kept_outputs, kept_batch: What the backward pass reads besides residuals.
+        kept_inputs, kept_outputs, kept_batch: Values and batch leaves that the backward pass reads
+            besides residuals.
         batch: All batch leaves that the forward pass reads.
         owned: Parameters that this stage updates: those that no earlier stage reads.
         borrowed: Parameters that an earlier stage owns and updates.
         differentiable: Values among received, outputs and sent that carry a gradient back.
-        value_bytes: Per value, its bytes per device on this stage.
-        batch_bytes: Per batch leaf.
-        param_bytes: Per parameter, owned or borrowed; its gradient takes as much, from zeros that
-            need nothing else to be made.
+        value_bytes: Bytes per device of each value on this stage.
+        batch_bytes: Bytes per device of each batch leaf.
+        param_bytes: Bytes per device of each parameter, owned or borrowed; its gradient takes as
+            much, from zeros that need nothing else to be made.
         optimizer_bytes: State of the optimizer for the owned parameters.
         residual_bytes: Activations that one micro-batch keeps for its backward pass, kept inputs,
             outputs and batch leaves not included.
-        transient_bytes: Per program (``forward``, ``backward``, ``update``, ``summarize``;
-            ``backward_inputs``, ``backward_weights`` where the backward pass is split): temporaries
-            + outputs - aliased inputs.
+        transient_bytes: Temporaries + outputs - aliased inputs of each program (``forward``,
+            ``backward``, ``update``, ``summarize``; ``backward_inputs``, ``backward_weights`` where
+            the backward pass is split).
         summary_bytes: Small values that the update of other stages needs (a global norm); 0 if
             updates are independent.
-        split: Where the backward pass is split.
-        offload: What rests in the memory of its host between its uses.
+        split: What is held between the parts of the backward pass, where it is split.
+        offload: Groups that rest in the memory of its host between their uses (offloading).
         host: The name of that memory.
     """
 

@@ -48,7 +48,7 @@ class Host:
 
     Attributes:
         name: Unique in a step.
-        capacity_bytes: For the slots of a step; None if nobody knows.
+        capacity_bytes: Capacity for the slots of a step; None if nobody knows.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Place:
     Attributes:
         name: Unique in a step; what people call it.
         devices: Their ids; each has its part of a slot.
-        host: Whose memory holds those parts; None for the devices' own.
+        host: The host whose memory holds those parts; None for the devices' own.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Program:
     Attributes:
         kind: What people call it, alike at all places: ``forward``.
         place: Where its inputs and outputs are.
-        transient_bytes: Per device, temporaries + outputs - aliased inputs.
+        transient_bytes: Temporaries + outputs - aliased inputs, per device.
         call: What it computes, as a record of its kind of plan; whoever compiles or times it reads
             this and not its name.
     """
@@ -101,9 +101,9 @@ class Slot:
     Attributes:
         name: Unique in a step.
         place: Where they are.
-        category: As in the ledger.
-        nbytes: Per device.
-        what: They are, in the words of the builder.
+        category: Category of its bytes in the ledger.
+        nbytes: Bytes per device.
+        what: What the arrays are, in the words of the builder.
         holds: Which arrays, as a record of its kind of plan: what lays them out, and takes them
             apart.
     """
@@ -247,10 +247,10 @@ class Step:
     """The instructions of a step, its slots, and those that outlive it.
 
     Attributes:
-        places: In the order in which people think of them.
-        programs: What the instructions run, by name.
+        places: Places of the slots, in the order in which people think of them.
+        programs: Programs that the instructions run, by name.
         slots: Indexed by the instructions.
-        instructions: In the order of issue.
+        instructions: Instructions in the order of issue.
         persistent: Slots that are there before the step, by name. They live on, or end in it.
         made: Slots that live on after the step and are not there before it, by name.
         reported: Slots whose arrays the step returns beside its state: losses.
