@@ -48,7 +48,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    """The public name, from the module that defines it (PEP 562)."""
+    """Return a public name of the library, from the module that defines it (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; its public names are "

@@ -33,7 +33,7 @@ class FieldError(ValueError):
 
 
 def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T:
-    """What a document says, as a dataclass.
+    """Convert a parsed JSON document into a dataclass.
 
     Args:
         data: What a JSON parser returned.
@@ -63,8 +63,8 @@ def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T
 
 
 def write(value: Any) -> Any:
-    """What a JSON writer takes for a value: the inverse of ``read``, with ``to_json`` of those that
-    have one."""
+    """Convert a value into what a JSON writer takes, the inverse of ``read``. A class that has a
+    ``to_json`` converts itself."""
     if type(value) in _PLAIN:  # most are, and asking for more of them takes time
         return value
     if hasattr(value, "to_json"):
@@ -77,8 +77,8 @@ def write(value: Any) -> Any:
 def mapped(
     document: Any, change: Callable[[Any], Any], inner: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return a document with other numbers, texts, ...; ``inner`` makes what is in objects and
-    lists, by default likewise."""
+    """Return a document with ``change`` applied to every number, text, truth value and null;
+    ``inner`` converts the items of objects and lists, by default in the same way."""
     if type(document) in _PLAIN:
         return change(document)
     inner = inner or (lambda item: mapped(item, change))
@@ -91,7 +91,8 @@ def mapped(
 
 
 def fields_of(value: Any, *names: str) -> dict[str, Any]:
-    """Those of a dataclass, written, in the order of the class; or attributes by their names."""
+    """Return the fields of a dataclass, converted for JSON, in the order of the class; with
+    ``names``, these attributes instead."""
     names = names or _field_names(value.__class__)
     return {name: write(getattr(value, name)) for name in names}
 
@@ -102,15 +103,16 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def but_empty(value: Any, *names: str) -> dict[str, Any]:
-    """Return the fields of a dataclass, written, without those of some that say nothing."""
+    """Return the fields of a dataclass, converted for JSON; those named are left out where they are
+    empty."""
     written = fields_of(value)
     return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
 
 
 @dataclass(frozen=True)
 class _File:
-    """What makes files of a kind, in words, and fields that they alone have, all in one of the
-    groups."""
+    """A file format: the command that makes such files, in words, and the groups of fields that
+    mark them. A document that has all fields of one group is of this format."""
 
     made: str
     marks: tuple[frozenset[str], ...]
@@ -146,7 +148,7 @@ _FILES = {
 
 
 def _recognised(data: Any) -> str:
-    """Of which format a document is, by its fields; empty where they are of none."""
+    """Return the name of the format whose fields a document has; empty if there is none."""
     keys = frozenset(data) if isinstance(data, Mapping) else frozenset()
     return next(
         (name for name, file in _FILES.items() if any(marks <= keys for marks in file.marks)), ""
@@ -180,7 +182,8 @@ class Format:
     strict: bool = False
 
     def load(self, path: Path | str, made: Callable[[Any], T]) -> T:
-        """What is made of a file's document.
+        """Read a JSON file, refuse it if it is of another format, and return what ``made`` makes of
+        it.
 
         Raises:
             CaptureError: ``<code>-file`` if it cannot be read, ``<code>-corrupt`` if it is no JSON,
@@ -217,7 +220,7 @@ class Format:
             ) from None
 
     def check(self, data: Any) -> dict[str, Any]:
-        """The fields of a document of a known version and the right kind.
+        """Return the fields of a document whose schema version and kind are those of this format.
 
         Raises:
             CaptureError: ``<code>-schema``, ``<code>-kind``.
@@ -242,7 +245,7 @@ class Format:
         return fields
 
     def read(self, data: Any, kind: type[T]) -> T:
-        """What a document says, as a dataclass.
+        """Check a parsed document of this format and convert its fields into a dataclass.
 
         Raises:
             CaptureError: ``<code>-schema``, ``<code>-kind``, ``<code>-corrupt``.
@@ -254,12 +257,13 @@ class Format:
             raise self.corrupt(str(error)) from None
 
     def write(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        """The document with these fields."""
+        """Return the document that has these fields, the schema version and the kind of this
+        format."""
         kind = {"kind": self.kind} if self.kind else {}
         return {"schema_version": self.versions[-1], **kind, **written}
 
     def corrupt(self, wrong: str) -> CaptureError:
-        """The error of a document in which something is wrong."""
+        """Return the error of a document of this format in which something is wrong."""
         return self.error.of(
             f"{self.name} is not one: {wrong}. {self._advice}", f"{self.code}-corrupt"
         )
@@ -270,7 +274,7 @@ class Format:
 
 
 def _wrong(value: Any, hint: Any, path: str, strict: bool) -> Iterator[str]:
-    """What of a value is not of a type, in sentences."""
+    """Yield one sentence for each part of a value that does not fit a type hint, with its path."""
     origin, arguments = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         yield from _wrong_fields(value, hint, path, strict)  # type: ignore[arg-type]

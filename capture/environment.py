@@ -48,12 +48,12 @@ _COMPILERS = {
 
 
 def jax_release() -> tuple[int, ...]:
-    """The numbers of the installed jax's version, such as (0, 10, 2); (0,) without any."""
+    """Return the numbers of the installed jax's version, such as (0, 10, 2); (0,) without any."""
     return tuple(int(part) for part in (_version("jax") or "0").split(".")[:3] if part.isdecimal())
 
 
 def required_xla_flags(jax_version: str) -> tuple[str, ...]:
-    """Flags without which a JAX version would be measured wrongly.
+    """Return the XLA flags without which a JAX version would be measured wrongly.
 
     On CPU, jax 0.10's concurrency-optimized scheduler undoes ``jax.checkpoint`` inside one jit: 8
     transformer layers took 831 MB of temporaries with remat and 810 MB without it (jax 0.12: 126
@@ -72,8 +72,8 @@ def required_xla_flags(jax_version: str) -> tuple[str, ...]:
 
 
 def kernel_cache_options(file: Path) -> dict[str, Any]:
-    """Compiler options with which XLA keeps the kernels of a GPU's program in a file, for programs
-    that have some in common.
+    """Return the compiler options with which XLA keeps the kernels of a GPU's program in a file,
+    for programs that have some in common.
 
     XLA of jax 0.10 reads the file only with the second option; XLA of jax 0.12 does not know that
     any more.
@@ -87,9 +87,9 @@ def kernel_cache_options(file: Path) -> dict[str, Any]:
 
 
 def patience(seconds: float) -> float:
-    """How long to wait on this machine for what takes no longer than ``seconds`` on an idle one: as
-    much more as processes queue for its processors. Asked again while waiting, because load comes
-    and goes."""
+    """Return how long to wait on this machine for what takes no longer than ``seconds`` on an idle
+    one: as much more as processes queue for its processors. Ask again while waiting, because load
+    comes and goes."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -133,8 +133,8 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
 
 
 def prepare_worker(num_devices: int | None, platform: str, flags: Sequence[str]) -> list[Violation]:
-    """As ``prepare``, in a process that measures for another one: with that one's XLA flags,
-    because they are part of every key.
+    """Prepare a process that measures for another one: set that one's XLA flags, which are part of
+    every key, and then do what ``prepare`` does.
 
     Args:
         num_devices, platform: As for ``prepare``.
@@ -146,8 +146,8 @@ def prepare_worker(num_devices: int | None, platform: str, flags: Sequence[str])
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Look for no cycles of garbage meanwhile: tracing makes hundreds of thousands of objects that
-    stay, and looking through them takes a fifth of its time."""
+    """Turn off the search for cycles of garbage while the block runs: tracing makes hundreds of
+    thousands of objects that stay, and looking through them takes a fifth of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -183,9 +183,9 @@ def prepare_ray(local: bool) -> None:
 
 
 def host_of_run() -> tuple[str, int, int] | None:
-    """Where host 0 of a run over several hosts listens (``address:port``), how many there are, and
-    which this is: ``CAPTURE_COORDINATOR``, ``CAPTURE_NUM_HOSTS``, ``CAPTURE_HOST``. None if the
-    first is not set: JAX then asks the scheduler.
+    """Return the address (``host:port``) of host 0 of a run over several hosts, the number of
+    hosts, and which of them this is: ``CAPTURE_COORDINATOR``, ``CAPTURE_NUM_HOSTS``,
+    ``CAPTURE_HOST``. None if the first is not set: JAX then asks the scheduler.
 
     Raises:
         ExecutionError: ``run-hosts-environment``.
@@ -210,8 +210,8 @@ def secret_of_run() -> str | None:
 
 
 def _has_compilers_only() -> bool:
-    """Whether a plugin of accelerators is installed, to compile for them, and none is there: JAX
-    would complain at length."""
+    """Return whether a plugin of accelerators is installed, to compile for them, and no accelerator
+    is there: JAX would complain at length."""
     installed = any(
         find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
     )
@@ -223,8 +223,8 @@ def _has_compilers_only() -> bool:
 
 
 def of_child(platform: str) -> dict[str, str]:
-    """The environment of a child process that compiles for a platform: this one's, its import path,
-    and no search for devices."""
+    """Return the environment of a child process that compiles for a platform: this one's, its
+    import path, and no search for devices."""
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return found if platform == "cpu" else {**found, **_WITHOUT_DEVICES}
 
@@ -241,7 +241,8 @@ def shield_children() -> None:
 
 
 def check() -> list[Violation]:
-    """Flags that the installed JAX needs and this process lacks, each with what to do about it."""
+    """Return a violation for each flag that the installed JAX needs and this process lacks, with
+    what to do about it."""
     given = _parse(_given_text())
     return [
         Violation(
@@ -264,8 +265,8 @@ def warn() -> None:
 
 
 def active_flags() -> tuple[str, ...]:
-    """The XLA flags that belong in the key of every profile: sorted, the last of each name, without
-    the number of virtual devices.
+    """Return the XLA flags that belong in the key of every profile: sorted, the last of each name,
+    without the number of virtual devices.
 
     The number of devices is left out because a plan for fewer devices runs on a part of the mesh
     with the same executables.
@@ -278,8 +279,8 @@ def active_flags() -> tuple[str, ...]:
 
 
 def versions(platform: str = "cpu") -> dict[str, str]:
-    """Versions that belong in the provenance of a profile, by package; those that are not installed
-    are left out. Loads none of them.
+    """Return the versions that belong in the provenance of a profile, by package; those that are
+    not installed are left out. Loads none of them.
 
     Args:
         platform: The target's; its compiler is named too.
@@ -311,8 +312,8 @@ def _version(package: str) -> str | None:
 
 
 def _given_text() -> str:
-    """The flags as given; ``XLA_FLAGS`` may also name a file that holds them (XLA tells by the
-    first character)."""
+    """Return the XLA flags as the user gave them; ``XLA_FLAGS`` may also name a file that holds
+    them (XLA tells by the first character)."""
     text = os.environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
         path = Path(text)
@@ -321,8 +322,8 @@ def _given_text() -> str:
 
 
 def _parse(text: str) -> dict[str, str]:
-    """Value by flag name; the last of a name counts, and a bare ``--flag`` means true, as XLA reads
-    them."""
+    """Return the value of each XLA flag by its name; the last of a name counts, and a bare
+    ``--flag`` means true, as XLA reads them."""
     return {_name(flag): _value(flag) for flag in shlex.split(text)}
 
 
@@ -340,24 +341,25 @@ def _cache_folder() -> Path:
 
 
 def default_store_path() -> Path:
-    """Where measurements are kept unless another file is named: the user's cache folder
-    (``XDG_CACHE_HOME``)."""
+    """Return the file of measurements that is used unless another is named, in the user's cache
+    folder (``XDG_CACHE_HOME``)."""
     return _cache_folder() / "store.sqlite"
 
 
 def named_workloads_path() -> Path:
-    """Where it is kept which workloads the user has named (``capture.model.trust``): beside the
-    store of the user, whatever store a command uses."""
+    """Return the file that lists the workloads which the user has named (``capture.model.trust``):
+    in the user's cache folder, whatever store a command uses."""
     return _cache_folder() / "workloads.jsonl"
 
 
 def log_folder() -> Path:
-    """Where commands keep what compiled libraries say (``capture.cli.library_log``)."""
+    """Return the folder of the messages that compiled libraries print while commands run
+    (``capture.cli.library_log``)."""
     return _cache_folder() / "logs"
 
 
 def now() -> str:
-    """The date of a result: UTC, to the second. ``SOURCE_DATE_EPOCH`` sets it, so that equal
+    """Return the date of a result: UTC, to the second. ``SOURCE_DATE_EPOCH`` sets it, so that equal
     results are equal files.
 
     Source: reproducible-builds.org, the specification of SOURCE_DATE_EPOCH.

@@ -62,7 +62,7 @@ class CaptureError(Exception):
 
     @classmethod
     def of(cls, message: str, code: str) -> CaptureError:
-        """The error with a single violation."""
+        """Return the error with a single violation."""
         return cls([Violation(message, code)])
 
     @classmethod
@@ -137,14 +137,14 @@ def said_once(failures: Iterable[str], most: int = 3) -> str:
 
 
 def plain(text: str) -> str:
-    """A message without the codes at the ends of its lines, to be part of another one, which has
-    its own."""
+    """Return a message without the codes at the ends of its lines, to be part of another one, which
+    has its own."""
     return _CODE.sub("", text)
 
 
 def violations_of(error: BaseException) -> tuple[Violation, ...]:
-    """What an exception says: the broken rules of the library; those of a model, whose message has
-    codes; else one line that says where.
+    """Return an exception as broken rules: those of the library's own errors, those that a model's
+    message gives with codes, else one line with the type, the message and where it was raised.
 
     Example:
         >>> error = ValueError("size='3B' is no size of gpt; choose tiny. [workload-size]")
@@ -195,8 +195,8 @@ def is_bug(error: BaseException) -> bool:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line in function`` of the innermost frame that is of no library, or of what Python
-    cannot read; empty if all are."""
+    """Return ``file:line in function`` of the innermost frame that is of no library, or of what
+    Python cannot read; empty if all are."""
     if isinstance(error, SyntaxError) and error.filename and (file := users_file(error.filename)):
         return f"{file}:{error.lineno}"
     found = ""
@@ -209,8 +209,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of a user's file on; all of it where there is none; none
-    for what Python cannot read."""
+    """Return the traceback from the first frame of a user's file on; all of it where there is none;
+    none for what Python cannot read."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error))
     start: TracebackType | None = error.__traceback__
@@ -220,8 +220,8 @@ def users_traceback(error: BaseException) -> str:
 
 
 def users_file(file: str) -> str:
-    """A path as people name it, from here if it is below; empty for files of libraries and of this
-    project."""
+    """Return a path as people name it, from here if it is below; empty for files of libraries and
+    of this project."""
     if file.startswith(("<", *_LIBRARIES)) or "site-packages" in file or "dist-packages" in file:
         return ""
     relative = os.path.relpath(file)

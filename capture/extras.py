@@ -22,8 +22,8 @@ EXTRA_OF = {
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra beside this package: from its checkout where it is one, else by the
-    name of the distribution."""
+    """Return the command that installs an extra of this package: from its checkout where it is one,
+    else by the name of the distribution."""
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"
@@ -46,7 +46,7 @@ def compilers_of(platform: str) -> tuple[str, ...]:
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """What to do about a module that an extra brings; None for any other.
+    """Return what to type to get a missing module that an extra brings; None for any other module.
 
     Example:
         >>> error = ModuleNotFoundError("No module named 'flax.linen'", name="flax.linen")

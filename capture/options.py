@@ -60,7 +60,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def percent(text: str) -> float:
-    """Read a part.
+    """Read a percentage, such as 5%, as a fraction.
 
     Example:
         >>> percent("5%")
@@ -134,7 +134,7 @@ class Option:
         )
 
     def value(self, given: Any) -> Any:
-        """A value of a file, as the command line would read it.
+        """Convert a value of a file as the command line would read it.
 
         Raises:
             ValueError, argparse.ArgumentTypeError: if the option does not take it.
@@ -160,7 +160,7 @@ class Option:
         return read
 
     def written(self, value: Any) -> Any:
-        """The inverse of ``value``, for a file of JSON."""
+        """Convert a value for a file of JSON, the inverse of ``value``."""
         if self.read is percent:
             return f"{value * 100:.12g}%"
         match value:
@@ -199,7 +199,7 @@ class Asked:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a file of TOML has.
+    """Return the keys and values of a TOML file.
 
     Raises:
         ValueError: If it cannot be read or is no TOML, with the rest of a sentence on the file.
@@ -233,7 +233,7 @@ def read_keys(
 
 
 def options_of(*kinds: type) -> tuple[Option, ...]:
-    """Return the options that fields of dataclasses are, in their order; each name once.
+    """Return the options that the fields of dataclasses stand for, in their order; each name once.
 
     Example:
         >>> @dataclass
@@ -260,7 +260,8 @@ def options_of(*kinds: type) -> tuple[Option, ...]:
 
 
 def taken(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that values of options say, of those that are given."""
+    """Return the fields of a dataclass that the given options set, by name; options that are not
+    given are left out."""
     named = {field: asked.name or field for field, (asked, _) in _asked(kind).items()}
     return {
         field: tuple(value) if isinstance(value, list) else value
@@ -288,7 +289,8 @@ def described(kind: type) -> dict[str, str]:
 
 
 def _asked(kind: type) -> dict[str, tuple[Asked, Any]]:
-    """The fields that are options, each with its type."""
+    """Return the fields of a dataclass that are options, by name, each with its mark and its
+    type."""
     assert is_dataclass(kind), "questions are dataclasses"
     hints = get_type_hints(kind, include_extras=True)
     return {

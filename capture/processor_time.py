@@ -9,8 +9,9 @@ from pathlib import Path
 
 
 def processor_seconds() -> float:
-    """Return what this process and its workers on this machine have computed so far, all threads
-    together; where the system does not say what running workers have, without theirs."""
+    """Return the seconds that this process and its workers on this machine have computed so far,
+    summed over all threads. Where the system does not say what running workers have, without
+    theirs."""
     seconds = sum(os.times()[:4])  # with processes that have ended
     for worker in multiprocessing.active_children():
         with suppress(OSError):

@@ -26,7 +26,7 @@ Number = TypeVar("Number")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from ``"40GB"``, ``"39.5GiB"`` or a plain number.
+    """Read a number of bytes from ``"40GB"``, ``"39.5GiB"`` or a plain number.
 
     Raises:
         PlanError: ``memory-syntax``.
@@ -56,13 +56,14 @@ def parse_bytes(text: str) -> int:
 
 
 def bytes_of(size: str | Number) -> int | Number:
-    """Return a number of bytes that may be written as a text; None for none."""
+    """Return a number of bytes, which may be given as a text such as ``"40GB"``; None stays
+    None."""
     return parse_bytes(size) if isinstance(size, str) else size
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question with the known name that is spelled most alike, to end a sentence; empty if none
-    is.
+    """Return a question with the known name that is spelled most alike, to end a sentence; empty if
+    none is.
 
     Example:
         >>> nearest("gradens", ["seed", "gradient"]), nearest("x", ["seed"])
@@ -73,7 +74,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Three significant digits with a decimal unit.
+    """Write a number of bytes with three significant digits and a decimal unit.
 
     Example:
         >>> format_bytes(13379844), format_bytes(999), format_bytes(999_999)
@@ -91,7 +92,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def signed_bytes(nbytes: int) -> str:
-    """Bytes that may be missing.
+    """Write a number of bytes that may be negative.
 
     Example:
         >>> signed_bytes(-1500)
@@ -114,7 +115,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits.
+    """Write a duration with three significant digits, in s, ms or µs.
 
     Example:
         >>> format_seconds(1.2345), format_seconds(0.0456), format_seconds(7e-6)
@@ -127,7 +128,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Return a number per second with three significant digits, never as a power of ten.
+    """Write a number per second with three significant digits, never as a power of ten.
 
     Example:
         >>> format_rate(4123.4), format_rate(12.345), format_rate(0.01234)
@@ -140,7 +141,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_quantity(name: str, value: float) -> str:
-    """A number in the unit that the name of its field ends in.
+    """Write a number in the unit that the name of its field ends in.
 
     Example:
         >>> format_quantity("swap_bytes_per_second", 2e10), format_quantity("num_devices", 4)
@@ -154,7 +155,7 @@ def format_quantity(name: str, value: float) -> str:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number of things; without ``many`` they are ``one`` with an s.
+    """Write a number of things; without ``many`` they are ``one`` with an s.
 
     Example:
         >>> counted(1, "stage"), counted(2000, "stage"), counted(0, "stage of it", "stages of it")

@@ -41,7 +41,8 @@ def array_profiles(
     where: Where = Where(),
     progress: Progress = lambda kind, done, total: None,
 ) -> Iterator[dict[ArrayTask, ArrayProfile]]:
-    """The programs of an array, by what its models train, whose measurements are jobs.
+    """Yield one profile per task of an array of models (mu-TWO); their programs are measured as
+    jobs when they are asked for, and the workers end with the block.
 
     Args:
         workload: Of the tasks that name no other.
@@ -91,7 +92,8 @@ def array_profiles(
 
 
 def _setting(spec: WorkloadSpec, shape: ArrayShape, target: str, executes: bool) -> Setting:
-    """Return what the jobs of a task have in common."""
+    """Return the setting that all jobs of one task share: its workload, backend, target and
+    array."""
     backend: Literal["run", "compile"] = "run" if executes else "compile"
     return setting_of(
         Setting(spec, shape.num_layers or None, backend=backend, target=target, array=shape)
@@ -104,7 +106,8 @@ def _backend(profiles: Mapping[ArrayTask, ArrayProfile], task: ArrayTask) -> Arr
 
 @dataclass(eq=False)
 class _Jobs:
-    """What was asked for, as jobs of workers that stay, unless others are to be alone."""
+    """The measurements of one task of an array, made as jobs by workers that are kept. The workers
+    of ``others`` are ended first, so that programs are timed alone."""
 
     backend: Callable[[], ArrayBackend]
     workload: WorkloadSpec

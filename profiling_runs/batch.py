@@ -90,7 +90,7 @@ class Batch:
         self.add(jobs)
 
     def add(self, jobs: Sequence[Job], first: bool = False) -> None:
-        """Have more jobs done, behind those that wait or before them; what waits or runs is not
+        """Add jobs, behind those that wait or before them; a job that waits or runs already is not
         done twice."""
         jobs = [job for job in jobs if job.key not in self._keys]
         self._totals.update(job.kind for job in jobs)
@@ -178,7 +178,8 @@ class Batch:
             self._say(job, "running", worker=slot.name)
 
     def _judge(self, outcome: Outcome) -> bool:
-        """Keep what came of an attempt. Whether it was the last one of its job."""
+        """Keep the result of an attempt at a job. Return whether it was the last attempt at the
+        job."""
         job, failure = outcome.job, outcome.failure
         facts = {"seconds": round(outcome.seconds, 6), "worker": outcome.worker}
         if failure is None:

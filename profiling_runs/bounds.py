@@ -64,7 +64,8 @@ class ModelBounds:
 
     @cached_property
     def facts(self) -> LayerFacts:
-        """What is traced."""
+        """The facts of the model's distinct layers, known from tracing alone; made when first asked
+        for."""
         from capture.profiler.facts import LayerFacts
 
         self._begin()
@@ -79,12 +80,13 @@ class ModelBounds:
 
     @cached_property
     def _learn_floors(self) -> None:
-        """All that ``seconds`` needs."""
+        """Trace all that ``seconds`` needs, once."""
         asked = [(c, n) for n, choices in self._floors.items() for c in measured_choices(choices)]
         self._learn(asked, longest=2 if self.facts.needs_pairs else 1)
 
     def at(self, choices: Sequence[StageChoice], microbatch_size: int) -> Bounds:
-        """The two bounds, for stages with any of some choices.
+        """Return a lower and an upper bound of every stage at a micro-batch size, for stages with
+        any of some choices.
 
         Raises:
             ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
@@ -133,9 +135,9 @@ class ModelBounds:
         limit_bytes: int | None,
         num_devices: int | None = None,
     ) -> tuple[float, float]:
-        """Seconds of a micro-batch, forward and backward, that all devices together cannot be
-        faster than, divided by their number, whatever the stages, the schedule and the cuts; and
-        the same of what programs are expected to take.
+        """Return a lower bound of the seconds of one micro-batch, forward and backward, and the
+        same computed from expected seconds. Both are device seconds over the number of devices,
+        whatever the stages, the schedule and the cuts.
 
         At one moment every layer keeps what its backward pass reads of the same micro-batch, on
         each device of its stage. So the device seconds of all layers, each with a choice of its
@@ -177,7 +179,8 @@ class ModelBounds:
         return least / cluster.num_devices, expected / cluster.num_devices
 
     def _time_models(self, cluster: Cluster, rates: Rates) -> tuple[TimeModel, TimeModel]:
-        """Without launches of kernels, and with them."""
+        """Return two time models of a cluster: one without the time to launch kernels, one with
+        it."""
         if cluster not in self._models:
             unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
             without, model = (TimeModel(each, max(cluster.nodes)) for each in (unlaunched, rates))
@@ -191,8 +194,9 @@ class ModelBounds:
         cluster: Cluster,
         rates: Rates,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How many layers are alike, of each kind; and per kind and choice, of all devices of a
-        stage, its least and expected seconds and what it holds at least."""
+        """Return the number of layers of each distinct kind, (K,), and costs summed over the
+        devices of a stage, (3, K, choices): least seconds, expected seconds, and least bytes
+        held."""
         _ = self._learn_floors
         facts = self.facts
         without, model = self._time_models(cluster, rates)
@@ -218,7 +222,8 @@ def _seconds(model: TimeModel, cost: StageCost) -> float:
 
 
 def _prices(seconds: np.ndarray, nbytes: np.ndarray, limit: int) -> list[float]:
-    """Of a byte, to try: nothing, and where there is a limit up to what no choice saves."""
+    """Return the prices of a byte to try, in seconds: 0, and where there is a limit 61 more, up to
+    the most seconds of a layer over the fewest bytes."""
     most = float(seconds.max()) / max(float(nbytes[nbytes > 0].min(initial=1.0)), 1.0)
     return [0.0, *(most * np.geomspace(1e-6, 1, 61))] if limit else [0.0]
 
@@ -229,7 +234,8 @@ def bounds(
     progress: Progress = lambda kind, done, total: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Bounds:
-    """The bounds at the micro-batch size of a question; arguments as of ``ModelBounds``.
+    """Return the bounds of all stages at the micro-batch size of a question; arguments as of
+    ``ModelBounds``.
 
     Raises:
         ProfileError: ``profile-remat``, as ``ModelBounds.at``.

@@ -28,8 +28,8 @@ MOST_MIXED = 3
 
 
 def calibration_of(question: ProfileQuestion, measurements: Measurements) -> list[Plan]:
-    """Random plans whose stages calibrate the interval; none if no plan fills the cluster, which
-    the search then reports.
+    """Return random plans whose stages calibrate the interval of predictions; none if no plan fills
+    the cluster, which the search then reports.
 
     Each plan is drawn as ``evaluate`` draws its own, with another seed; both plain schedules, and
     one that splits backward passes where these are asked for.
@@ -63,7 +63,8 @@ def _schedules(splits_backward: bool) -> tuple[str, ...]:
 
 
 def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]) -> Calibration:
-    """Errors on those stages of plans that the profile does not hold and that could be measured.
+    """Compare predicted with replayed peaks, for the stages of plans that the profile does not hold
+    and that could be measured.
 
     The truth is the replay of the plan's step, never the closed form that predicts it. Stages that
     could not be measured are there as predicted, for what they hand over.
@@ -99,8 +100,8 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
 def held_out(
     question: ProfileQuestion, measurements: Measurements
 ) -> dict[StageConfig, tuple[Plan, int]]:
-    """Stages at sizes that are not profiled, of those at which the model is the same: one may want
-    whole groups of examples."""
+    """Return stages to measure at micro-batch sizes that are not profiled. Sizes at which the model
+    is cut into another number of layers are left out: a model may want whole groups of examples."""
     sizes = [
         size
         for size in held_out_sizes(question.microbatch_size, question.stage_choices)

@@ -104,8 +104,8 @@ def _calibrated(
 def wanted_configs(
     question: ProfileQuestion, measurements: Measurements
 ) -> dict[str, list[StageConfig]]:
-    """Every stage config that a profile measures, by kind. Nothing is measured for it: the model is
-    traced, and that needs no device."""
+    """Return every stage config that a profile measures, by kind of job. Nothing is measured for
+    it: the model is traced, and that needs no device."""
     graph = measurements.backend.traced(question.microbatch_size).graph
     windows = window_configs(
         graph.num_layers,
@@ -136,8 +136,8 @@ def wanted_configs(
 def missing_statistics(
     windows: Sequence[StageConfig], measured: Container[StageConfig]
 ) -> tuple[str, ...]:
-    """What predictions do without the windows that could not be measured: a warning for all choices
-    and micro-batch sizes alike."""
+    """Return warnings that say which statistics predictions lack, because windows of layers could
+    not be measured. Choices and micro-batch sizes that lack the same share one."""
     found: dict[str, list[tuple[StageChoice, int]]] = {}
     for choice, size in dict.fromkeys(
         (config.choice, config.microbatch_size) for config in windows

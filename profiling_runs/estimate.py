@@ -18,7 +18,7 @@ REMATS: tuple[Remat, ...] = ("none", "cheap", "full")
 
 @dataclass(frozen=True)
 class TrainingNeed:
-    """What a training step of a model needs, unsharded.
+    """The memory and work of one training step of a model on one device, nothing sharded.
 
     Attributes:
         graph: The layers, at the micro-batch size.
@@ -77,7 +77,7 @@ def training_need(
     num_layers: int | None = None,
     max_devices: int = 2**14,
 ) -> TrainingNeed:
-    """Trace a model and count what training it needs.
+    """Trace a model and count the memory and work of a training step.
 
     Args:
         workload: The task.

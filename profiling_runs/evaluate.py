@@ -37,7 +37,7 @@ from profiling_runs.question import ProfileQuestion
 
 @dataclass(frozen=True)
 class EvaluationQuestion:
-    """Which plans are predicted and compiled.
+    """The question of an evaluation: which random plans are predicted and compiled.
 
     Attributes:
         profile: That predictions are made from.
@@ -86,7 +86,7 @@ class EvaluationQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateReport:
-    """How good predictions are.
+    """The report of ``capture evaluate``: how far predicted peaks are from compiled ones.
 
     Attributes:
         workload, cluster, target: What is planned for.
@@ -128,7 +128,7 @@ class EvaluateReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was predicted, and what the compiled stages need.
+    """The predicted peak memory of random plans beside the peaks of their compiled stages.
 
     Attributes:
         question: That this answers.
@@ -146,7 +146,7 @@ class Evaluation:
 
     @property
     def report(self) -> EvaluateReport:
-        """Both modes in numbers."""
+        """The accuracy of the default and of the paper's mode, in numbers."""
         asked, profile = self.question, self.profile
         together = zip(self.default, self.paper, strict=True)
         of_both = [mine for mine, theirs in together if not np.isnan(theirs.predicted)]
@@ -182,7 +182,7 @@ class Evaluation:
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
-        """Every one of them, as documents have it."""
+        """Every prediction as a JSON document, one per plan and device."""
         return [
             {**o.to_json(), "paper_predicted_bytes": finite(p.predicted)}
             for o, p in zip(self.default, self.paper, strict=True)
@@ -190,7 +190,7 @@ class Evaluation:
 
 
 def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evaluation:
-    """Profile, draw plans, predict and compile them.
+    """Profile a model, draw random plans, and compare their predicted peaks with compiled ones.
 
     Raises:
         PlanError: ``sampling-empty`` if there is no plan, ``evaluate-memory`` if none fits.
@@ -283,7 +283,7 @@ def _papers(
 def _truth(
     plan: Plan, result: Profile, costs: Sequence[StageCost], measurements: Measurements
 ) -> tuple[int, ...]:
-    """Peaks per device by the replay of compiled stages."""
+    """Return the peak bytes of every device, replayed over the compiled stages of a plan."""
     sharding = measurements.backend.sharding(plan.microbatch_size)
     graph = sharding.graph(stage.choice for stage in plan.stages)
     program = build_step(
@@ -293,8 +293,8 @@ def _truth(
 
 
 def _by_paper(predictor: Any, plan: Plan) -> list[float]:
-    """Peaks per stage; NaN for data and tensor parallelism together, which is not in the paper's
-    space."""
+    """Return the peak bytes per stage that the paper's predictor expects; NaN for data and tensor
+    parallelism together, which is not in the paper's space."""
     if predictor is None:
         return [np.nan] * plan.num_stages
     found = []
@@ -311,7 +311,7 @@ def _by_paper(predictor: Any, plan: Plan) -> list[float]:
 def _fitting(
     drawn: Iterator[Mapping[str, Plan]], predictor: Any, limit: int
 ) -> Iterator[Mapping[str, Plan]]:
-    """Drawn plans that fit under every schedule.
+    """Yield the drawn plans that are predicted to fit the limit under every schedule.
 
     Raises:
         PlanError: ``evaluate-memory`` if none of the first thousand does.

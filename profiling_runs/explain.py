@@ -27,7 +27,7 @@ NUM_GROUPS = 50
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A plan that differs by one decision.
+    """A plan that differs from another by one decision, compiled.
 
     Attributes:
         change: What is decided.
@@ -47,7 +47,8 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Who needs the memory of a plan.
+    """The peak memory of a plan, taken apart by stage, and the changes of one decision that were
+    tried.
 
     Attributes:
         plan: Explained.
@@ -72,12 +73,12 @@ class Explanation:
 
     @property
     def best_change(self) -> PlanChange | None:
-        """None where none saves anything."""
+        """The change that saves most bytes; None where none saves anything."""
         return next((change for change in self.changes if change.saves_bytes > 0), None)
 
     @property
     def report(self) -> ExplainReport:
-        """In plain data."""
+        """The explanation as plain data, as ``capture explain`` gives it."""
         stages = [
             {
                 "stage_id": s,
@@ -169,7 +170,8 @@ def _num_missing(plan: Plan, measurements: Measurements) -> int:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Plans that differ by one decision."""
+    """Yield plans that differ from the given one by one decision, each with a name of the
+    change."""
     for schedule in PLAIN_SCHEDULES:
         if schedule != plan.schedule and SCHEDULES[plan.schedule].stages_per_group == 1:
             yield f"schedule {schedule}", plan.with_(schedule=schedule)

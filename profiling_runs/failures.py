@@ -10,7 +10,8 @@ from capture.plan.choices import StageChoice
 
 
 def causes(failures: Mapping[StageConfig, str]) -> tuple[str, ...]:
-    """Each cause behind the stages that it befell, those of the most stages first.
+    """Return one sentence per cause of failure, behind the stages that it befell; causes of most
+    stages come first.
 
     Example:
         >>> firsts, degrees = (6, 7), (1, 2, 4)
@@ -47,7 +48,7 @@ def _stages(configs: Sequence[StageConfig]) -> str:
 
 
 def ways(found: Iterable[tuple[StageChoice, int]]) -> str:
-    """Choices and micro-batch sizes, all together.
+    """Return choices and micro-batch sizes in words, all together.
 
     Example:
         >>> ways([(StageChoice(1, 2), 8), (StageChoice(2, 2, "full"), 4)])

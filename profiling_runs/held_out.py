@@ -21,7 +21,8 @@ MOST_STAGES = 6
 
 
 def held_out_sizes(microbatch_size: int, choices: Iterable[StageChoice]) -> tuple[int, ...]:
-    """Twice the largest profiled size and a quarter of it, where every choice can split that.
+    """Return the held-out micro-batch sizes: twice the largest profiled size, and a quarter of it
+    where every choice can split that.
 
     Example:
         >>> one, two = StageChoice(1, 1), StageChoice(2, 1)
@@ -40,8 +41,8 @@ def held_out_sizes(microbatch_size: int, choices: Iterable[StageChoice]) -> tupl
 def held_out_stages(
     plans: Sequence[Plan], sizes: Sequence[int]
 ) -> dict[StageConfig, tuple[Plan, int]]:
-    """Stages of calibration plans to measure at the held-out sizes: those of fewest layers, one of
-    every choice before a second one.
+    """Choose stages of calibration plans to measure at the held-out sizes: those of fewest layers,
+    one of every choice before a second one.
 
     Returns:
         Per stage config, at a held-out size: a plan at that size, and which of its stages it is.
@@ -70,7 +71,8 @@ def held_out_stages(
 def size_errors(
     result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]], measurements: Any
 ) -> tuple[SizeError, ...]:
-    """The errors of predictions of held-out stages, of those that could be measured.
+    """Return the errors of predictions at the held-out sizes, for the stages that could be
+    measured.
 
     The truth is the replay of the plan with the stage as it was compiled, among stages as they are
     predicted.

@@ -30,8 +30,8 @@ Part = Literal[
 
 @dataclass(frozen=True)
 class Setting:
-    """What the jobs of a batch have in common: the model, and how a worker measures it. Plain data,
-    to be sent between machines.
+    """The facts that all jobs of a batch share: the model, and how a worker measures it. Plain
+    data, to be sent between machines.
 
     Attributes:
         workload: By name; a worker imports it.
@@ -106,12 +106,13 @@ class Job:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Jobs of a group share work when the same process does them one after the other."""
+        """A key that is equal for jobs that share work when one process does them one after the
+        other."""
         return (self.part,) if self.what is None else (self.part, *self.what.group)
 
     def to_json(self, workload: WorkloadSpec | None, backend: str) -> dict[str, Any]:
-        """For people and the store: what is measured, of which workload, with which backend
-        (``compile:h100``)."""
+        """Return a description of the job for people and the store: the measured part, its
+        workload, and the backend (``compile:h100``)."""
         facts: dict[str, Any] = {
             "workload": None if workload is None else str(workload),
             "backend": backend,
@@ -127,7 +128,7 @@ Failure = Literal["refused", "raised", "bug", "lost", "node lost", "timed out"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one attempt at a job.
+    """The outcome of one attempt at a job: its value, or why it failed.
 
     Attributes:
         job: That was tried.
@@ -156,7 +157,7 @@ class Outcome:
 
 
 class Queue:
-    """Jobs that wait: by group, behind the jobs that they need, and at the end those that have
+    """A queue of jobs: by group, behind the jobs that they need, and at the end those that have
     failed before."""
 
     def __init__(self, jobs: Iterable[Job]):
@@ -183,7 +184,7 @@ class Queue:
         return bool(self._groups or self._blocked or self._again)
 
     def add(self, job: Job, first: bool = False) -> None:
-        """A job that waits like any other, or comes ``first``."""
+        """Add a job that waits like any other, or that comes ``first``."""
         if not first:
             self._groups.setdefault(job.group, deque()).append(job)
         else:
@@ -192,21 +193,21 @@ class Queue:
             self._groups = {job.group: group, **self._groups}
 
     def add_last(self, job: Job) -> None:
-        """A job that is tried again when nothing else is left, and alone: so that it takes no
+        """Add a job that is tried again when nothing else is left, and alone: so that it takes no
         others with it."""
         self._again.append(job)
 
     def settle(self, key: str, value: Any) -> None:
-        """A job was done, or given up (None): those that need it come next, so that what was begun
-        first ends first."""
+        """Note that a job was done, or given up (None): those that need it come next, so that what
+        was begun first ends first."""
         self._unsettled.discard(key)
         for job in reversed(self._blocked.pop(key, ())):
             known = job.known if value is None else {**job.known, key: value}
             self.add(replace(job, known=known), first=True)
 
     def take(self, group: tuple[Any, ...] | None, *, alone: bool = True) -> Job | None:
-        """The next job: of this group if it has one, else of one that nobody has begun, else of the
-        longest.
+        """Take the next job: of this group if it has one, else of a group that nobody has begun,
+        else of the longest.
 
         Args:
             group: What the worker's last job shares with others.

@@ -17,7 +17,8 @@ DEFAULT_SIZES = 16
 
 @dataclass(frozen=True)
 class LayersQuestion(OfWorkload):
-    """What a layer profile is asked for.
+    """The question of a layer profile: a model whose layers are measured one by one, and for which
+    device.
 
     Attributes:
         workload: The task, or its name; by name it is measured in worker processes.
@@ -102,7 +103,7 @@ class LayersQuestion(OfWorkload):
 
     @property
     def limit_bytes(self) -> int | None:
-        """Of a device; None where only its allocator knows."""
+        """The memory limit of one device; None where only the device's allocator knows it."""
         if self.memory_limit_bytes is not None or self.executes:
             return self.memory_limit_bytes
         memory = Target.load(self.target).memory
@@ -110,12 +111,12 @@ class LayersQuestion(OfWorkload):
 
     @property
     def step_size(self) -> int:
-        """The stride, or the usual one."""
+        """The stride between profiled micro-batch sizes, as asked or by default."""
         return self.stride or max(1, (self.most or 1) // DEFAULT_SIZES)
 
     @property
     def target_name(self) -> str:
-        """What it is profiled for."""
+        """The target that the layers are profiled for, by name."""
         return self.target
 
     @property

@@ -77,7 +77,8 @@ def profile_layers(
 
 
 def with_model_hash(plan: PacksPlan, question: LayersQuestion) -> PacksPlan:
-    """A plan that knows which model it is of, also where its sizes are interpolated."""
+    """Return the plan with the hash of its model, traced for it where the plan has none: its sizes
+    may be interpolated."""
     if plan.model_hash:
         return plan
     from capture.tracing import trace
@@ -89,7 +90,8 @@ def with_model_hash(plan: PacksPlan, question: LayersQuestion) -> PacksPlan:
 
 @dataclass(eq=False)
 class _Measured:
-    """Layers as they are measured."""
+    """The layers of one model while they are measured: what is known, what failed, and the
+    workers."""
 
     question: LayersQuestion
     store: Store | None
@@ -109,7 +111,8 @@ class _Measured:
 
     @cached_property
     def _backend(self) -> LayerBackend:
-        """Of this process; it knows keys."""
+        """The backend of this process, which traces the model and knows the keys of
+        measurements."""
         from capture.profiler.layers import LayerBackend
 
         question, machine = self.question, None
@@ -143,7 +146,7 @@ class _Measured:
         )
 
     def _open(self, num_jobs: int) -> Runner:
-        """One for all jobs of the profile: workers keep what they have traced."""
+        """Return the one runner of all jobs of the profile: workers keep what they have traced."""
         if self._runner is None:
             num_layers = self._backend.graph().num_layers
             setting = self._setting(num_layers) if self._in_workers else None
@@ -151,7 +154,7 @@ class _Measured:
         return self._runner
 
     def _require(self, kind: str, wanted: Iterable[LayerPass]) -> None:
-        """Have measured what neither this object nor the store has; failures are kept."""
+        """Measure what neither this object nor the store has; failures are kept."""
         backend = self._backend
         missing = {backend.key(what): what for what in wanted}
         missing = {k: v for k, v in missing.items() if k not in self._needs | self._failures}
@@ -178,7 +181,7 @@ class _Measured:
     # ---- sizes -----------------------------------------------------------------------------------
 
     def _all(self, direction: Direction, size: int) -> list[LayerPass]:
-        """That of every layer."""
+        """Return the passes of all layers in one direction at a micro-batch size."""
         return [LayerPass(i, direction, size) for i in range(self._backend.graph().num_layers)]
 
     def _entering(self, size: int) -> list[int]:
@@ -197,7 +200,8 @@ class _Measured:
         return True
 
     def _largest(self) -> dict[Pass, SlowStart]:
-        """Both directions side by side, so that there is work for all workers."""
+        """Find the largest micro-batch size that fits, per direction. Both directions are tried
+        side by side, so that all workers have work."""
         found: dict[Pass, SlowStart] = {}
         most, stride = self.question.most, self.question.step_size
         searches = {which: slow_start(most, stride) for which in PASSES}
@@ -214,8 +218,8 @@ class _Measured:
         return found
 
     def _sizes(self, found: Mapping[Pass, SlowStart]) -> dict[Pass, list[int]]:
-        """One, multiples of the stride, what else was tried and fits, and forward all that is
-        backward."""
+        """Return the micro-batch sizes to profile per direction: 1, multiples of the stride, and
+        the tried ones that fit. Forward has those of backward as well."""
         sizes: dict[Pass, list[int]] = {}
         for which in ("backward", "forward"):
             largest = max(1, found[which].largest)
@@ -309,14 +313,16 @@ class _Measured:
         return TimeModel(rates, 1).program_seconds(needs.work)
 
     def _update_seconds(self, own: Sequence[int], state: Sequence[int]) -> tuple[float, ...]:
-        """Measured; or weights, gradient and state read, weights and state written."""
+        """Return the seconds of each layer's update on the host: measured, or the bytes moved
+        (weights, gradient and state read, weights and state written) over the rate."""
         if not self.question.executes:
             rate = self.question.update_bytes_per_second or UPDATE_BYTES_PER_SECOND
             return tuple((3 * w + 2 * k) / rate for w, k in zip(own, state, strict=True))
         return self._executed("update", UPDATES, own)
 
     def _add_seconds(self, own: Sequence[int], others: Sequence[int]) -> tuple[float, ...]:
-        """Measured; or a gradient and the sum read, the sum written."""
+        """Return the seconds to add each layer's gradient to the sum: measured, or the bytes moved
+        (gradient and sum read, sum written) over the rate."""
         read = [sum(both) for both in zip(own, others, strict=True)]
         if self.question.executes:
             return self._executed("add", ADDS, read)
@@ -327,7 +333,8 @@ class _Measured:
     def _executed(
         self, direction: Literal["update", "add"], phase: str, params: Sequence[int]
     ) -> tuple[float, ...]:
-        """Seconds of every layer that has parameters."""
+        """Return the measured seconds of an update or a sum of gradients, per layer; 0 for layers
+        without parameters."""
         asked = [what for what in self._all(direction, 1) if params[what.layer]]
         self._require(phase, asked)
         seconds = [0.0] * len(params)
@@ -353,8 +360,8 @@ class _Measured:
 
 
 def _with_recompute(backward: PassProfile, forward: PassProfile) -> PassProfile:
-    """What is backward is no less than the forward pass that it contains: a compiler leaves out
-    what no gradient reads, and clocks are not exact."""
+    """Return the backward passes, none of them less than the forward pass that it recomputes: a
+    compiler leaves out what no gradient reads, and clocks are not exact."""
 
     def most(rows: Any, others: Any) -> Any:
         of = dict(zip(forward.u, others, strict=True))

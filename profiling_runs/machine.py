@@ -11,8 +11,8 @@ from profiling_runs.pools.where import Where
 
 
 def machine_of_workers(setting: Setting, where: Where) -> ExecutingMachine:
-    """The devices that a worker has. This process asks, and stays away from accelerators itself: it
-    would take memory of theirs.
+    """Ask a worker which devices it has. This process stays away from accelerators itself: it would
+    take memory of theirs.
 
     Raises:
         ProfileError: ``profile-worker`` if the worker cannot say.

@@ -34,7 +34,7 @@ UPDATES, SPLITS = "optimizer updates", "split backward passes"
 
 @dataclass
 class Measurements:
-    """Measured stage configs of one model, as they are needed.
+    """The measured stage configs of one model, made as they are needed.
 
     Attributes:
         backend: Knows keys and compiles.
@@ -63,7 +63,7 @@ class Measurements:
 
     @memo
     def key(self, config: StageConfig) -> str:
-        """Content hash of the measurement of a config."""
+        """Return the content hash under which the store keeps the measurement of a config."""
         return self.backend.key(config)
 
     def missing(self, configs: Sequence[StageConfig], splits_backward: bool = False) -> set[str]:
@@ -77,8 +77,8 @@ class Measurements:
     def jobs(
         self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
     ) -> list[Job]:
-        """The different measurements of stage configs, given by kind, and of the ends of a step
-        that they need, and of their split backward passes. Measures nothing."""
+        """Return the distinct jobs that measure stage configs, given by kind, the ends of a step
+        that they need, and their split backward passes. Measures nothing."""
         found: dict[str, Job] = {}
         for kind, configs in wanted.items():
             for config in configs:
@@ -135,7 +135,8 @@ class Measurements:
     def _missing_jobs(
         self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
     ) -> tuple[dict[str, Any], list[Job]]:
-        """What the store has of the jobs of stage configs, by key, and the jobs that are left."""
+        """Return the values that the store has for the jobs of stage configs, by key, and the jobs
+        that it lacks."""
         jobs = self.jobs(wanted, splits_backward)
         values = self.backend.store.get(job.key for job in jobs)
         left = [job for job in jobs if job.key not in values]
@@ -153,8 +154,8 @@ class Measurements:
         ]
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Have kept workers begin with stages, and wait for none; what is required goes on beside
-        them."""
+        """Have kept workers begin to compile stages without waiting for them; jobs that are
+        required later run beside these."""
         unknown = [each for each in configs if each not in {*self.failures, *self.costs}]
         _, jobs = self._missing_jobs({"stages of the plan": unknown})
         if self._kept is None or self.setting is None or not jobs:
@@ -172,7 +173,8 @@ class Measurements:
     def buffers(
         self, configs: Sequence[StageConfig], splits_backward: bool = False
     ) -> list[StageBuffers]:
-        """What the bytes of stage configs consist of; compiled once more, with the compiler's dump.
+        """Return the buffers that make up the bytes of stage configs. Stages are compiled once more
+        for it, with the compiler's dump.
 
         Args:
             configs: The stages.
@@ -202,7 +204,7 @@ class Measurements:
 
     @property
     def setting(self) -> Setting | None:
-        """How a worker measures; None if it is done in this process."""
+        """The setting that tells workers how to measure; None if it is done in this process."""
         if self.spec is None or self.where.here:
             return None
         return setting_of(
@@ -218,7 +220,7 @@ class Measurements:
         )
 
     def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        """Have jobs done; those that were begun go on beside them."""
+        """Run jobs and yield their outcomes; jobs that were begun before go on beside them."""
         if self._kept is None or self.setting is None:
             yield from self._batch(jobs).run(lambda: self._kept or self._open(len(jobs)))
             return
@@ -254,7 +256,7 @@ class Measurements:
             self._live = None
 
     def _end_live(self) -> None:
-        """End what kept workers do for nobody."""
+        """End the jobs of kept workers for which nobody waits."""
         if self._live is not None:
             self._live[1].close()  # type: ignore[attr-defined]
         self._live = None
@@ -267,8 +269,8 @@ class Measurements:
         return self.where.open(self.setting, self.backend, num_jobs)
 
     def start_workers(self, ahead: Iterable[int] = ()) -> None:
-        """Begin to start the workers that are kept, on this machine, but for one, as this process
-        is busy, and wait for none; anew where the model has been cut into layers since.
+        """Begin to start the kept workers on this machine, without waiting for them and one fewer,
+        as this process is busy. They are started anew if the model has been cut into layers since.
 
         Args:
             ahead: As of ``Setting``, when they are first started.
@@ -286,8 +288,8 @@ class Measurements:
     def shared(
         self, batches: Sequence[BoundedPasses], here: Callable[[BoundedPasses], None]
     ) -> Iterator[tuple[BoundedPasses, Sequence[Any] | None]]:
-        """Have passes bounded by this process, the first ones first, and by the kept workers that
-        have nothing to do, the last ones first (``capture.profiler.bounded_passes.Share``)."""
+        """Bound passes in this process, from the first on, and in the kept workers that have
+        nothing to do, from the last on (``capture.profiler.bounded_passes.Share``)."""
         if self._started is None or self._kept is None or self._live is not None:
             yield from alone(batches, here)  # or workers compile
             return
@@ -310,8 +312,8 @@ class Measurements:
 
     @contextmanager
     def keeping_workers(self) -> Iterator[None]:
-        """Whatever is measured meanwhile is measured by the same workers, which trace the model
-        once."""
+        """Keep the same workers for everything that is measured within the block, so that they
+        trace the model once."""
         self._kept = Kept(lambda: self._open(self.where.num_workers or DEFAULT_LOCAL_WORKERS))
         try:
             yield
@@ -329,7 +331,7 @@ def open_measurements(
     progress: Progress = lambda kind, done, total: None,
     watch: Watch = lambda event: None,
 ) -> Measurements:
-    """Measurements that are made when they are required.
+    """Return the measurements of a question's stages, which are made when they are required.
 
     Args:
         question: What is to be measured: its workload, cut and split as it says, compiled for the
@@ -363,8 +365,8 @@ def open_measurements(
 def unmeasured(
     question: ProfileQuestion, measurements: Measurements, sizes: tuple[int, ...] | None = None
 ) -> Profile:
-    """The profile but for its measurements: what tracing says, at the question's micro-batch size
-    and at these others; without any, at those that are profiled."""
+    """Return a profile without measurements: what tracing says of the layers at the question's
+    micro-batch size and at ``sizes``, by default those that are profiled."""
     compiler, sizes = measurements.backend, question.microbatch_sizes if sizes is None else sizes
     graphs = {
         size: compiler.sharding(size).graph(question.stage_choices)

@@ -30,7 +30,7 @@ PROGRAMS = "programs of packs"
 
 @dataclass(eq=False)
 class PackCompiler:
-    """Compiles plans of packs (``recommender.harmony.within.Compile``); nothing is run.
+    """A compiler of plans of packs (``recommender.harmony.within.Compile``); nothing is run.
 
     Attributes:
         workload: Of all of them, or its name; by name it is compiled in worker processes.
@@ -44,7 +44,7 @@ class PackCompiler:
     _known: dict[str, PackNeeds] = field(default_factory=dict)
 
     def __call__(self, plan: PacksPlan) -> PacksPlan:
-        """The plan, whose prediction says what its packs compile to.
+        """Return the plan with a prediction that says what its packs compile to.
 
         Args:
             plan: With a prediction.
@@ -57,7 +57,8 @@ class PackCompiler:
         return replace(plan, prediction=replace(plan.prediction, compiled=compiled))
 
     def ledger(self, plan: PacksPlan) -> Ledger:
-        """The replay of a plan's step, as if its host had memory enough.
+        """Return the replay of a plan's step over its compiled programs, as if its host had memory
+        enough.
 
         Raises:
             PlanError: ``packs-target`` for a plan of a server that is no target, and those of
@@ -91,7 +92,7 @@ class PackCompiler:
         return backend.ledger(plan, {name: self._known[key] for name, key in keys.items()})
 
     def _run(self, plan: PacksPlan, backend: PackBackend, jobs: list[Job]) -> list[str]:
-        """Those that fail, and why."""
+        """Compile the programs of jobs and return those that fail, each with the reason."""
         failed = []
         batch = Batch(jobs, backend.store, backend.provenance, self._spec, self.progress)
         for outcome in batch.run(lambda: self._open(plan, backend, len(jobs))):
@@ -103,7 +104,8 @@ class PackCompiler:
 
     @memo
     def _backend(self, target: str) -> PackBackend:
-        """Of this process; it knows keys."""
+        """Return the backend of this process, which loads the model and knows the keys of
+        programs."""
         from capture.profiler.packs import PackBackend
 
         return PackBackend(loaded(self.workload), Target.load(target), self.store)

@@ -17,7 +17,7 @@ QUANTITIES: tuple[Literal["time"], Literal["memory"]] = ("time", "memory")
 
 @dataclass(frozen=True, kw_only=True)
 class LayersReport:
-    """What is not in the file of a layer profile, or hard to see there.
+    """The facts of a layer profile that are not in its file, or hard to see there.
 
     Attributes:
         num_layers: The criterion counts as the last one.
@@ -46,7 +46,7 @@ class LayersReport:
 
     @classmethod
     def of(cls, profile: LayerProfile) -> LayersReport:
-        """Return what is said of a profile that was made here."""
+        """Return the report of a layer profile that was made in this process."""
         made, count = profile.made, profile.num_layers
         return cls(
             num_layers=count,
@@ -67,7 +67,7 @@ class LayersReport:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowsReport:
-    """What is in a profile of windows of layers.
+    """The contents of a profile of windows of layers, counted.
 
     Attributes:
         num_layers, num_parameters: Of the model.
@@ -94,7 +94,8 @@ class WindowsReport:
 
     @classmethod
     def of(cls, profile: Profile, notes: Sequence[str]) -> WindowsReport:
-        """Return what is said of a profile."""
+        """Return the report of a profile of windows, with ``notes`` on what was chosen by
+        default."""
         graph, paper = profile.graph, profile.paper or {}
         return cls(
             num_layers=graph.num_layers,
@@ -112,7 +113,7 @@ class WindowsReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MadeProfile:
-    """A profile that was made.
+    """A profile that was made: its file, what was profiled, and how.
 
     Attributes:
         profile: Its file.
@@ -140,7 +141,7 @@ class MadeProfile:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Every profile of a command.
+    """The report of ``capture profile``: every profile that it made, or would make.
 
     Attributes:
         profiles: Those that were made.

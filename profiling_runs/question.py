@@ -37,7 +37,7 @@ EXECUTING = ("run", "alpa")
 
 @dataclass(frozen=True)
 class ProfileQuestion(OfWorkload):
-    """What a profile is asked for: a model's layers, for every stage that a plan on the cluster may
+    """The question of a profile: a model's layers, for every stage that a plan on the cluster may
     have.
 
     Attributes:
@@ -121,7 +121,7 @@ class ProfileQuestion(OfWorkload):
 
     @classmethod
     def of_plan(cls, plan: Plan, workload: WorkloadProtocol | WorkloadSpec) -> ProfileQuestion:
-        """That of the stages of a plan."""
+        """Return the question that profiles the stages of one plan, at its micro-batch size."""
         return cls(
             workload,
             plan.cluster,
@@ -137,7 +137,7 @@ class ProfileQuestion(OfWorkload):
     def of_profile(
         cls, profile: Profile, cluster: Cluster, workload: WorkloadProtocol | WorkloadSpec
     ) -> ProfileQuestion:
-        """That of a model, cut and split as in a profile."""
+        """Return the question for a model cut into layers and split as in a profile."""
         return cls(
             workload,
             cluster,
@@ -248,7 +248,7 @@ class ProfileQuestion(OfWorkload):
 
     @property
     def target_name(self) -> str:
-        """What it is profiled for."""
+        """The target that windows are profiled for, by name."""
         return self.cluster.target
 
     @property
@@ -261,7 +261,7 @@ class ProfileQuestion(OfWorkload):
 
     @cached_property
     def stage_choices(self) -> tuple[StageChoice, ...]:
-        """Those of stages."""
+        """The choices that a stage may have: those given, else all that fit the cluster."""
         if self.choices is not None:
             return self.choices
         return tuple(
@@ -277,10 +277,10 @@ class ProfileQuestion(OfWorkload):
 
     @property
     def profiled_choices(self) -> tuple[StageChoice, ...]:
-        """What windows are measured under: mixtures follow from their parts."""
+        """The choices under which windows are measured; mixtures follow from their parts."""
         return measured_choices(self.stage_choices)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """Those that are profiled, ascending."""
+        """The micro-batch sizes that are profiled, ascending."""
         return profiled_microbatch_sizes(self.microbatch_size, self.stage_choices)

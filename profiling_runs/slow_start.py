@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SlowStart:
-    """What was found.
+    """The result of ``slow_start``: the largest micro-batch size that fits, and the sizes tried.
 
     Attributes:
         largest: Size that fits; 0 if none does.
@@ -24,7 +24,7 @@ class SlowStart:
 
 
 def slow_start(most: int | None = None, stride: int = 1) -> Generator[int, bool, SlowStart]:
-    """Yields the sizes to try, and is sent whether each fits.
+    """Yield micro-batch sizes to try, and be sent whether each fits.
 
     What fitted before the first failure is the threshold (ssthresh, half of what failed): from
     there on ``stride`` is added. What failed is not tried again.

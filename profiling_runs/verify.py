@@ -28,7 +28,7 @@ from profiling_runs.measurements import Measurements
 
 @dataclass(frozen=True)
 class Verification:
-    """What a plan needs, by the compiler of its target.
+    """The memory that a plan needs, by the compiler of its target, with its step and its stages.
 
     Attributes:
         plan: Verified.
@@ -51,7 +51,7 @@ class Verification:
     costs: Sequence[StageCost]
 
     def timeline(self) -> StepTimeline | None:
-        """One step, simulated from the work of the compiled programs; None for a target without
+        """Simulate one step from the work of the compiled programs; None for a target without
         rates."""
         rates = Target.load(self.plan.cluster.target).rates
         if rates is None:
@@ -70,13 +70,14 @@ class Verification:
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """Of the host that the step uses most; None where it uses none."""
+        """The peak bytes in the memory of the host that the step uses most; None where it uses
+        none."""
         names = {place.host.name for place in self.program.places if place.host}
         return max((self.ledger.peak_of(name).peak_bytes for name in names), default=None)
 
     @property
     def verified(self) -> Verified:
-        """As plans remember it."""
+        """The compiled peaks, and the errors of the prediction, in the form that a plan stores."""
         peaks, guesses, errors = self.peak_bytes_per_device, None, None
         if self.plan.prediction is not None:
             guesses = self.plan.prediction.peak_bytes_per_device
@@ -137,8 +138,8 @@ def check_model(plan: Plan, measurements: Measurements) -> None:
 
 
 def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> Profile:
-    """The profile and the compiled stages of a plan: the predictor looks these up, so that a search
-    ranks by what is known.
+    """Return the profile with the compiled stages of a plan added: the predictor looks these up, so
+    that a search ranks by what is known.
 
     What is kept is counted by the graph at the plan's own micro-batch size, which may be another
     than the profile's graph scaled to it.
@@ -150,8 +151,8 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
 def with_stages(
     profile: Profile, configs: Sequence[StageConfig], measurements: Measurements
 ) -> Profile:
-    """As ``with_verified``, of stages of one micro-batch size that were compiled; the profile as it
-    is without any."""
+    """Return the profile with compiled stages of one micro-batch size added, which the predictor
+    looks up; without any stages, the profile as it is."""
     if not configs:
         return profile
     size = configs[0].microbatch_size
@@ -177,7 +178,8 @@ def with_stages(
 
 
 def _all_deferred(graph: LayerGraph, config: StageConfig, cost: StageCost) -> SplitCost | None:
-    """What a split backward pass holds, all of it named deferred."""
+    """Return the cost of a split backward pass with all bytes that it keeps counted as deferred;
+    None if it is not split."""
     if cost.split is None:
         return None
     nbytes = split_bytes(graph, config.first, config.stop, config.choice, cost)
@@ -210,8 +212,8 @@ def check_profile(profile: Profile, measurements: Measurements) -> None:
 
 
 class PlanCompiler:
-    """Compiles plans, so that no answer rests on an extrapolation
-    (``recommender.capture.knowledge.Compile``); the workload is loaded with the first.
+    """A compiler of plans, so that no answer rests on an extrapolation
+    (``recommender.capture.knowledge.Compile``); the workload is loaded with the first plan.
 
     Args:
         profile: That answers are asked of; the workload must be its own. None of what is made of
@@ -230,7 +232,7 @@ class PlanCompiler:
         self._measurements: Measurements | None = None
 
     def open(self) -> Measurements:
-        """The measurements.
+        """Return the measurements of the workload, opened when first asked for.
 
         Raises:
             WorkloadError, TargetError: if the workload cannot be loaded.
@@ -243,8 +245,9 @@ class PlanCompiler:
         return self._measurements
 
     def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
-        """As a call; but of a stage that does not compile it is known from then on that no memory
-        suffices, and why (``recommender.capture.refine.StageCompiler``)."""
+        """Compile a plan and return what plans remember of it, and the profile with its stages. If
+        a stage does not compile, return None, and a profile that knows that no memory suffices for
+        it, and why (``recommender.capture.refine.StageCompiler``)."""
         try:
             return self(plan, known)
         except ProfileError:
@@ -254,7 +257,8 @@ class PlanCompiler:
             return None, self.probe(configs, known)[1]
 
     def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
-        """As ``attempt``, of some stages; how many of them the store did not have."""
+        """Compile some stages. Return how many the store did not have, and the profile with them;
+        those that do not compile are known from then on to fit no memory."""
         measurements = self.open()
         missing = measurements.missing(configs)
         measurements.require({"stages of the plan": configs})
@@ -264,7 +268,7 @@ class PlanCompiler:
         return len(missing), with_stages(known, compiled, measurements).without_stages(refused)
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """As ``Measurements.begin``."""
+        """Begin to compile stages in kept workers, without waiting for them."""
         self.open().begin(configs)
 
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:

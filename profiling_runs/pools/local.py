@@ -29,7 +29,8 @@ _SECONDS_TO_END = 60.0
 
 
 class LocalPool(Pool):
-    """Processes that are spawned here, as many as were asked for and the free memory has room for.
+    """A pool of processes on this machine, as many as were asked for and the free memory has room
+    for.
 
     Args:
         setting: What all jobs share.
@@ -96,7 +97,7 @@ class _Process(PoolWorker):
 
 
 def how_it_ended(code: int | None) -> str:
-    """Of a process that said nothing.
+    """Return how a worker process ended that reported nothing, in words, from its exit code.
 
     Example:
         >>> how_it_ended(-9)
@@ -113,7 +114,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def _serve(setting: Setting, connection: Connection, parent: int, folder: str) -> None:
-    """Be a worker process: measure what arrives, with all temporary files in a folder."""
+    """Serve as a worker process: measure what arrives, with all temporary files in a folder."""
     faulthandler.enable()
     tempfile.tempdir = folder
     # Ctrl-C reaches the whole group; the parent decides.
@@ -143,7 +144,7 @@ def _serve(setting: Setting, connection: Connection, parent: int, folder: str) -
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End with a parent that was killed, and remove the folder in its place."""
+    """End this process when its parent was killed, and remove the folder in the parent's place."""
     while os.getppid() == parent:
         time.sleep(0.5)
     shutil.rmtree(folder, ignore_errors=True)
@@ -151,7 +152,8 @@ def _end_with(parent: int, folder: str) -> None:
 
 
 def affordable_workers(num_workers: int, free_bytes: int | None = None) -> int:
-    """As many of the workers as the free memory of this machine has room for, at least one.
+    """Return how many of the wanted workers the free memory of this machine has room for, at least
+    1.
 
     Args:
         num_workers: Wanted.

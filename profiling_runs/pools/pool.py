@@ -28,18 +28,18 @@ MAX_FAILED_STARTS = 3
 
 
 class WorkerSlot(Protocol):
-    """Can take a job."""
+    """A place that can take a job."""
 
     group: tuple[Any, ...] | None
     name: str
 
 
 class Runner(Protocol):
-    """Where jobs run."""
+    """A place where jobs run: this process, workers of this machine, or a Ray cluster."""
 
     def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
-        """Those that can take a job now, each with the group of its last one; none is started for
-        processors that are busy with something else."""
+        """Return the slots that can take a job now, each with the group of its last job. No worker
+        is started for the ``busy`` processors that do something else."""
         ...
 
     def start(self, slot: Any, job: Job) -> None:
@@ -47,24 +47,25 @@ class Runner(Protocol):
         ...
 
     def finished(self, timeout_seconds: float) -> list[Outcome]:
-        """What has come of jobs; waits for news, but not longer than the timeout."""
+        """Return the outcomes of jobs that have ended; wait for news, but not longer than the
+        timeout."""
         ...
 
     def close(self) -> None:
-        """End everything that was started."""
+        """End every worker that was started."""
         ...
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A worker can take its first job."""
+    """The message that a worker can take its first job."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker is gone.
+    """The message that a worker is gone.
 
     Attributes:
         failure: Whether that may be the fault of its job.
@@ -85,11 +86,11 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def send(self, job: Job) -> None:
-        """Have it measure a job."""
+        """Have the worker measure a job."""
 
     @abstractmethod
     def receive(self) -> Ready | Outcome | Ended:
-        """Its news.
+        """Return the next message of the worker: that it is ready, an outcome, or its end.
 
         Raises:
             CaptureError: of a worker that could not be made, as no other can.
@@ -97,7 +98,7 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once."""
+        """End the worker at once."""
 
 
 class Pool(ABC):
@@ -116,15 +117,16 @@ class Pool(ABC):
 
     @abstractmethod
     def room(self) -> int:
-        """How many workers there may be now."""
+        """Return how many workers there may be now."""
 
     @abstractmethod
     def launch(self) -> PoolWorker:
-        """Begin to start a worker; does not wait for it."""
+        """Begin to start a worker, without waiting for it."""
 
     @abstractmethod
     def news(self, workers: Sequence[Any], timeout_seconds: float) -> Sequence[Any]:
-        """Those workers from which something can be received; waits for the first."""
+        """Return the workers that have a message to receive; wait for the first one, up to the
+        timeout."""
 
     def idle(self, busy: int = 0) -> Sequence[PoolWorker]:
         missing = max(self.room() - busy, 1) - len(self._workers) if self.room() else 0
@@ -252,7 +254,7 @@ class Kept:
             self.end()
 
     def end(self) -> None:
-        """End everything that was started."""
+        """End every worker that was started."""
         if self._runner is not None:
             self._runner.close()
         self._runner, self._num_running = None, 0

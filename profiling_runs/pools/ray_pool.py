@@ -33,8 +33,8 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 
 
 def demand_of(setting: Setting, accelerator_type: str | None) -> Demand:
-    """What the workers of a setting need: processors and memory everywhere, and for runs on
-    accelerators so many devices of one kind.
+    """Return the resources that each worker of a setting asks Ray for: processors and memory, and
+    for runs on accelerators so many devices of one kind.
 
     Raises:
         ProfileError: ``ray-accelerator``.
@@ -46,7 +46,7 @@ def demand_of(setting: Setting, accelerator_type: str | None) -> Demand:
 
 
 class RayPool(Pool):
-    """Actors of a Ray cluster, as many as its nodes have room for.
+    """A pool of actors on a Ray cluster, as many as its nodes have room for.
 
     Args:
         setting: What all jobs share.
@@ -140,14 +140,14 @@ def _not_made(error: Exception) -> Ended:
 
 @dataclass(frozen=True)
 class RemoteReady:
-    """A worker can take its first job, on this node."""
+    """The message that a worker can take its first job, on this node."""
 
     name: str
     node: str
 
 
 class RemoteWorker:
-    """What runs in an actor's process."""
+    """The object that measures jobs in a Ray actor's process."""
 
     def begin(self, setting: Setting) -> RemoteReady:
         self._worker = Worker(setting)
@@ -158,7 +158,8 @@ class RemoteWorker:
 
 
 def travelling(setting: Setting) -> Setting:
-    """A setting as the other machines see it: paths within the working directory, which travels.
+    """Return a setting as the other machines see it: paths within the working directory, which
+    travels.
 
     Raises:
         ProfileError: ``ray-workload`` for the file of a workload or a target outside of it.

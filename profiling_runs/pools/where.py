@@ -19,7 +19,7 @@ DEFAULT_TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Where:
-    """Where jobs run.
+    """The place where jobs run: this process, workers of this machine, or a Ray cluster.
 
     Attributes:
         num_workers: Worker processes that measure, at most; 0: this one (default: one per
@@ -60,11 +60,11 @@ class Where:
 
     @property
     def here(self) -> bool:
-        """Whether everything happens in this process."""
+        """Whether every measurement is made in this process."""
         return self.num_workers == 0
 
     def open(self, setting: Setting | None, backend: Any, num_jobs: int) -> Runner:
-        """Start what the jobs need.
+        """Start the runner of a number of jobs: this process, local workers, or a Ray cluster.
 
         Args:
             setting: What the workers' jobs share; None measures in this process, with the backend.

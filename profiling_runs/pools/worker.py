@@ -22,7 +22,8 @@ from profiling_runs.jobs import Failure, Job, Outcome, Setting
 
 
 class Worker:
-    """Measures jobs of one setting in this process, which it prepares: JAX must not be loaded yet.
+    """A worker that measures jobs of one setting in this process, which it prepares: JAX must not
+    be loaded yet.
 
     Raises:
         ProfileError: ``worker-versions`` if this process has other versions than the driver.
@@ -93,7 +94,7 @@ class Worker:
 
 
 def measure_job(backend: Any, job: Job) -> Outcome:
-    """As ``Worker.measure``, with a backend of this process."""
+    """Make one measurement with a backend of this process; a failure is an outcome, not raised."""
     start = time.perf_counter()
     try:
         of = {"run": _of_run, "bounds": _of_bounds}.get(job.part, _of_stage)
@@ -147,7 +148,7 @@ def _of_bounds(backend: Any, job: Job) -> Outcome:
 
 
 def versions_of(setting: Setting) -> dict[str, str]:
-    """What must be equal on the driver and its workers."""
+    """Return the versions that must be equal on the driver and its workers, by package."""
     platform = "cpu" if setting.backend == "run" else Target.load(setting.target).platform
     return {"capture": capture.__version__, **environment.versions(platform)}
 
