@@ -12,7 +12,7 @@ Name = TypeVar("Name", bound=str)
 
 
 def algorithm_named(name: Name, algorithms: Mapping[Name, Search]) -> Search:
-    """The search of a name.
+    """Return the search of this name.
 
     Raises:
         PlanError: ``search-algorithm`` for an unknown name.

@@ -32,7 +32,7 @@ class Proof(Protocol):
 
 @dataclass(frozen=True)
 class Answer(Generic[P, S]):
-    """A plan, why it was chosen, and what it leaves.
+    """The answer of a search: a plan, why it was chosen, and what it leaves of the memory.
 
     Attributes:
         status: ``"ok"``, or ``"infeasible"`` if nothing fits; the least-peak plan is there all the
@@ -52,18 +52,18 @@ class Answer(Generic[P, S]):
 
     @property
     def prediction(self) -> Prediction | None:
-        """What is answered of a plan of stages."""
+        """The prediction of a plan of stages; None for plans of other kinds."""
         return self.plan.prediction if isinstance(self.plan, Plan) else None
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the device that needs most: the compiler's if the plan is compiled, else
-        predicted; 0 without a plan."""
+        """The peak bytes of the device that needs most: the compiler's if the plan is compiled,
+        else predicted; 0 without a plan."""
         return 0 if self.plan is None else self.plan.known_peak_bytes
 
     @property
     def compiled(self) -> bool:
-        """Whether the peaks are the compiler's of the plan itself."""
+        """Whether the peaks are what the compiler says of the plan itself."""
         return self.plan is not None and self.plan.compiled
 
     @property
@@ -74,7 +74,7 @@ class Answer(Generic[P, S]):
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """That the plan was searched under."""
+        """The memory limit per device that the plan was searched under; None without one."""
         return self.headroom.limit_bytes if self.headroom else None
 
     def __str__(self) -> str:

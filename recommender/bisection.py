@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def last_that_holds(holds: Callable[[int], bool], start: int, most: float) -> int:
-    """The last of the numbers 1 to ``most`` that a condition holds of, which then fails for all
-    that follow; 0 if it holds of none.
+    """Return the last of the numbers 1 to ``most`` that a condition holds of; 0 if it holds of
+    none. Behind the first number that it fails for, it must fail for all.
 
     Args:
         holds: Asked about ``start`` first, then ever farther from it until the end is passed, then

@@ -19,8 +19,8 @@ DECISIONS = ("microbatches", "schedule", "stages", *_OF_CHOICES)
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """Stages of a plan, and what of it stays: stages elsewhere, where they are searched, decide the
-    rest like one of these.
+    """The stages of a known plan and the decisions of it that stay; where stages are searched, each
+    decides the rest as one of these does.
 
     Attributes:
         stages: The plan's.
@@ -33,11 +33,11 @@ class FixedPlan:
     decisions: tuple[str, ...]
 
     def without(self, decision: str) -> FixedPlan:
-        """The same, where one more decision is searched."""
+        """Return a copy in which one more decision is searched."""
         return replace(self, decisions=tuple(n for n in self.decisions if n != decision))
 
     def allows(self, choice: StageChoice, first: int, stop: int) -> bool:
-        """Whether a plan may have a stage of these layers with this choice."""
+        """Return whether a plan may have a stage of these layers with this choice."""
         return any(
             self._is_alike(choice, stage.choice)
             for stage in self.stages
@@ -46,7 +46,8 @@ class FixedPlan:
         )
 
     def allowed(self, choice: StageChoice, num_layers: int) -> np.ndarray:
-        """The same of all stages of a model, bool (L, L + 1)."""
+        """Return for every window of layers whether a plan may have it as a stage with this choice,
+        bool (L, L + 1)."""
         if "stages" not in self.decisions:
             return np.full((num_layers, num_layers + 1), self.allows(choice, 0, num_layers))
         found = np.zeros((num_layers, num_layers + 1), dtype=bool)
@@ -55,7 +56,8 @@ class FixedPlan:
         return found
 
     def mixtures(self, measured: Sequence[StageChoice]) -> list[StageChoice]:
-        """The mixtures of the plan's stages, of measured choices."""
+        """Return the mixed choices (``full`` with ``cheap``) of the plan's stages whose parts are
+        measured."""
         remats = {
             stage.choice.remat for stage in self.stages if num_full_layers(stage.choice.remat)
         }
@@ -63,7 +65,8 @@ class FixedPlan:
         return [each for each in dict.fromkeys(found) if {*each.measured} <= {*measured}]
 
     def is_measured_for(self, measured: StageChoice) -> bool:
-        """Whether a choice is one of a stage's, or one of those that a mixture consists of."""
+        """Return whether a choice is one of a stage's, or one of those that a mixture consists
+        of."""
         return any(
             self._is_alike(measured, part)
             for stage in self.stages
@@ -79,7 +82,8 @@ class FixedPlan:
 
 
 def _decides(choice: StageChoice, name: str) -> bool:
-    """Whether a stage decides it: one without replicas splits nothing over them."""
+    """Return whether a stage makes this decision at all: one without replicas splits nothing over
+    them."""
     needed = {"sharding": choice.data_parallel, "sequence": choice.tensor_parallel}
     return needed.get(name, 2) > 1
 

@@ -14,7 +14,7 @@ from recommender.capture.changes import FittingChange
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan, what it needs, and how it was found.
+    """The report of ``capture plan``: a plan, what it needs, and how it was found.
 
     Attributes:
         kind: Kind of the plan: stages, sharding, packs or array.

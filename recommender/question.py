@@ -43,7 +43,7 @@ OBJECTIVES, MODES, SEARCH_NAMES = (
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What a plan is asked for.
+    """The question of a plan of stages: a cluster, a batch, a memory limit and a goal.
 
     Attributes:
         cluster: May be smaller or larger than the profiled one.
@@ -162,7 +162,7 @@ class PlanQuestion:
 
 
 def search_names(objective: str, mode: str = "default") -> tuple[str, ...]:
-    """The algorithms for an objective and a mode, the default first.
+    """Return the algorithms for an objective and a mode, the default first.
 
     Example:
         >>> search_names("throughput")
@@ -172,7 +172,7 @@ def search_names(objective: str, mode: str = "default") -> tuple[str, ...]:
 
 
 def search_of(objective: str | None, mode: str, algorithm: str | None) -> tuple[str, str, str]:
-    """The entry of ``SEARCHES`` that is asked for; None leaves open.
+    """Return the entry of ``SEARCHES`` that is asked for; None leaves its part open.
 
     Raises:
         PlanError: ``recommend-mode``, ``recommend-objective`` or ``search-algorithm`` for an

@@ -34,7 +34,7 @@ BEST_PLAIN = "1f1b"
 
 @dataclass(frozen=True)
 class WholeQuestion:
-    """What is asked; None leaves it to the search.
+    """The question of a plan in which every decision may be left to the search (None).
 
     Attributes:
         cluster, global_batch_size, memory_limit_bytes, objective, chosen, fixed: As of
@@ -82,7 +82,7 @@ class WholeQuestion:
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
-        """Numbers of micro-batches, ascending."""
+        """The numbers of micro-batches that are searched, ascending."""
         if self.counts is not None:
             return self.counts
         batch, fixed = self.global_batch_size, self.fixed
@@ -93,7 +93,7 @@ class WholeQuestion:
         return tuple(possible) or every[:1]
 
     def freed(self, decision: str) -> WholeQuestion:
-        """The question, in which one more decision of the plan that is fixed is searched."""
+        """Return the question in which one more decision of the fixed plan is searched."""
         assert self.fixed is not None, "there is one"
         counts = None if decision == "microbatches" else self.counts
         schedule = None if decision == "schedule" else self.schedule
@@ -122,7 +122,7 @@ class WholeQuestion:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """Those that are searched, the plain one first."""
+        """The pipeline schedules that are searched, the plain one first."""
         # A plan that is fixed has no stages that share devices.
         if self.schedule is not None or self.fixed is not None:
             return (self.schedule or BEST_PLAIN,)
@@ -131,8 +131,8 @@ class WholeQuestion:
     def question(
         self, num_microbatches: int | None = None, schedule: str | None = None
     ) -> PlanQuestion:
-        """That of one part; by default of that with the largest micro-batches, and the plain
-        schedule."""
+        """Return the question of one part; by default the part with the largest micro-batches and
+        the plain schedule."""
         return PlanQuestion(
             self.cluster,
             self.global_batch_size,
@@ -147,12 +147,14 @@ class WholeQuestion:
         )
 
     def choices(self, microbatch_size: int) -> list[StageChoice]:
-        """What stages may do with their devices, without mixtures but the one that is named."""
+        """Return the choices that stages may have at a micro-batch size, as far as the fixed plan
+        leaves them open; no mixtures but the one that is named."""
         found, fixed = self._all_choices(microbatch_size), self.fixed
         return [each for each in found if fixed is None or fixed.is_measured_for(each)]
 
     def _all_choices(self, microbatch_size: int) -> list[StageChoice]:
-        """The same, whatever is fixed."""
+        """Return the choices that stages may have at a micro-batch size, whatever the fixed plan
+        says."""
         remats = REMAT_POLICIES if self.remat is None else (self.remat,)
         found = [
             choice
@@ -171,7 +173,7 @@ class WholeQuestion:
         return found
 
     def may_have(self, stage: Stage, num_microbatches: int, fixed: FixedPlan) -> bool:
-        """Whether a plan with so many micro-batches may have a stage that is fixed."""
+        """Return whether a plan with so many micro-batches may have a stage of the fixed plan."""
         alone = replace(fixed, stages=(stage,))
         return any(
             choice.num_devices == stage.num_devices or "stages" not in fixed.decisions
@@ -180,7 +182,7 @@ class WholeQuestion:
         )
 
     def left_out(self) -> Iterator[tuple[str, str]]:
-        """What no plan of the space has though nobody said so, and why."""
+        """Yield what the search leaves out though nobody excluded it, each with the reason."""
         if self.schedule is None:
             yield "GPipe", "as fast as 1F1B, and holds no less"
             others = [name for name, kind in SCHEDULES.items() if not kind.is_plain]
@@ -194,8 +196,8 @@ class WholeQuestion:
 
 
 def _beyond(whole: WholeQuestion) -> Iterator[Violation]:
-    """What is wrong with what is fixed: stages that no plan of the space has, and what would have
-    to be searched for them."""
+    """Yield violations for the stages of a fixed plan that no plan of the space has, with the
+    decision that would have to be searched for them."""
     fixed = whole.fixed
     if fixed is None:
         return
@@ -216,7 +218,7 @@ def _beyond(whole: WholeQuestion) -> Iterator[Violation]:
 
 
 def _misplaced(whole: WholeQuestion, stages: Sequence[Stage]) -> str:
-    """Why stages do not fill the cluster, in their order; empty if they do."""
+    """Return why stages, in their order, do not fill the cluster; empty if they do."""
     degrees, device = whole.space.degrees(whole.cluster), 0
     for s, stage in enumerate(stages):
         here = degrees[device] if device < len(degrees) else []

@@ -18,8 +18,8 @@ _ROUNDING = 1 - 1e-9
 
 
 def least_seconds(problem: PacksProblem, configuration: Configuration) -> float:
-    """A lower bound of ``PacksProblem.estimate(configuration).seconds``; 0 where optimizations
-    other than prefetch are off, of which nothing is known."""
+    """Return a lower bound of ``PacksProblem.estimate(configuration).seconds``; 0 where
+    optimizations other than prefetch are off, for which no bound is known."""
     if replace(problem.switches, prefetch=True).off:
         return 0.0
     return _Bound(problem, configuration).seconds() * _ROUNDING
@@ -81,7 +81,7 @@ class _Bound:
         return total
 
     def _of_backward(self, pack: Span, i: int) -> float:
-        """The i-th backward task, until its memory is given back."""
+        """Return the seconds of the i-th backward task, until its memory is given back."""
         total = self._out(pack) + self._reduce * self._gradients(pack)
         total += self._before(pack)
         x, dx = pack[0], pack[0] > 0 and self._alone
@@ -99,7 +99,8 @@ class _Bound:
         return total
 
     def _leads(self) -> list[float]:
-        """When the first input of every rank can be there, less what its chain counts of that."""
+        """Return per rank the seconds before its chain can start: when its first input can be
+        there, less the weights' transfer where the chain counts that itself."""
         leads, passed = [0.0], 0.0
         for rank in range(1, self._ranks):
             if rank > len(self._forward.packs):
@@ -116,8 +117,8 @@ class _Bound:
         return leads
 
     def _tails(self) -> list[float]:
-        """Per rank, what follows on its last backward pass: the last micro-batch goes through the
-        packs behind, and then the last gradients go out."""
+        """Return per rank the seconds that follow on its last backward pass: the last micro-batch
+        goes through the packs behind, and then the last gradients go out."""
         backward = tuple(reversed(self._backward.packs))
         size, tails = self._sizes_b[-1], [0.0] * self._ranks
         behind = 0.0
@@ -136,7 +137,7 @@ class _Bound:
         return self._profile.streamed_bytes(*pack) / self._shares / self._swap
 
     def _before(self, pack: Span) -> float:
-        """Until weights are there, where nothing hides that."""
+        """Return the seconds until a pack's weights are there, where no prefetch hides them."""
         return self._gather * self._profile.streamed_bytes(*pack) + (
             0.0 if self._prefetch else self._weights(pack)
         )
@@ -146,11 +147,12 @@ class _Bound:
         return self._profile.gradient_bytes(*pack, alone=alone)
 
     def _out(self, pack: Span) -> float:
-        """Gradients out, and memory back."""
+        """Return the seconds to send a pack's gradients out and to give its memory back."""
         return self._gradients(pack) / self._shares / self._swap + self._delete
 
     def _end(self, pack: Span) -> float:
-        """Behind the last backward pass of a task that is the last of its rank."""
+        """Return the seconds behind the last backward pass of a rank's last task: its gradients go
+        out, then the update or the release of memory, whichever is longer."""
         return self._gradients(pack) / self._shares / self._swap + max(
             self._delete, self._profile.update_seconds(*pack) / self._shares
         )

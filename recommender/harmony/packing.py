@@ -23,7 +23,7 @@ Packing = Callable[[SizedLayers, int, float], Packs | None]
 
 
 def balanced_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """Algorithm 2: the fewest packs of nearly equal time that fit.
+    """Pack layers into the fewest packs of nearly equal time that fit (Algorithm 2).
 
     Cuts are inserted left of equal ones into the sums of times, so of six equal layers in three
     packs the first has one and the last three (H-h).
@@ -37,17 +37,20 @@ def balanced_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> P
 
 
 def nearest_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """As ``balanced_time``, with every cut where the sum is nearest."""
+    """Pack layers into the fewest packs of nearly equal time that fit, with every cut where the sum
+    of times is nearest, not left of it as in ``balanced_time``."""
     return _fewest(layers, num_layers, limit_bytes, _cut_nearest_time)
 
 
 def balanced_memory(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """As ``balanced_time``, of nearly equal bytes."""
+    """Pack layers into the fewest packs of nearly equal bytes that fit, with cuts as in
+    ``balanced_time``."""
     return _fewest(layers, num_layers, limit_bytes, _cut_left_of_memory)
 
 
 def greedy(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """As many layers as stay below the limit, from the first on."""
+    """Pack greedily from the first layer on: each pack takes layers while its bytes stay below the
+    limit."""
     packs, first = [], 0
     while first < num_layers:
         stop = first
@@ -61,7 +64,8 @@ def greedy(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | 
 
 
 def greedy_reverse(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """As many layers as stay below the limit, from the last on."""
+    """Pack greedily from the last layer on: each pack takes layers while its bytes stay below the
+    limit."""
     packs, stop = [], num_layers
     while stop > 0:
         first = stop
@@ -75,7 +79,7 @@ def greedy_reverse(layers: SizedLayers, num_layers: int, limit_bytes: float) -> 
 
 
 def constant(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """Packs of one number of layers, the largest that fits."""
+    """Pack layers into packs of one number of layers, the largest that fits."""
     for length in range(num_layers, 0, -1):
         packs = of_length(num_layers, length)
         if _fits(layers, packs, limit_bytes):
@@ -84,7 +88,7 @@ def constant(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs 
 
 
 def of_length(num_layers: int, length: int) -> Packs:
-    """Packs of so many layers; the first takes what is left over.
+    """Return packs of so many layers each; the first takes what is left over.
 
     Example:
         >>> of_length(7, 3)
@@ -95,7 +99,8 @@ def of_length(num_layers: int, length: int) -> Packs:
 
 
 def reused(packs: Packs, layers: SizedLayers, limit_bytes: float) -> Packs | None:
-    """*Reuse*: the backward packs without the last, where all stay below the limit (H-k)."""
+    """Return the backward packs but the last as forward packs (*reuse*); None unless all stay below
+    the limit (H-k)."""
     most = max((layers.pack_bytes(*pack) for pack in packs[:-1]), default=0)
     return packs[:-1] if most < limit_bytes else None
 
@@ -113,8 +118,8 @@ PACKING_NAMES = (*PACKINGS, REUSE, EXPERT)
 
 
 class LeastMaxTime:
-    """Packs the longest of which is as short as can be, by a dynamic programme over layers whose
-    rows serve every prefix of them.
+    """A dynamic programme over layers that finds packs whose longest is as short as can be; its
+    rows serve every prefix of the layers.
 
     Args:
         layers: At a size.
@@ -131,7 +136,8 @@ class LeastMaxTime:
         self._came: list[np.ndarray] = []
 
     def packs(self, num_layers: int) -> Iterator[Packs | None]:
-        """Of the layers before one: for one pack, two, and so on; None where so many cannot be."""
+        """Yield the best packs of the first ``num_layers`` layers: one pack, two, and so on; None
+        where so many cannot be."""
         for num_packs in range(1, num_layers + 1):
             if len(self._came) < num_packs:
                 longest = np.maximum(self._best[-1][:, None], self._seconds)
@@ -147,7 +153,7 @@ class LeastMaxTime:
 
 
 def fewest_packs(layers: SizedLayers, num_layers: int, limit_bytes: float) -> int:
-    """S_min: no fewer packs can hold all bytes but those of inputs."""
+    """Return S_min: fewer packs cannot hold all bytes, those of inputs left out."""
     return max(1, math.ceil(layers.inner_sums[num_layers] / limit_bytes))
 
 

@@ -27,8 +27,8 @@ from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reuse
 
 @dataclass(frozen=True)
 class PackedConfiguration:
-    """A configuration and the packings that it is from; the forward one is empty where there are
-    no forward packs."""
+    """A configuration and the names of the packings that it is from; the forward name is empty
+    where there are no forward packs."""
 
     configuration: Configuration
     forward_packing: str
@@ -42,7 +42,7 @@ class PackedConfiguration:
 
 @dataclass(frozen=True, eq=False)
 class PacksProblem:
-    """Layers, a server and a minibatch.
+    """The problem that a search for packs solves: layers, a server and a minibatch.
 
     Attributes:
         profile: Of the layers.
@@ -84,18 +84,20 @@ class PacksProblem:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """Examples of every rank; in a pipeline all have all."""
+        """The examples of every rank in a step; in a pipeline one entry, as every rank has all."""
         if self.mode == "pp":
             return (self.minibatch_size,)
         return shares(self.minibatch_size, self.server.devices)
 
     def all_sizes(self, which: Pass) -> list[int]:
-        """From the smallest to the largest that was profiled, at most the smallest share."""
+        """Return the micro-batch sizes from the smallest to the largest profiled, no larger than
+        the smallest share of a rank."""
         most = min(self.profile.largest(which), *self.shares[-1:])
         return list(range(self.profile.smallest(which), most + 1))
 
     def sizes(self, which: Pass) -> list[int]:
-        """Those that divide every share, as released (H-c); by hand, powers of two (H-u)."""
+        """Return the micro-batch sizes that divide every rank's share, as released (H-c); packed by
+        hand, only powers of two (H-u)."""
         by_hand = EXPERT in self.backward_packings
         return [
             u
@@ -104,7 +106,7 @@ class PacksProblem:
         ]
 
     def choices(self) -> Iterator[PackedConfiguration]:
-        """In the order of U_B, U_F and packings."""
+        """Yield every configuration of Algorithm 1, in the order of U_B, U_F and packings."""
         if EXPERT in self.backward_packings:
             yield from self._expert()
             return
@@ -138,8 +140,8 @@ class PacksProblem:
                 )
 
     def _expert(self) -> Iterator[PackedConfiguration]:
-        """What is set by hand (H-u): the largest power of two of which a layer fits at all, the
-        largest constant packs that fit with it, the same both ways."""
+        """Yield the one configuration that an expert sets by hand (H-u): the largest power of two
+        at which every layer fits, with the largest constant packs that fit, the same both ways."""
         for u in reversed(self.sizes("backward")):
             layers = self.profile.at("backward", u)
             packs = constant(layers, self.profile.num_layers, self.limit_bytes)
@@ -149,7 +151,8 @@ class PacksProblem:
                 return
 
     def graph(self, configuration: Configuration, num_ranks: int | None = 1) -> TaskGraph:
-        """Its tasks; in data parallelism those of the first ranks."""
+        """Return the task graph of a configuration; in data parallelism, of the first ``num_ranks``
+        ranks."""
         return TaskGraph.of(
             configuration,
             self.mode,
@@ -161,5 +164,5 @@ class PacksProblem:
         )
 
     def estimate(self, configuration: Configuration) -> PackEstimate:
-        """By the paper's rules."""
+        """Return the seconds and bytes of a step as the paper's estimator counts them."""
         return by_the_paper(self.graph(configuration), self.profile, self.server)

@@ -28,7 +28,8 @@ SEARCH = "search"
 
 @dataclass(frozen=True, eq=False)
 class PacksQuestion:
-    """For which layers, server and minibatch packs are searched.
+    """The question of a plan of packs (Harmony): layers, a server, a minibatch, and what is
+    searched.
 
     Attributes:
         profile: Layers.
@@ -68,12 +69,12 @@ class PacksQuestion:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Those to choose from."""
+        """The modes to choose from: ``"pp"``, ``"dp"`` or both."""
         return tuple(mode for mode in MODES if self.mode in (mode, BOTH))
 
     @property
     def limit_bytes(self) -> int:
-        """Of a device."""
+        """The memory of one device that packs may use, in bytes."""
         return int(self.server.usable_bytes.value)
 
     @property
@@ -81,7 +82,7 @@ class PacksQuestion:
         return Switches.without(name for name in self.without if name != SEARCH)
 
     def problem(self, mode: Mode) -> PacksProblem:
-        """What a search is given."""
+        """Return the problem that a search solves in one mode."""
         packings = (EXPERT,) if SEARCH in self.without else self.packings
         backward = tuple(name for name in packings if name != REUSE)
         return PacksProblem(

@@ -61,7 +61,7 @@ def harmony(question: PacksQuestion, compiled: Compile | None = None) -> PacksAn
 
 
 def not_compiled(answer: PacksAnswer, reason: str) -> PacksAnswer:
-    """An answer that says why its packs were not compiled."""
+    """Return an answer that says why its packs were not compiled."""
     why = replace(answer.why, uncompiled=reason)
     plan = None if answer.plan is None else replace(answer.plan, why=why)
     return replace(answer, plan=plan, why=why)
@@ -140,7 +140,8 @@ def _why(chosen: Chosen, coupled: str) -> Why:
 
 
 def _lacking(plan: PacksPlan) -> str:
-    """Of a plan that was not taken: whether it fits at all."""
+    """Return a clause on the bytes of a rejected plan that exceed the host's or the device's
+    memory; empty if it fits both."""
     have = plan.machine.host_memory_bytes.value
     if host_bytes(plan) > have:
         return (
@@ -153,14 +154,16 @@ def _lacking(plan: PacksPlan) -> str:
 
 
 def _how(plan: PacksPlan) -> str:
-    """What is not as it is by default."""
+    """Return a clause on the options of a plan that differ from the defaults: optimizations that
+    are off, stream dtype, swaps in shares."""
     said = f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
     said += f", streamed as {plan.swaps.stream}" if plan.swaps.stream else ""
     return said + (", swapped in shares" if plan.swaps.sharded else "")
 
 
 def _no_packs(question: PacksQuestion, mode: Mode, least: int | None) -> Why:
-    """The layer that is too large, and the least limit with which a plan is found."""
+    """Return why no packs were found: the layer that is too large, and the least limit with which a
+    plan is found."""
     problem, algorithm = question.problem(mode), question.algorithm
     profile, limit, is_wide = problem.profile, question.limit_bytes, algorithm == "wide"
     sizes = profiled_sizes(problem, algorithm)
@@ -204,7 +207,8 @@ def _no_packs(question: PacksQuestion, mode: Mode, least: int | None) -> Why:
 
 
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
-    """Host bytes that are missing, and what of them is not state."""
+    """Return why no plan fits the host: the bytes that are missing, and how many of its bytes are
+    state."""
     layers = 0, profile.num_layers
     weights = profile.weight_bytes(*layers) + profile.cast_bytes(*layers)
     state = weights + profile.state_bytes(*layers)

@@ -12,7 +12,7 @@ from recommender.harmony.problem import PackedConfiguration
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration that was evaluated.
+    """A configuration that was simulated, with its estimated time and memory.
 
     Attributes:
         choice: The configuration, and the packings that it is from.
@@ -45,7 +45,8 @@ class Point:
 
 @dataclass(frozen=True)
 class PacksResult:
-    """The best point, and the others.
+    """The result of a search for packs: the points that were simulated, of which the best is
+    chosen.
 
     Attributes:
         status: ``infeasible`` if there is none.
@@ -64,27 +65,28 @@ class PacksResult:
 
     @property
     def optimal(self) -> bool:
-        """Never proven over all packs: the problem is NP-hard (4.3.1)."""
+        """Always False: nothing is proven over all packs, as the problem is NP-hard (4.3.1)."""
         return False
 
     @property
     def best(self) -> Point | None:
-        """Of equal ones, the first."""
+        """The best point; of equal ones, the first. None if there is none."""
         return next(iter(self.top(1)), None)
 
     @property
     def fits_one_device(self) -> Point | None:
-        """The fastest that holds the whole model in one pack: one device could train it
-        resident."""
+        """The fastest point that holds the whole model in one pack, so that one device could train
+        it resident; None if there is none."""
         singles = [point for point in self.points if point.choice.single]
         return min(singles, key=lambda point: point.seconds, default=None)
 
     def top(self, count: int) -> tuple[Point, ...]:
-        """The best so many, in order; of equal ones, the first."""
+        """Return the ``count`` best points, in order; of equal ones, the first."""
         return tuple(sorted(self.points, key=self._key)[:count])
 
     def of_sizes(self, count: int) -> tuple[Point, ...]:
-        """The best of every pair of micro-batch sizes, the best so many of these, in order."""
+        """Return the best point of each pair of micro-batch sizes, and of these the ``count`` best,
+        in order."""
         found: dict[tuple[int, int], Point] = {}
         for point in self.top(len(self.points)):
             one, other = point.configuration.forward, point.configuration.backward
@@ -127,7 +129,7 @@ class Baseline:
 
     @property
     def swap_bytes(self) -> int:
-        """Over the host's links, both ways."""
+        """The bytes that travel over the host's links in a step, both ways."""
         return sum(n for name, n in self.volumes_bytes.items() if name != "p2p")
 
     def to_json(self) -> dict[str, Any]:

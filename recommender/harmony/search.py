@@ -16,7 +16,7 @@ from recommender.harmony.wide import wide_choices
 
 
 def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
-    """The configuration of least estimated time.
+    """Search for the configuration of least estimated time.
 
     Args:
         problem: Layers, server, minibatch, packings.
@@ -39,34 +39,35 @@ def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
 
 
 def finds_packs(problem: PacksProblem, algorithm: str) -> bool:
-    """Whether a search finds any, without a simulation."""
+    """Return whether a search finds any packs; nothing is simulated for it."""
     if algorithm == "wide":
         return bool(wide_choices(problem, float("inf")))
     return next(problem.choices(), None) is not None
 
 
 def evaluated(problem: PacksProblem, choice: PackedConfiguration) -> Point:
-    """A choice, simulated."""
+    """Simulate a configuration by the paper's rules and return it as a point."""
     found = problem.estimate(choice.configuration)
     idle = found.idle_fractions
     return Point(choice, found.seconds, found.peak_bytes, max(idle), sum(idle) / len(idle))
 
 
 def paper(problem: PacksProblem) -> list[Point]:
-    """Algorithm 1: every point, in order."""
+    """Simulate every configuration in order (Algorithm 1)."""
     return [evaluated(problem, choice) for choice in problem.choices()]
 
 
 def bounded(problem: PacksProblem) -> list[Point]:
-    """Of them, those whose lower bounds leave open whether they are the best."""
+    """Simulate the configurations of Algorithm 1 whose lower bounds leave open whether they are the
+    best."""
     choices = list(problem.choices())
     singles = [choice for choice in choices if choice.single]
     return _bounded(problem, singles if problem.single_first and singles else choices)
 
 
 def wide(problem: PacksProblem) -> list[Point]:
-    """Those whose whole tasks are below the limit, with what ``wide_choices`` has more: never
-    slower than the best of ``paper`` that is below it, too."""
+    """Simulate the configurations of Algorithm 1 and of ``wide_choices`` whose whole tasks stay
+    below the limit. The best is never slower than the best such one of ``paper``."""
     known = [point for point in paper(problem) if point.task_bytes <= problem.limit_bytes]
     best = min((point.seconds for point in known), default=float("inf"))
     return [*known, *_bounded(problem, wide_choices(problem, best), best)]
@@ -82,8 +83,8 @@ ALGORITHMS: Mapping[str, Callable[[PacksProblem], list[Point]]] = {
 def _bounded(
     problem: PacksProblem, choices: Sequence[PackedConfiguration], best: float = float("inf")
 ) -> list[Point]:
-    """Of some choices, in their order, those that had to be simulated: no bound of another is below
-    the best."""
+    """Simulate choices by ascending lower bound until no bound is below the best time. Return the
+    simulated points, in the order of the choices."""
     bounds = [least_seconds(problem, choice.configuration) for choice in choices]
     found: dict[int, Point] = {}
     for i in sorted(range(len(choices)), key=lambda i: bounds[i]):

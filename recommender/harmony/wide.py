@@ -24,8 +24,8 @@ _MOST = 4000
 
 
 def wide_choices(problem: PacksProblem, below: float) -> list[PackedConfiguration]:
-    """Configurations that may take less than ``below`` seconds and whose tasks stay below the
-    limit."""
+    """Return configurations that may take less than ``below`` seconds and whose tasks stay below
+    the limit."""
     return _Wide(problem, below).choices()
 
 
@@ -41,8 +41,8 @@ class _Wide:
         self._share, self._extra = problem.shares[0], _ROUNDS * devices
 
     def choices(self) -> list[PackedConfiguration]:
-        """A bound on the sum of what all ranks do comes first: it is a sum over both directions, so
-        most pairs need not be made."""
+        """Return configurations by a lower bound of their seconds. The bound on the sum of what all
+        ranks do comes first: it is a sum over both directions, so most pairs need not be made."""
         backward: defaultdict[int, list[tuple[float, Packs]]] = defaultdict(list)
         for size in self._problem.all_sizes("backward"):
             work = self._least("backward", size, self._num_layers)
@@ -71,7 +71,8 @@ class _Wide:
     def _ranked(
         self, least: float, forward: Packs, backward: list[tuple[float, Packs]]
     ) -> Iterator[tuple[float, Packs, Packs]]:
-        """Forward packs with all backward ones, which come by their work, and the bounds."""
+        """Yield the forward packs with each of the backward packs and a lower bound of their
+        seconds, in the order of the backward packs."""
         work = least + self._delete * len(forward.packs)
         for more, packs in backward:
             yield (work + more) / self._ranks, forward, packs
@@ -80,7 +81,8 @@ class _Wide:
         return self._profile.at(which, size)
 
     def _least(self, which: Pass, size: int, num_layers: int) -> float:
-        """Seconds of all ranks together, but for what packs add."""
+        """Return the least seconds of one direction over all ranks together, without what packs
+        add."""
         sizes, total = microbatches(self._share, size), 0.0
         if not self._problem.switches.prefetch:
             total += self._profile.streamed_bytes(0, num_layers) / self._shares / self._swap
@@ -93,7 +95,8 @@ class _Wide:
         )
 
     def _packings(self, which: Pass, size: int, num_layers: int) -> Iterator[Packs]:
-        """Different ones of the layers before one, whose tasks fit but for what they keep."""
+        """Yield different packings of the first ``num_layers`` layers whose tasks fit, without what
+        forward tasks keep."""
         layers = self._layers(which, size)
         limit = self._problem.limit_bytes
         fits, balanced = self._balanced(which, size)
@@ -115,7 +118,8 @@ class _Wide:
 
     @memo
     def _balanced(self, which: Pass, size: int) -> tuple[np.ndarray, LeastMaxTime]:
-        """[first, stop] whether a task of these layers is below the limit, and what packs such."""
+        """Return whether a task of the layers [first, stop] is below the limit, and the dynamic
+        programme that packs within that."""
         layers = self._layers(which, size)
         x = np.array(layers.inputs)
         inner = np.array(layers.inner_sums)
@@ -130,7 +134,7 @@ class _Wide:
         return fits, LeastMaxTime(layers, fits)
 
     def _stashes_fit(self, configuration: Configuration) -> bool:
-        """Whether forward tasks are below the limit with what they keep."""
+        """Return whether forward tasks stay below the limit with the inputs that they keep."""
         forward, kept = configuration.forward, configuration.stashes
         layers = self._profile.at("forward", forward.microbatch_size)
         return all(

@@ -38,7 +38,7 @@ _HOPELESS = 1.5
 
 @dataclass(frozen=True)
 class Chosen:
-    """A point of a search, as a plan.
+    """A point of a search and its plan, predicted as instructions.
 
     Attributes:
         result: Of the search.
@@ -56,7 +56,8 @@ class Chosen:
 
     @property
     def seconds(self) -> float:
-        """That it was chosen by."""
+        """The seconds of a step by which it was chosen: those of its instructions if they were
+        compared, else those of the paper's rules."""
         return step_times_of(self.plan).step_seconds if self.is_judged else self.point.seconds
 
     def through(self, compiled: Compile) -> Chosen:
@@ -66,7 +67,8 @@ class Chosen:
 def within(
     question: PacksQuestion, mode: Mode, compiled: Compile | None = None
 ) -> tuple[PacksResult, Chosen | None]:
-    """The last search, and its plan, which is within the limit; None where none is found."""
+    """Search until the best plan's instructions stay within the limit of a device. Return the last
+    search and its plan; None where none is found."""
     problem, limit = question.problem(mode), question.limit_bytes
     refused: list[Chosen] = []
     for _ in range(_MOST_SEARCHES):
@@ -86,7 +88,8 @@ def within(
 
 
 def _faster(refused: Sequence[Chosen], chosen: Chosen, compiled: Compile, limit: int) -> Chosen:
-    """The first that is faster and compiles within the limit."""
+    """Return the first refused plan that is faster than the chosen one and compiles within the
+    limit; the chosen one if there is none."""
     estimated = max(step_times_of(chosen.plan).device_peak_bytes)
     too_high = estimated / chosen.plan.known_peak_bytes
     near = [
@@ -103,8 +106,8 @@ def _faster(refused: Sequence[Chosen], chosen: Chosen, compiled: Compile, limit:
 
 
 def after_all(question: PacksQuestion, mode: Mode, least: int, compiled: Compile) -> Chosen | None:
-    """What a search finds below a higher limit, the least with which it finds any, compiled; None
-    where that is in vain."""
+    """Search below the least limit with which packs are found, which is higher than asked, and
+    compile the plan: it may need less than estimated. None where that is in vain."""
     limit = question.limit_bytes
     if max(layer_needs(question.problem(mode), question.algorithm)) > limit:
         return None
@@ -117,14 +120,16 @@ def after_all(question: PacksQuestion, mode: Mode, least: int, compiled: Compile
 
 
 def holds_instructions(question: PacksQuestion) -> bool:
-    """Of a model that can be run, and below a limit that was given, but by the paper's rules."""
+    """Return whether the limit holds for instructions, not for packs alone: for models that can be
+    run, and for a given limit unless the paper's algorithm is asked for."""
     given = question.server.usable_bytes.source == "given" and question.algorithm != "paper"
     return given or bool(question.profile.model_hashes)
 
 
 def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> Chosen:
-    """The best point; of ``wide``, the one of the best few whose instructions take least time,
-    which the paper's rules may rank otherwise: there a host process per device updates."""
+    """Choose the best point of a search; of ``wide``, the one of the best few whose instructions
+    take least time. The paper's rules may rank otherwise: there a host process per device
+    updates."""
     is_judged = question.algorithm == "wide"
     points = result.of_sizes(_JUDGED) if is_judged else result.top(1)
     plans = [plan_of(question, mode, point.configuration) for point in points]
@@ -140,7 +145,7 @@ def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> Chosen:
 
 
 def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
-    """The plan of a configuration, predicted."""
+    """Return the plan of a configuration, with its prediction."""
     problem, server = question.problem(mode), question.server
     graph = problem.graph(configuration, None)
     prediction = PacksPrediction(
@@ -163,32 +168,33 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
 
 
 def step_times_of(plan: PacksPlan) -> StepTimes:
-    """Of a plan that is predicted."""
+    """Return the times of a predicted plan's step, read as instructions."""
     assert plan.prediction is not None and plan.prediction.step is not None, "predicted"
     return plan.prediction.step
 
 
 def host_bytes(plan: PacksPlan) -> int:
-    """Of a plan that is predicted: at the host's peak."""
+    """Return the bytes at the host's peak in a step of a predicted plan."""
     assert plan.prediction is not None and plan.prediction.memory is not None, "predicted"
     return plan.prediction.memory.host_peak_bytes
 
 
 def profiled_sizes(problem: PacksProblem, algorithm: str) -> Mapping[Pass, Sequence[int]]:
-    """What a search has of them."""
+    """Return the micro-batch sizes that a search may use, per direction."""
     of = problem.all_sizes if algorithm == "wide" else problem.sizes
     return {"forward": of("forward"), "backward": of("backward")}
 
 
 def layer_needs(problem: PacksProblem, algorithm: str) -> list[int]:
-    """Of every layer alone, at the smallest size, backward."""
+    """Return the bytes of every layer alone, in the backward pass at the smallest micro-batch
+    size."""
     size = profiled_sizes(problem, algorithm)["backward"][0]
     return problem.profile.at("backward", size).memory_bytes.tolist()
 
 
 def least_within(question: PacksQuestion, mode: Mode) -> int | None:
-    """A limit below which a plan is found by estimates, not far from the smallest; None without
-    micro-batch sizes."""
+    """Return a limit below which estimates find a plan, not far from the smallest such limit; None
+    without micro-batch sizes."""
     problem = question.problem(mode)
     if not all(profiled_sizes(problem, question.algorithm).values()):
         return None
@@ -199,7 +205,7 @@ def least_within(question: PacksQuestion, mode: Mode) -> int | None:
 
 
 def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
-    """The smallest limit of a device with which a search finds packs, to a part in 2**20."""
+    """Return the smallest limit of a device with which a search finds packs, to a part in 2**20."""
 
     def found(limit: int) -> bool:
         server = problem.server.with_(usable_bytes=limit)
@@ -215,7 +221,8 @@ def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
 
 
 def _least_held(question: PacksQuestion, mode: Mode, at_least: int) -> int:
-    """A limit below which packs and their instructions are found, not far from the smallest."""
+    """Return a limit below which packs and their instructions are found, not far from the smallest
+    such limit."""
     limit = at_least
     for _ in range(_MOST_SEARCHES):
         server = question.server.with_(usable_bytes=limit)

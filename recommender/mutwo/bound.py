@@ -39,7 +39,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class _Instance:
-    """Feature maps of a unit in one sub-array, of equal lifetime.
+    """The feature maps of a unit in one sub-array, all of equal lifetime.
 
     Attributes:
         unit: By number.
@@ -65,18 +65,20 @@ class _Instance:
 
 
 def floor_seconds(space: Space) -> float:
-    """Of all programs of a way, one after the other, where nothing is made again."""
+    """Return the seconds of all programs of a way one after the other, with nothing recomputed: a
+    lower bound."""
     # The same sum in another order may be one rounding less.
     return sum(_Timeline(space).seconds) * (1 - 1e-12)
 
 
 def again_seconds(space: Space, u: int) -> dict[int, float]:
-    """Segment of the body -> seconds of making a unit again before it, all else being there."""
+    """Return the seconds to recompute a unit, by the segment of the body before which that is done,
+    all else being there."""
     return _Timeline(space).again_seconds(u)
 
 
 def bound_seconds(space: Space, *, whole: bool = False, swaps: bool = True) -> float:
-    """No choices of a way that keep the limit are faster.
+    """Return a lower bound of a way's seconds: no choices that keep the limit are faster.
 
     Args:
         space: The choices.
@@ -93,8 +95,8 @@ def bound_seconds(space: Space, *, whole: bool = False, swaps: bool = True) -> f
 
 
 def _apart(space: Space, whole: bool, swaps: bool) -> float:
-    """In turn, nothing of a sub-array travels while another computes: the sum of each alone, with
-    the state of the others."""
+    """Return the bound of a way in turn: the sum of each sub-array alone, with the state of the
+    others. Nothing of a sub-array travels while another computes."""
     problem, total = space.problem, 0.0
     state = sum(map(space.state_bytes, space.kinds))
     groups = dict(zip(space.kinds, space.way.partition, strict=True))
@@ -135,7 +137,8 @@ def _solved(rows: _Rows, whole: bool) -> float:
 
 
 class _Timeline:
-    """The body of a way with everything retained: when is what."""
+    """The body of a way with everything retained: the segments at which feature maps are made, rest
+    and are used."""
 
     def __init__(self, space: Space):
         self.space, self.arrays = space, space.arrays(space.retained)
@@ -270,7 +273,8 @@ class _Rows:
                 self._add({**busy, at: -1.0}, 0)
 
     def _at_once(self, one: _Instance, again: int, x: int) -> None:
-        """What is swapped needs no room until it is used."""
+        """Add an instance's bytes to the memory rows as if swaps took no time: what is swapped or
+        recomputed needs no room while it rests."""
         size = one.nbytes / self._limit
         for at, terms in enumerate(self._held):
             if one.crosses:
@@ -321,7 +325,8 @@ class _Rows:
     def _gone(
         self, one: _Instance, x: int, out: dict[int, int], at: int, before: int | None
     ) -> int:
-        """What has left before a program: nothing of what flows later, and all of it at once."""
+        """Add the variable of the part of an instance that has left the device before a program: at
+        most what has flowed out by then. A copy gives its room back at once, when it ends."""
         gone = self._whole()
         self._add({gone: 1.0, **{out[n]: -1.0 for n in out if n <= 2 * at}}, 0)
         if before is not None:
@@ -332,7 +337,8 @@ class _Rows:
         return gone
 
     def _back(self, one: _Instance, come: dict[int, int], at: int, before: int | None) -> int:
-        """What has its room again at a program: all of what has begun to flow."""
+        """Add the variable of the part of an instance that has its room again at a program: at
+        least what has begun to flow in. A copy takes its room at once."""
         back = self._whole()
         self._add({back: -1.0, **{come[n]: 1.0 for n in come if n <= 2 * at + 1}}, 0)
         if before is not None:
@@ -354,7 +360,7 @@ class _Rows:
         return self._next - 1
 
     def _whole(self) -> int:
-        """A variable that is 0 or 1 where parts are whole."""
+        """Add a variable that is 0 or 1 in the integer programme, and between them otherwise."""
         self.whole.append(self._variable())
         return self.whole[-1]
 

@@ -22,7 +22,7 @@ BUDGET = 4000
 def descend(
     space: Space, enough_seconds: float = 0.0, *, budget: int = BUDGET
 ) -> tuple[Chosen, Weighed]:
-    """The best choices that are found within the limit of the problem.
+    """Search for the best choices of a way within the limit of the problem.
 
     What is swapped needs least, so that where this does not fit, nothing does. From there, and from
     the best of each family, every choice is revised, and then two together, as long as the step
@@ -63,8 +63,8 @@ def descend(
 def _by_way_of_less(
     space: Space, found: tuple[Chosen, Weighed], enough_seconds: float, budget: int
 ) -> tuple[Chosen, Weighed]:
-    """From what needs less memory than what was found, with which a smaller limit may be answered
-    better: one more way out of a valley."""
+    """Revise choices first under a limit just below what they need, and then from there under the
+    true limit: one more way out of a local optimum."""
     less = replace(space.problem, limit_bytes=found[1].peak_bytes - 1).space(space.way)
     chosen, weighed = _revised(less, (found[0], less.weigh(found[0])), 0.0, budget)
     if not weighed.fits:
@@ -73,7 +73,8 @@ def _by_way_of_less(
 
 
 def _distinct(begun: list[tuple[Chosen, Weighed]]) -> list[tuple[Chosen, Weighed]]:
-    """The best two, and the best with other kinds of choices."""
+    """Return the best begin of each of the first three sets of kinds of choices (retain, swap,
+    recompute per unit), in the order given."""
     found: list[tuple[Chosen, Weighed]] = []
     kinds: set[tuple[str, ...]] = set()
     for chosen, weighed in begun:
@@ -87,8 +88,8 @@ def _distinct(begun: list[tuple[Chosen, Weighed]]) -> list[tuple[Chosen, Weighed
 
 
 def families(space: Space) -> Iterator[Chosen]:
-    """The first layers swapped, as their feature maps rest longest, and as many of the next, or of
-    the last, made again as the limit asks; and those made again alone."""
+    """Yield choices to begin from: none or more of the first layers swapped, as their feature maps
+    rest longest, and as many of the next, or of the last, recomputed as the limit asks."""
     units = sorted(
         range(len(space.units)), key=lambda n: (space.units[n].layer, space.units[n].kind)
     )
@@ -108,8 +109,8 @@ def _chosen(space: Space, choices: dict[int, Choice]) -> Chosen:
 
 
 def _fewest(space: Space, swap: dict[int, Choice], again: list[int]) -> int | None:
-    """How many have to be made again until the limit is kept, by bisection; None if all are not
-    enough."""
+    """Return how many units have to be recomputed until the limit is kept, by bisection; None if
+    all are not enough."""
 
     def fits(count: int) -> bool:
         return space.least_fits(_chosen(space, {**swap, **dict.fromkeys(again[:count], RECOMPUTE)}))
@@ -143,7 +144,8 @@ def _revised(
 
 
 def _changes(space: Space) -> Iterator[Callable[[Chosen], Iterator[Chosen]]]:
-    """Of every unit, and then of every two."""
+    """Yield changes to try on choices: another choice of every unit, then of every two units; of
+    many units, only exchanges between near ones."""
     count = len(space.units)
     for n in range(count):
         yield partial(_one, space, n)

@@ -10,7 +10,7 @@ from recommender.mutwo.problem import Choice, Chosen, Space, Weighed
 def enumerate_choices(
     space: Space, enough_seconds: float = 0.0, *, prune: bool = True
 ) -> tuple[Chosen, Weighed]:
-    """The best of all choices of all units.
+    """Search all choices of all units for the best.
 
     Left out is what takes more than the best so far by its programs alone, or by what goes out, and
     what does not fit even if all that is not chosen yet is swapped.

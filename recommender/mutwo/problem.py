@@ -45,7 +45,8 @@ from recommender.mutwo.ways import Rule, Way, ways_of_each
 
 
 class Choice(NamedTuple):
-    """What becomes of feature maps; of those swapped, as of ``Decision``, how early they come."""
+    """A decision on feature maps: retain, swap or recompute. For those swapped, ``ahead`` says how
+    early they are fetched, as in ``Decision``."""
 
     kind: Literal["retain", "swap", "recompute"]
     ahead: int = 0
@@ -65,7 +66,7 @@ class Profiled(Programs, Protocol):
 
 
 class SubArrayKind(NamedTuple):
-    """Sub-arrays that are the same program.
+    """A kind of sub-arrays that are the same program.
 
     Attributes:
         task: Of their models.
@@ -77,7 +78,7 @@ class SubArrayKind(NamedTuple):
 
 
 class DecidedUnit(NamedTuple):
-    """Feature maps that are decided together, in all sub-arrays of a kind alike.
+    """A group of feature maps that are decided together, in all sub-arrays of a kind alike.
 
     Attributes:
         kind: Of such a sub-array.
@@ -97,7 +98,7 @@ Chosen = tuple[Choice, ...]
 
 
 class Weighed(NamedTuple):
-    """A way with choices, as issued; the less the better.
+    """The need and the seconds of a way with its choices, as issued; the less the better.
 
     Attributes:
         excess_bytes: Summed over the segments, what they need above the limit, and what the host
@@ -117,7 +118,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenWay:
-    """A way with its choices, written, replayed and simulated.
+    """A way with its choices, written as a step, replayed and simulated.
 
     Attributes:
         arrays: Decided.
@@ -154,12 +155,12 @@ class WrittenWay:
 
     @property
     def compute_seconds(self) -> float:
-        """Of all programs, one after the other."""
+        """The seconds of all programs of the body, one after the other."""
         return self._seconds(("forward", "backward", "recompute"))
 
     @property
     def recompute_fraction(self) -> float:
-        """Of the seconds that programs take, those that make things again."""
+        """The part of the programs' seconds that goes into recomputation, in [0, 1]."""
         return self._seconds(("recompute",)) / self.compute_seconds if self.compute_seconds else 0.0
 
     def _seconds(self, kinds: Sequence[str]) -> float:
@@ -171,7 +172,8 @@ class WrittenWay:
         )
 
     def prediction(self) -> ArrayPrediction:
-        """What the plan says of it."""
+        """Return the prediction that a plan stores: peak bytes, seconds, and bytes retained,
+        swapped and recomputed."""
         peak, _, parts = peak_of(self.ledgers, 0)
         maps = sum(
             life.sub_array.bundles[number].nbytes
@@ -186,7 +188,7 @@ class WrittenWay:
 
 @dataclass(frozen=True)
 class ArrayProblem:
-    """What is asked of a search.
+    """The problem that a search for a model array solves: models, one device, its host and limits.
 
     Attributes:
         profiled: The models; of several tasks, those of the first.
@@ -214,30 +216,30 @@ class ArrayProblem:
 
     @cached_property
     def models(self) -> list[list[int]]:
-        """Of each task, its models."""
+        """The models of each task, by number."""
         tasks = self.tasks or (0,) * self.num_models
         return [[m for m, of in enumerate(tasks) if of == task] for task in sorted(set(tasks))]
 
     @cached_property
     def ways(self) -> list[Way]:
-        """That are weighed."""
+        """The ways of training the models that the search weighs."""
         return ways_of_each(self.models, self.rule)
 
     @cached_property
     def programs(self) -> AllPrograms:
-        """Of all sub-arrays."""
+        """The programs of all sub-arrays, of every task."""
         return AllPrograms((self.profiled, *self.others))
 
     def sub_array(self, kind: SubArrayKind) -> SubArray:
-        """Of a kind."""
+        """Return the programs and feature maps of a kind of sub-array."""
         return self.programs.sub_array(kind)
 
     def kind(self, group: Sequence[int]) -> SubArrayKind:
-        """Of the sub-array of some models."""
+        """Return the kind of the sub-array that some models, by number, form."""
         return SubArrayKind(self.tasks[group[0]] if self.tasks else 0, len(group))
 
     def space(self, way: Way) -> Space:
-        """The choices of a way."""
+        """Return the choices of a way, made once."""
         if way not in self._spaces:
             self._spaces[way] = Space(self, way)
         return self._spaces[way]
@@ -249,13 +251,14 @@ class ArrayProblem:
     def transfer(
         self, instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place
     ) -> float:
-        """Seconds, as ``LinkTimes`` has them for one device."""
+        """Return the seconds of a copy between the device and its host, as ``LinkTimes`` has them
+        for one device."""
         inwards = source is None or source.host is not None
         return (self.host.to_device if inwards else self.host.to_host).seconds(nbytes)
 
 
 class AllPrograms:
-    """The programs of all tasks: of each sub-array, those of its own.
+    """The programs of the sub-arrays of all tasks.
 
     Args:
         profiled: By task.
@@ -277,7 +280,7 @@ class AllPrograms:
 
 
 class Space:
-    """The choices of a way, weighed as they are asked for.
+    """The choices of a way, weighed when they are asked for and kept.
 
     Attributes:
         kinds: Of the sub-arrays.
@@ -329,23 +332,24 @@ class Space:
 
     @property
     def swapped(self) -> Chosen:
-        """All: no choices need less of the device."""
+        """The choices with every unit swapped: no other choices need less of the device."""
         return tuple(options[1] for options in self.options)
 
     def swap(self, n: int, ahead: int) -> Choice:
-        """Of a unit, so early or as early as is possible."""
+        """Return the choice that swaps a unit and fetches it ``ahead`` segments early, or the most
+        below that."""
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
     def state_bytes(self, kind: SubArrayKind) -> int:
-        """Of a sub-array, without what all share."""
+        """Return the bytes of a sub-array's own state; what all sub-arrays share is not counted."""
         bundles = self._array(kind).bundles
         return sum(one.nbytes for one in bundles if one.is_state and not one.shared)
 
     def fewer(self) -> Space | None:
-        """With two sub-arrays of each kind, or one in turn, in the place of more, whose state is
-        there all the same: what is decided in it can be decided here. None if there are no more.
-        """
+        """Return a smaller space with at most two sub-arrays of each kind, or one in turn; the
+        state of the others is taken off the limit. Its choices apply here, too. None if there are
+        no more."""
         most, left, gone = 2 if self.way.order == "multiplexed" else 1, Counter[SubArrayKind](), 0
         kept = list[tuple[int, ...]]()
         for kind, group in zip(self.kinds, self.way.partition, strict=True):
@@ -360,7 +364,7 @@ class Space:
         return fewer.space(Way(tuple(kept), self.way.order))
 
     def arrays(self, chosen: Chosen) -> tuple[Lifetimes, ...]:
-        """Sub-arrays, decided."""
+        """Return the sub-arrays of the way with their feature maps decided."""
         return tuple(self._life(kind, chosen) for kind in self.kinds)
 
     def _life(self, kind: SubArrayKind, chosen: Chosen) -> Lifetimes:
@@ -381,7 +385,7 @@ class Space:
         return self._lives[key]
 
     def decisions(self, chosen: Chosen, limit_bytes: int) -> tuple[tuple[Decision, ...], ...]:
-        """As a plan has them."""
+        """Return the decisions of every sub-array in the form that a plan has."""
         issued, _ = self._issued(chosen, limit_bytes)
         return tuple(
             tuple(self._decided(a, kind, chosen, issued)) for a, kind in enumerate(self.kinds)
@@ -408,14 +412,15 @@ class Space:
         return orders(self.arrays(chosen), self.way.order)[0]
 
     def least(self, chosen: Chosen) -> Issue:
-        """The body where everything is waited for: no limit below its peak can be kept."""
+        """Return the body issued with a wait for every copy: no limit below its peak can be
+        kept."""
         key = tuple(Choice(choice.kind) for choice in chosen)
         if key not in self._least:
             self._least[key] = Issue(self._body(key), self.problem.programs, Silent())
         return self._least[key]
 
     def least_fits(self, chosen: Chosen) -> bool:
-        """Whether choices can keep the limits."""
+        """Return whether choices can keep the limits of the device and the host."""
         return not self._excess(self.least(chosen), self.problem.limit_bytes)
 
     def _excess(self, least: Issue, limit: int) -> int:
@@ -424,7 +429,7 @@ class Space:
         return excess + max(0, least.host_peak_bytes - host if host is not None else 0)
 
     def weigh(self, chosen: Chosen, limit_bytes: int | None = None) -> Weighed:
-        """Choices within the limit of the problem, or another one."""
+        """Return the need and seconds of choices within the problem's limit, or another one."""
         limit = self.problem.limit_bytes if limit_bytes is None else limit_bytes
         key = chosen, limit
         if key not in self.known:
@@ -446,7 +451,7 @@ class Space:
         return Issue(order, self.problem.programs, clock, limit, needs), clock
 
     def evaluate(self, chosen: Chosen, limit: int) -> WrittenWay:
-        """Choices, written, replayed and simulated."""
+        """Write the step of choices, replay it and simulate it."""
         problem, decided = self.problem, self.decisions(chosen, limit)
         arrays = tuple(
             lifetimes(self._array(kind), own) for kind, own in zip(self.kinds, decided, strict=True)

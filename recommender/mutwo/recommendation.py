@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ArrayQuestion(OfWorkload):
-    """Models to be trained together.
+    """The question of a model array (mu-TWO): models to be trained together on one device.
 
     Attributes:
         workload: What models train that name no other workload, or its name.
@@ -117,17 +117,17 @@ class ArrayQuestion(OfWorkload):
 
     @property
     def executes(self) -> bool:
-        """Whether seconds are measured here."""
+        """Whether the seconds of programs are measured on devices here."""
         return self.backend == "run"
 
     @property
     def trained(self) -> tuple[ArrayTask, ...]:
-        """What each model trains."""
+        """The task of each model: its workload, batch size and number of layers."""
         return tasks_of(self.models, self.batch_size, self.spec, self.num_layers)
 
     @property
     def shape(self) -> ArrayShape:
-        """Which programs it is about, but for what models have for themselves."""
+        """The shape of the programs that are profiled, without what models have for themselves."""
         return ArrayShape(
             self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
         )
@@ -146,7 +146,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
     workloads: Mapping[str, WorkloadProtocol] = field(default_factory=dict)
 
     def train(self, devices: Sequence[Any] | None = None) -> Any:
-        """The training of the plan (``capture.train_array``).
+        """Return the training of the plan's models (``capture.train_array``).
 
         Raises:
             PlanError: ``array-infeasible`` where nothing fits; and those of ``train_array``.
@@ -194,7 +194,7 @@ def plan_array(
     progress: Progress = lambda kind, done, total: None,
     profiles: Mapping[ArrayTask, ArrayProfile] | None = None,
 ) -> ArrayAnswer:
-    """Answer a question.
+    """Answer the question of a model array with a plan.
 
     Args:
         question: What is asked.
@@ -292,7 +292,8 @@ def _check(question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile]) 
 
 
 def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[ArrayTask, ArrayProfile]:
-    """Measured in this process."""
+    """Return a profile per task whose programs are measured in this process when they are asked
+    for."""
     from capture.profiler.array import ArrayProfile
 
     given = {**question.workloads, "": question.task}

@@ -32,7 +32,7 @@ MOST_REVISED = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way, and the best choices that were found for it.
+    """A way of training the models, and the best choices that were found for it.
 
     Attributes:
         space: Its choices.
@@ -54,12 +54,12 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it keeps the limits."""
+        """Whether the way keeps the limits of the device and the host."""
         return self.weighed.fits
 
     @cached_property
     def evaluation(self) -> WrittenWay:
-        """Written, replayed and simulated."""
+        """The step of the candidate, written, replayed and simulated."""
         return self.space.evaluate(self.chosen, self.limit_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class ArrayBaseline:
 
 @dataclass(frozen=True)
 class ArrayResult:
-    """What a search found.
+    """The result of a search for a model array: the candidates, and how far the best one is proven.
 
     Attributes:
         candidates: Ways that were searched; others are slower by their programs alone.
@@ -133,7 +133,8 @@ class ArrayResult:
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits, or else that of least peak; of equal ones, that of less memory."""
+        """The fastest candidate that fits, or else that of least peak; of equal ones, that of less
+        memory."""
         return min(self.candidates, key=lambda one: _rank(one.weighed))
 
     @property
@@ -160,7 +161,7 @@ def _rank(weighed: Weighed) -> tuple[float, ...]:
 
 
 def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResult:
-    """The fastest step of all ways that keeps the limits.
+    """Search all ways for the fastest step that keeps the limits.
 
     A way that fits with everything retained takes what its programs take. The others are searched
     in the order of their bounds, and left alone once these are no less than what was found.
@@ -221,7 +222,8 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
 
 
 def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
-    """With what others would do; ours is never slower than their steps of all models."""
+    """Return the result with the baselines of other systems. Those of one step that fit and are
+    faster become candidates, so that ours is never slower."""
     found = tuple(REGISTERED["baselines"]["model arrays"](problem))
     better = [
         Candidate(

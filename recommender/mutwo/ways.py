@@ -18,7 +18,7 @@ Rule = Literal["listed", "pairs", "even", "all", "equal"]
 
 @dataclass(frozen=True)
 class Way:
-    """Which models are one program, and in which order.
+    """A way of training models: which of them are one program, and in which order.
 
     Attributes:
         partition: Sub-arrays.
@@ -32,12 +32,13 @@ class Way:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Models of each sub-array."""
+        """The number of models of each sub-array."""
         return tuple(map(len, self.partition))
 
     @property
     def name(self) -> str:
-        """For people: ``multiplexed 4+4``; of several programs ``multiplexed 2+2 and 3``."""
+        """The name of the way for people: ``multiplexed 4+4``; of several programs ``multiplexed
+        2+2 and 3``."""
         if len(self.partition) == 1:
             return "all fused"
         if max(self.sizes) == 1 and self.order == "in turn":
@@ -48,8 +49,8 @@ class Way:
 
 
 def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
-    """For each size q from the half down to 1, as many pairs of q as fit, and the rest as one pair;
-    a single model that is left joins the first sub-array.
+    """Return the partitions of the paper's list. Per size q from the half down to 1: as many pairs
+    of q as fit, the rest as one pair; a single model that is left joins the first sub-array.
 
     Source: Purandare et al. 2023 (mu-TWO), 3.2 (1): of eight models 4+4, 3+3+1+1, 2+2+2+2 and
     1+1+1+1+1+1+1+1.
@@ -66,7 +67,8 @@ def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
 
 
 def equal_pairs(num_models: int) -> list[tuple[int, ...]]:
-    """All partitions into pairs of equal sub-arrays; one of an odd number has one model more."""
+    """Return all partitions into pairs of equal sub-arrays; one of an odd number has one model
+    more."""
     found: dict[tuple[int, ...], None] = {}
     for halves in partitions(num_models // 2):
         twice = [size for size in halves for _ in range(2)]
@@ -77,18 +79,18 @@ def equal_pairs(num_models: int) -> list[tuple[int, ...]]:
 
 
 def even_partitions(num_models: int) -> list[tuple[int, ...]]:
-    """All into an even number of sub-arrays."""
+    """Return all partitions of models into an even number of sub-arrays."""
     return [sizes for sizes in partitions(num_models) if len(sizes) % 2 == 0]
 
 
 def equal_partitions(num_models: int) -> list[tuple[int, ...]]:
-    """All into equal sub-arrays, the largest first."""
+    """Return all partitions of models into equal sub-arrays, the largest first."""
     whole = [parts for parts in range(1, num_models + 1) if num_models % parts == 0]
     return [(num_models // parts,) * parts for parts in whole]
 
 
 def partitions(count: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Numbers that sum to a count, the largest first.
+    """Yield the partitions of a count into positive numbers, the largest first.
 
     Example:
         >>> list(partitions(3))
@@ -116,8 +118,8 @@ MOST_MIXED = 16
 
 
 def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
-    """The partitions of a rule, multiplexed and in turn; equal sub-arrays (by one model), all fused
-    and none fused in turn.
+    """Return the partitions of a rule, multiplexed and in turn; equal sub-arrays (by one model),
+    all fused and none fused in turn.
 
     A partition is multiplexed as one cycle, the backward pass of each sub-array beside the forward
     pass of the next, the larger ones first; so any number of sub-arrays can be.
@@ -128,8 +130,8 @@ def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
 
 
 def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[Way]:
-    """The ways of models of several programs: what a rule makes of those of each, combined,
-    multiplexed and in turn.
+    """Return the ways of models of several programs: the partitions that a rule makes of each
+    program's models, combined, multiplexed and in turn.
 
     Sub-arrays of a program stay together in the cycle: their passes are as long as one another. Of
     many programs the coarsest partitions of all are combined, then the next finer ones, and so on.
@@ -160,7 +162,8 @@ def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[
 
 
 def _sizes(num_models: int, rule: Rule) -> list[tuple[int, ...]]:
-    """Of sub-arrays in turn: of equal ones, and by a rule."""
+    """Return the sizes of sub-arrays for partitions in turn: nearly equal ones, and those of a
+    rule."""
     parts = (1, num_models) if rule == "equal" else (1, 2, 3, 4, num_models)
     equal = [_equal(num_models, count) for count in parts]
     return list(dict.fromkeys([*(one for one in equal if min(one)), *RULES[rule](num_models)]))
@@ -172,6 +175,6 @@ def _equal(num_models: int, parts: int) -> tuple[int, ...]:
 
 
 def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The partition whose sub-arrays have so many models each, in their order."""
+    """Return the partition whose sub-arrays have so many models each, in their order."""
     ends = accumulate(sizes, initial=0)
     return tuple(tuple(range(first, stop)) for first, stop in pairwise(ends))

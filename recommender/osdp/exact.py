@@ -47,7 +47,7 @@ MAX_PAIRS = 1 << 20
 
 
 def exact(problem: ShardingProblem) -> ShardingResult:
-    """The plan of least time per example over all modes and batch sizes, proven.
+    """Find the plan of least time per example over all modes and batch sizes, and prove it.
 
     Args:
         problem: What to choose.
@@ -84,7 +84,7 @@ def exact(problem: ShardingProblem) -> ShardingResult:
 
 @dataclass(frozen=True)
 class ExactAnswer:
-    """The answer for one batch size, or one capacity.
+    """The answer of the exact search for one batch size, or one capacity.
 
     Attributes:
         chosen: By kind, the mode of each of its operators as an index; None if nothing (below the
@@ -99,7 +99,7 @@ class ExactAnswer:
 
 
 def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> ExactAnswer:
-    """The modes of least total seconds within a memory limit.
+    """Find the modes of least total seconds within a memory limit, at one batch size.
 
     Args:
         options: At one batch size.
@@ -123,8 +123,8 @@ def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> E
 
 @dataclass(frozen=True)
 class _Relaxation:
-    """The best price and what it proves; arrays over the leading dimension of the options, or one
-    of each.
+    """The Lagrangian relaxation at its best price, and the bound that it proves; arrays over the
+    leading dimension of the options, or one of each.
 
     Attributes:
         bound: L at that price: no choice within the capacity takes less; infinite where nothing
@@ -146,8 +146,8 @@ class _Relaxation:
 
 
 def _relax(options: Options, capacity: np.ndarray) -> _Relaxation:
-    """The best Lagrangian bound for every row; its price is found exactly, since L is concave and
-    piecewise linear.
+    """Return the best Lagrangian bound for every row; its price is found exactly, since L is
+    concave and piecewise linear.
 
     The fastest choice and the lightest one span a price; the cheapest choice at that price replaces
     one of them, until it is no cheaper.
@@ -189,7 +189,7 @@ def _seconds(options: Options, chosen: Sequence[Sequence[int]]) -> float:
 
 
 def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> ExactAnswer:
-    """The best choice below a time for one capacity; None if there is none.
+    """Find the best choice below a time for one capacity; None if there is none.
 
     The relaxation's price of a byte tells what an option loses against the bound. A plan that beats
     the rounded one loses less than the gap between the two in all, so options, and sums of them,
@@ -239,8 +239,8 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> E
 
 
 def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:
-    """A choice that fits: that of the relaxation, and as many operators as possible moved to the
-    faster of its two modes."""
+    """Return a choice that fits: that of the relaxation, with as many operators as possible moved
+    to the faster of its two modes."""
     rows = np.arange(len(options.counts))
     resident, seconds = options.resident_bytes, options.seconds
     slack = float(relaxation.capacity - resident[rows, relaxation.fits] @ options.counts)
@@ -262,7 +262,7 @@ def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Totals of some operators that may belong to a better plan: bytes ascending, seconds
+    """The totals of some operators that may belong to a better plan: bytes ascending, seconds
     descending, reduced costs within the gap.
 
     Attributes:
@@ -283,7 +283,8 @@ class _Sums:
     is_thinned: bool = False
 
     def thinned(self, most: int) -> _Sums:
-        """At most so many of them, evenly over their order."""
+        """Return at most ``most`` of the sums, spread evenly over their order, and marked as
+        thinned if any was left out."""
         if len(self.nbytes) <= most or self.entries is None:
             return self
         return replace(
@@ -291,7 +292,7 @@ class _Sums:
         )
 
     def taken(self, order: np.ndarray) -> _Sums:
-        """Those of some positions."""
+        """Return the sums at some positions, in that order."""
         assert self.entries is not None, "sums are made of something"
         nbytes, seconds, reduced = self.nbytes[order], self.seconds[order], self.reduced[order]
         return replace(
@@ -299,7 +300,8 @@ class _Sums:
         )
 
     def unfold(self, entry: int) -> list[list[int]]:
-        """By kind, in the order of merging, the options behind an entry."""
+        """Return the options that a sum is made of: one list per kind of operators, in the order of
+        merging."""
         if self.entries is None:
             return []
         if not self.parts:
@@ -315,7 +317,7 @@ _NOTHING = _Sums(np.zeros(1), np.zeros(1), np.zeros(1))
 
 
 def _of_kind(options: Options, kind: int, price: float, gap: float) -> _Sums:
-    """Sums of all operators of a kind, by doubling."""
+    """Return the sums of all operators of a kind, built by doubling."""
     allowed = np.flatnonzero(np.isfinite(options.seconds[kind]))
     nbytes, seconds = options.resident_bytes[kind, allowed], options.seconds[kind, allowed]
     reduced = seconds + price * nbytes
@@ -333,7 +335,7 @@ def _of_kind(options: Options, kind: int, price: float, gap: float) -> _Sums:
 
 
 def _merge(one: _Sums, other: _Sums, gap: float, joins: bool = False) -> _Sums:
-    """All sums of two entries that are worth keeping."""
+    """Return all sums of two entries, one of each set, that are worth keeping."""
     if other is _NOTHING or one is _NOTHING:
         return one if other is _NOTHING else other
     if len(one.nbytes) * len(other.nbytes) > MAX_PAIRS:
@@ -354,7 +356,7 @@ def _merge(one: _Sums, other: _Sums, gap: float, joins: bool = False) -> _Sums:
 
 
 def _kept(sums: _Sums, gap: float) -> _Sums:
-    """Only entries within the gap that no other one beats in both bytes and seconds."""
+    """Return the entries within the gap that no other one beats in both bytes and seconds."""
     order = np.lexsort((sums.seconds, sums.nbytes))
     order = order[sums.reduced[order] <= gap]
     least = np.minimum.accumulate(sums.seconds[order])

@@ -59,7 +59,7 @@ _CLOSENESS = 1 / 128
 
 
 def reserved_fraction(platform: str, dtype: str, checkpointed: bool = False) -> float:
-    """The part of the limit that plans leave to the compiler.
+    """Return the part of the memory limit that plans leave to the compiler, in [0, 1].
 
     Args:
         platform: The target's: ``"cuda"``, ``"tpu"`` or ``"cpu"``.
@@ -106,7 +106,7 @@ def fastest_over_step(
     batch_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> ShardingResult:
-    """The fastest plan per example that is found, or what is missing.
+    """Search for the fastest plan per example whose peak over a step fits, or say what is missing.
 
     Args:
         cost: What the operators cost on the devices.
@@ -141,7 +141,7 @@ def fastest_over_step(
 def least_over_step(
     cost: StepCost, operators: Any, smallest_bytes: int, batch_size: int
 ) -> ShardingPlan:
-    """The plan that needs least of those with all operators in one mode; arguments as of
+    """Return the plan of least peak among those with all operators in one mode; arguments as of
     ``fastest_over_step``."""
     search = _search(cost, operators, smallest_bytes, 0.0, batch_size, None)
     return min(
@@ -172,7 +172,8 @@ class _Search:
     problem: ShardingProblem
 
     def plans(self) -> Iterator[ShardingPlan]:
-        """The best plan of a batch size, for sizes closer and closer to the best."""
+        """Yield the best plan of each batch size that is tried, for sizes closer and closer to the
+        best."""
         found: dict[int, ShardingPlan] = {}
         first, last = 1, self._most_examples()
         while True:
@@ -193,7 +194,7 @@ class _Search:
             first, last = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
 
     def plan_at(self, batch_size: int) -> ShardingPlan | None:
-        """The fastest plan at one batch size; None if nothing fits."""
+        """Return the fastest plan that is found at one batch size; None if nothing fits."""
         options = self.problem.options(batch_size)
 
         def within(limit: float) -> ShardingPlan | None:
@@ -237,7 +238,8 @@ class _Search:
             trying = (low + high) / 2
 
     def why(self, batch_size: int) -> str:
-        """What is missing, with everything in the mode that needs least."""
+        """Return why nothing fits: the bytes that are missing with every operator in the mode that
+        needs least."""
         least, limit = self._least_bytes(batch_size), int(self.limit)
         if not any(operator.parameter_bytes for operator in self.cost.model.operators):
             needs = "example per device needs", "examples per device need"
@@ -258,7 +260,7 @@ class _Search:
         )
 
     def _most_examples(self) -> int:
-        """The largest batch size that a plan with all operators in one mode fits."""
+        """Return the largest batch size that a plan with all operators in one mode fits."""
         most = self.problem.max_batch_size
         return last_that_holds(
             lambda size: self._least_bytes(size) <= self.limit,
@@ -270,8 +272,8 @@ class _Search:
         return min(peak_bytes(self.cost, modes, batch_size) for modes in self.uniform())
 
     def uniform(self) -> Iterator[tuple[Mode, ...]]:
-        """Every operator replicated; sharded whole; sharded in so many slices, where it can be
-        split."""
+        """Yield plans of one mode: every operator replicated; sharded whole; sharded in so many
+        slices, where it can be split."""
         choices = [self.cost.modes(operator) for operator in self.cost.model.operators]
         yield (DP,) * len(choices)
         for granularity in sorted({max(1, g) for g in self.cost.granularities} | {1}):
@@ -284,8 +286,8 @@ class _Search:
             )
 
     def placed(self, modes: tuple[Mode, ...], batch_size: int) -> ShardingPlan:
-        """The plan with its numbers, equal operators in the order that needs less: replicated ones
-        first, or last.
+        """Return the plan of modes with its numbers, equal operators in the order that needs less:
+        replicated ones first, or last.
 
         The steps of a scan share arrays, so they get one mode: that of the operator among them that
         needs least memory.
@@ -319,7 +321,7 @@ class _Search:
 
     @cached_property
     def _equal(self) -> list[list[int]]:
-        """Positions of equal operators."""
+        """The positions of equal operators, one list per kind."""
         positions: dict[Operator, list[int]] = {}
         for i, operator in enumerate(self.cost.model.operators):
             positions.setdefault(operator, []).append(i)
@@ -327,8 +329,8 @@ class _Search:
 
     @cached_property
     def _scanned(self) -> list[set[int]]:
-        """Positions of operators that share arrays, as steps of a scan do; of sharded arrays, and
-        also through a third one."""
+        """The positions of operators that share arrays, as steps of a scan do; of sharded arrays,
+        and also through a third one."""
         of_param = {p: i for i, own in enumerate(self.operators.params) for p in own}
         leaves, num_devices = self.operators.leaves, self.cost.machine.num_devices
         found: list[set[int]] = []
@@ -347,5 +349,5 @@ def _sharded(mode: Mode) -> tuple[float, int]:
 
 
 def _whole(modes: tuple[Mode, ...]) -> Mode:
-    """Sharded and not split; replicated if there is no such mode."""
+    """Return the mode that is sharded and not split; replicated if there is no such mode."""
     return next((mode for mode in modes if mode.num_slices == mode.num_sharded == 1), DP)

@@ -16,8 +16,8 @@ from recommender.bisection import last_that_holds
 
 @dataclass(frozen=True)
 class Options:
-    """What may be chosen for each kind of equal operators; the arrays are (..., kinds, modes),
-    infinite where a kind has no further mode.
+    """The options of each kind of equal operators; the arrays are (..., kinds, modes), infinite
+    where a kind has no further mode.
 
     Leading dimensions are batch sizes, or limits of what may be transient.
 
@@ -35,7 +35,7 @@ class Options:
     seconds: np.ndarray
 
     def __getitem__(self, index) -> Options:
-        """The options of one batch size, or of one limit."""
+        """Return the options of one batch size, or of one limit."""
         return Options(
             self.counts,
             self.modes,
@@ -45,7 +45,8 @@ class Options:
         )
 
     def within(self, transient_bytes: np.ndarray) -> Options:
-        """For each of some limits, what stays within it: one more leading dimension."""
+        """Return the options for each of some limits of transient bytes, with one more leading
+        dimension; modes above the limit are infinite."""
         allowed = self.transient_bytes <= transient_bytes[:, None, None]
         columns = (
             np.where(allowed, column, np.inf)
@@ -54,13 +55,13 @@ class Options:
         return Options(self.counts, self.modes, *columns)
 
     def transient_levels(self) -> np.ndarray:
-        """Values that the largest transient of a plan can have, ascending."""
+        """Return the values that the largest transient of a plan can have, in bytes, ascending."""
         values = np.unique(self.transient_bytes[np.isfinite(self.transient_bytes)])
         return values[values >= self.transient_bytes.min(axis=-1).max()]
 
     def least_bytes(self) -> float:
-        """Least memory of any choice: not always that of the finest slices, whose buffers cost
-        something too (O-o)."""
+        """Return the least memory of any choice: not always that of the finest slices, whose
+        buffers cost something too (O-o)."""
         levels = self.transient_levels()
         resident = self.within(levels).resident_bytes.min(axis=-1) @ self.counts
         return float((resident + levels).min())
@@ -68,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ShardingProblem:
-    """Minimise seconds per example over modes and batch sizes, subject to
+    """The problem of OSDP: least seconds per example over modes and batch sizes, subject to
 
         sum of resident bytes + largest transient bytes <= memory limit of a device
 
@@ -100,12 +101,12 @@ class ShardingProblem:
 
     @cached_property
     def least_bytes(self) -> float:
-        """Least memory that any plan needs, at one example per device."""
+        """The least bytes that any plan needs, at one example per device."""
         return self.options(1).least_bytes()
 
     @cached_property
     def num_batch_sizes(self) -> int:
-        """Batch sizes 1, 2, ... for which a plan fits: memory never falls when a batch grows
+        """The number of batch sizes 1, 2, ... that fit: memory never falls when a batch grows
         (Algorithm 1, line 12; 3.2, Scheduler)."""
         return last_that_holds(
             lambda size: self.options(size).least_bytes() <= self.memory_limit_bytes,
@@ -114,7 +115,8 @@ class ShardingProblem:
         )
 
     def options(self, batch_size: int | np.ndarray) -> Options:
-        """What may be chosen at a batch size, or at several: their dimension comes first."""
+        """Return the options of every kind of operators at a batch size, or at several: their
+        dimension comes first."""
         model, sizes = self.cost.model, np.asarray(batch_size)
         kinds = [model.operators[position] for position, _ in model.counts]
         modes = tuple(self.cost.modes(operator) for operator in kinds)

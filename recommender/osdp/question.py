@@ -22,7 +22,8 @@ SMALLEST_BYTES = 2**20
 
 @dataclass(frozen=True, eq=False)
 class ShardingQuestion:
-    """For which task, devices and memory operators are replicated, sharded or split.
+    """The question of a sharding plan (OSDP): a task, devices and memory, for which operators are
+    replicated, sharded or split.
 
     Attributes:
         workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)``
@@ -92,7 +93,7 @@ class ShardingQuestion:
 
     @property
     def limit_bytes(self) -> float | None:
-        """The memory limit that is given."""
+        """The memory limit per device that is given, in bytes; None without one."""
         return bytes_of(self.memory_limit)
 
     @property
@@ -102,7 +103,7 @@ class ShardingQuestion:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """That which is given, or that of the mesh.
+        """The cluster that is given, or the devices of the mesh as one.
 
         Raises:
             ClusterError: ``osdp-nodes``.
@@ -125,7 +126,7 @@ class ShardingQuestion:
         return has_groups(self._mesh, self.cluster.nodes[0])
 
     def check_dtype(self) -> None:
-        """Refuse one that the target has no rate of.
+        """Refuse a dtype that the target has no rate of.
 
         Raises:
             TargetError: ``osdp-dtype``.

@@ -38,7 +38,7 @@ _LEFT_FREE = (
 
 
 def costs_of(question: ShardingQuestion) -> tuple[Any, StepCost]:
-    """The operators of a workload (``capture.tracing.operators``), and what they cost on the
+    """Return the operators of a workload (``capture.tracing.operators``), and what they cost on the
     devices.
 
     Raises:
@@ -147,7 +147,8 @@ def osdp(
 
 
 def _described(question: ShardingQuestion, operators: Any, cost: StepCost) -> dict[str, Any]:
-    """Return fields of every plan that is considered."""
+    """Return the fields that every plan of the search gets: names of operators and parameters,
+    remat, the smallest size to shard, and whether gathers look ahead."""
     return {
         "names": tuple(operator.name for operator in _all(cost)),
         "params": operators.names,
@@ -163,7 +164,7 @@ def _measuring(
     operators: Any,
     described_by: Mapping[str, Any],
 ) -> Callable[[ShardingPlan], int]:
-    """Return what compiles a plan's train step, and says how many bytes it needs."""
+    """Return a function that compiles a plan's train step and returns how many bytes it needs."""
     from capture.profiler.sharded_step import StepCompiler
     from capture.runtime.sharded import Sharded
 

@@ -12,7 +12,7 @@ from recommender.osdp.problem import Options, ShardingProblem
 
 @dataclass(frozen=True)
 class ShardingResult:
-    """A plan, and how far it is proven.
+    """The result of a search for a sharding: a plan, and how far it is proven.
 
     Attributes:
         status: ``infeasible`` if no plan fits, even for one example per device; ``why`` then says
@@ -46,7 +46,7 @@ class ShardingResult:
 def plan_of(
     problem: ShardingProblem, batch_size: int, options: Options, chosen: Sequence[Sequence[int]]
 ) -> ShardingPlan:
-    """The plan of a choice.
+    """Return the plan of a choice of options.
 
     Args:
         problem: What was asked.
@@ -85,7 +85,7 @@ def answer(
     num_batch_sizes: int,
     bound_fraction: float = 0.0,
 ) -> ShardingResult:
-    """The result for the best plan found. ``search`` fills in the seconds."""
+    """Return the result for the best plan found. ``search`` fills in the seconds."""
     if plan is not None:
         return ShardingResult(
             "ok", plan, algorithm, optimal, num_explored, num_batch_sizes, bound_fraction

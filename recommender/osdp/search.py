@@ -20,7 +20,7 @@ ALGORITHMS: Mapping[str, Callable[..., ShardingResult]] = MappingProxyType(
 
 
 def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -> ShardingResult:
-    """The modes and the batch size of least time per example, or why nothing fits.
+    """Find the modes and the batch size of least time per example, or why nothing fits.
 
     Args:
         problem: Operators, machine and cost.

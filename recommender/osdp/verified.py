@@ -38,7 +38,7 @@ def fastest_compiled(
     limit: float,
     watch: Callable[[str], None],
 ) -> ShardingResult:
-    """The fastest plan that is found among those that compile within the limit;
+    """Search for the fastest plan among those that compile within the limit;
     ``plan.compiled_peak_bytes`` says with how many bytes.
 
     By how much an estimate is off, in bytes or as a factor, changes little from plan to plan. So
@@ -99,7 +99,7 @@ def _measured(
     limit: float,
     watch: Callable[[str], None],
 ) -> int:
-    """Return the bytes of a plan's compiled step, and say what is done."""
+    """Compile a plan's step, tell ``watch`` about it, and return its bytes."""
     watch(
         f"compiling the train step of a plan for {counted(plan.batch_size, 'example')} per device, "
         f"estimated at {format_bytes(plan.peak_bytes)} per device ..."
