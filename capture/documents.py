@@ -103,7 +103,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def but_empty(value: Any, *names: str) -> dict[str, Any]:
-    """Return the fields of a dataclass, converted for JSON; those named are left out where they are
+    """Return the fields of a dataclass, converted for JSON, less those of ``names`` that are
     empty."""
     written = fields_of(value)
     return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
@@ -182,8 +182,7 @@ class Format:
     strict: bool = False
 
     def load(self, path: Path | str, made: Callable[[Any], T]) -> T:
-        """Read a JSON file, refuse it if it is of another format, and return what ``made`` makes of
-        it.
+        """Read a JSON file of this format, refuse any other, and return what ``made`` makes of it.
 
         Raises:
             CaptureError: ``<code>-file`` if it cannot be read, ``<code>-corrupt`` if it is no JSON,
@@ -257,8 +256,7 @@ class Format:
             raise self.corrupt(str(error)) from None
 
     def write(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the document that has these fields, the schema version and the kind of this
-        format."""
+        """Return the document of this format with these fields, its schema version and its kind."""
         kind = {"kind": self.kind} if self.kind else {}
         return {"schema_version": self.versions[-1], **kind, **written}
 

@@ -260,8 +260,7 @@ def options_of(*kinds: type) -> tuple[Option, ...]:
 
 
 def taken(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that the given options set, by name; options that are not
-    given are left out."""
+    """Return the fields of a dataclass that options set; without those of options not given."""
     named = {field: asked.name or field for field, (asked, _) in _asked(kind).items()}
     return {
         field: tuple(value) if isinstance(value, list) else value
@@ -289,8 +288,7 @@ def described(kind: type) -> dict[str, str]:
 
 
 def _asked(kind: type) -> dict[str, tuple[Asked, Any]]:
-    """Return the fields of a dataclass that are options, by name, each with its mark and its
-    type."""
+    """Return the fields of a dataclass that are options: name to mark and type."""
     assert is_dataclass(kind), "questions are dataclasses"
     hints = get_type_hints(kind, include_extras=True)
     return {

@@ -9,9 +9,8 @@ from pathlib import Path
 
 
 def processor_seconds() -> float:
-    """Return the seconds that this process and its workers on this machine have computed so far,
-    summed over all threads. Where the system does not say what running workers have, without
-    theirs."""
+    """Return the seconds that all threads of this process and of its workers here have computed so
+    far; without running workers where the system does not say theirs."""
     seconds = sum(os.times()[:4])  # with processes that have ended
     for worker in multiprocessing.active_children():
         with suppress(OSError):

@@ -56,8 +56,7 @@ def parse_bytes(text: str) -> int:
 
 
 def bytes_of(size: str | Number) -> int | Number:
-    """Return a number of bytes, which may be given as a text such as ``"40GB"``; None stays
-    None."""
+    """Return a number of bytes, also from a text such as ``"40GB"``; None stays None."""
     return parse_bytes(size) if isinstance(size, str) else size
 
 

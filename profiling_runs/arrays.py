@@ -92,8 +92,7 @@ def array_profiles(
 
 
 def _setting(spec: WorkloadSpec, shape: ArrayShape, target: str, executes: bool) -> Setting:
-    """Return the setting that all jobs of one task share: its workload, backend, target and
-    array."""
+    """Return what all jobs of one task share: its workload, backend, target and array."""
     backend: Literal["run", "compile"] = "run" if executes else "compile"
     return setting_of(
         Setting(spec, shape.num_layers or None, backend=backend, target=target, array=shape)

@@ -178,8 +178,7 @@ class Batch:
             self._say(job, "running", worker=slot.name)
 
     def _judge(self, outcome: Outcome) -> bool:
-        """Keep the result of an attempt at a job. Return whether it was the last attempt at the
-        job."""
+        """Keep the result of an attempt at a job. Return whether it was the job's last attempt."""
         job, failure = outcome.job, outcome.failure
         facts = {"seconds": round(outcome.seconds, 6), "worker": outcome.worker}
         if failure is None:

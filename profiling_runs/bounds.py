@@ -64,8 +64,7 @@ class ModelBounds:
 
     @cached_property
     def facts(self) -> LayerFacts:
-        """The facts of the model's distinct layers, known from tracing alone; made when first asked
-        for."""
+        """The facts of the model's distinct layers, from tracing alone, made when first used."""
         from capture.profiler.facts import LayerFacts
 
         self._begin()
@@ -85,8 +84,7 @@ class ModelBounds:
         self._learn(asked, longest=2 if self.facts.needs_pairs else 1)
 
     def at(self, choices: Sequence[StageChoice], microbatch_size: int) -> Bounds:
-        """Return a lower and an upper bound of every stage at a micro-batch size, for stages with
-        any of some choices.
+        """Return lower and upper bounds of all stages with these choices, at a micro-batch size.
 
         Raises:
             ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
@@ -179,8 +177,7 @@ class ModelBounds:
         return least / cluster.num_devices, expected / cluster.num_devices
 
     def _time_models(self, cluster: Cluster, rates: Rates) -> tuple[TimeModel, TimeModel]:
-        """Return two time models of a cluster: one without the time to launch kernels, one with
-        it."""
+        """Return two time models of a cluster: without the time to launch kernels, and with it."""
         if cluster not in self._models:
             unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
             without, model = (TimeModel(each, max(cluster.nodes)) for each in (unlaunched, rates))
@@ -194,9 +191,8 @@ class ModelBounds:
         cluster: Cluster,
         rates: Rates,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of layers of each distinct kind, (K,), and costs summed over the
-        devices of a stage, (3, K, choices): least seconds, expected seconds, and least bytes
-        held."""
+        """Return how many layers are of each distinct kind, (K,), and (3, K, choices) of all
+        devices of a stage: least and expected seconds, and least bytes held."""
         _ = self._learn_floors
         facts = self.facts
         without, model = self._time_models(cluster, rates)
@@ -234,7 +230,7 @@ def bounds(
     progress: Progress = lambda kind, done, total: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Bounds:
-    """Return the bounds of all stages at the micro-batch size of a question; arguments as of
+    """Return the bounds of stages at a question's micro-batch size; arguments as of
     ``ModelBounds``.
 
     Raises:

@@ -47,8 +47,7 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The peak memory of a plan, taken apart by stage, and the changes of one decision that were
-    tried.
+    """The peak memory of a plan, taken apart by stage, and the single changes that were tried.
 
     Attributes:
         plan: Explained.
@@ -170,8 +169,7 @@ def _num_missing(plan: Plan, measurements: Measurements) -> int:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yield plans that differ from the given one by one decision, each with a name of the
-    change."""
+    """Yield plans that differ from the given one by one decision, each behind its name."""
     for schedule in PLAIN_SCHEDULES:
         if schedule != plan.schedule and SCHEDULES[plan.schedule].stages_per_group == 1:
             yield f"schedule {schedule}", plan.with_(schedule=schedule)

@@ -10,8 +10,7 @@ from capture.plan.choices import StageChoice
 
 
 def causes(failures: Mapping[StageConfig, str]) -> tuple[str, ...]:
-    """Return one sentence per cause of failure, behind the stages that it befell; causes of most
-    stages come first.
+    """Return each cause of failure behind the stages that it befell, that of most stages first.
 
     Example:
         >>> firsts, degrees = (6, 7), (1, 2, 4)

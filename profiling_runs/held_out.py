@@ -71,8 +71,7 @@ def held_out_stages(
 def size_errors(
     result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]], measurements: Any
 ) -> tuple[SizeError, ...]:
-    """Return the errors of predictions at the held-out sizes, for the stages that could be
-    measured.
+    """Return the errors of predictions at held-out sizes, of stages that could be measured.
 
     The truth is the replay of the plan with the stage as it was compiled, among stages as they are
     predicted.

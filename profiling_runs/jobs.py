@@ -106,8 +106,7 @@ class Job:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """A key that is equal for jobs that share work when one process does them one after the
-        other."""
+        """A key, equal for jobs that share work if one process does them one after the other."""
         return (self.part,) if self.what is None else (self.part, *self.what.group)
 
     def to_json(self, workload: WorkloadSpec | None, backend: str) -> dict[str, Any]:

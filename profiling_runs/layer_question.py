@@ -17,8 +17,7 @@ DEFAULT_SIZES = 16
 
 @dataclass(frozen=True)
 class LayersQuestion(OfWorkload):
-    """The question of a layer profile: a model whose layers are measured one by one, and for which
-    device.
+    """The question of a layer profile: whose layers are measured one by one, and for what device.
 
     Attributes:
         workload: The task, or its name; by name it is measured in worker processes.

@@ -90,8 +90,7 @@ def with_model_hash(plan: PacksPlan, question: LayersQuestion) -> PacksPlan:
 
 @dataclass(eq=False)
 class _Measured:
-    """The layers of one model while they are measured: what is known, what failed, and the
-    workers."""
+    """The layers of a model while they are measured: needs so far, failures, workers."""
 
     question: LayersQuestion
     store: Store | None
@@ -111,8 +110,7 @@ class _Measured:
 
     @cached_property
     def _backend(self) -> LayerBackend:
-        """The backend of this process, which traces the model and knows the keys of
-        measurements."""
+        """The backend of this process, which traces the model and knows measurements' keys."""
         from capture.profiler.layers import LayerBackend
 
         question, machine = self.question, None
@@ -333,8 +331,7 @@ class _Measured:
     def _executed(
         self, direction: Literal["update", "add"], phase: str, params: Sequence[int]
     ) -> tuple[float, ...]:
-        """Return the measured seconds of an update or a sum of gradients, per layer; 0 for layers
-        without parameters."""
+        """Return the measured seconds of ``direction`` per layer; 0 for one without parameters."""
         asked = [what for what in self._all(direction, 1) if params[what.layer]]
         self._require(phase, asked)
         seconds = [0.0] * len(params)

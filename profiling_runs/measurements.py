@@ -135,8 +135,7 @@ class Measurements:
     def _missing_jobs(
         self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
     ) -> tuple[dict[str, Any], list[Job]]:
-        """Return the values that the store has for the jobs of stage configs, by key, and the jobs
-        that it lacks."""
+        """Return what the store has of the jobs of stage configs, by key, and the missing jobs."""
         jobs = self.jobs(wanted, splits_backward)
         values = self.backend.store.get(job.key for job in jobs)
         left = [job for job in jobs if job.key not in values]

@@ -57,8 +57,7 @@ class PackCompiler:
         return replace(plan, prediction=replace(plan.prediction, compiled=compiled))
 
     def ledger(self, plan: PacksPlan) -> Ledger:
-        """Return the replay of a plan's step over its compiled programs, as if its host had memory
-        enough.
+        """Return the replay of a plan's compiled step, as if its host had memory enough.
 
         Raises:
             PlanError: ``packs-target`` for a plan of a server that is no target, and those of
@@ -104,8 +103,7 @@ class PackCompiler:
 
     @memo
     def _backend(self, target: str) -> PackBackend:
-        """Return the backend of this process, which loads the model and knows the keys of
-        programs."""
+        """The backend of this process, which loads the model and knows the programs' keys."""
         from capture.profiler.packs import PackBackend
 
         return PackBackend(loaded(self.workload), Target.load(target), self.store)

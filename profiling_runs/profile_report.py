@@ -94,8 +94,7 @@ class WindowsReport:
 
     @classmethod
     def of(cls, profile: Profile, notes: Sequence[str]) -> WindowsReport:
-        """Return the report of a profile of windows, with ``notes`` on what was chosen by
-        default."""
+        """Return the report of a profile of windows; ``notes`` say what was chosen by default."""
         graph, paper = profile.graph, profile.paper or {}
         return cls(
             num_layers=graph.num_layers,

@@ -37,8 +37,7 @@ EXECUTING = ("run", "alpa")
 
 @dataclass(frozen=True)
 class ProfileQuestion(OfWorkload):
-    """The question of a profile: a model's layers, for every stage that a plan on the cluster may
-    have.
+    """The question of a profile: a model's layers, for every stage that the cluster may have.
 
     Attributes:
         workload: The task, or its name; by name it is measured in worker processes.

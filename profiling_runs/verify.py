@@ -51,8 +51,7 @@ class Verification:
     costs: Sequence[StageCost]
 
     def timeline(self) -> StepTimeline | None:
-        """Simulate one step from the work of the compiled programs; None for a target without
-        rates."""
+        """Simulate one step from the work of compiled programs; None for a target without rates."""
         rates = Target.load(self.plan.cluster.target).rates
         if rates is None:
             return None
@@ -70,8 +69,7 @@ class Verification:
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """The peak bytes in the memory of the host that the step uses most; None where it uses
-        none."""
+        """The peak bytes of the host that the step uses most; None where it uses none."""
         names = {place.host.name for place in self.program.places if place.host}
         return max((self.ledger.peak_of(name).peak_bytes for name in names), default=None)
 
@@ -178,8 +176,7 @@ def with_stages(
 
 
 def _all_deferred(graph: LayerGraph, config: StageConfig, cost: StageCost) -> SplitCost | None:
-    """Return the cost of a split backward pass with all bytes that it keeps counted as deferred;
-    None if it is not split."""
+    """Return a split backward pass whose kept bytes all count as deferred; None for a whole one."""
     if cost.split is None:
         return None
     nbytes = split_bytes(graph, config.first, config.stop, config.choice, cost)
@@ -245,9 +242,9 @@ class PlanCompiler:
         return self._measurements
 
     def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
-        """Compile a plan and return what plans remember of it, and the profile with its stages. If
-        a stage does not compile, return None, and a profile that knows that no memory suffices for
-        it, and why (``recommender.capture.refine.StageCompiler``)."""
+        """Compile a plan; return what a plan remembers of it, and the profile with its stages. None
+        where a stage does not compile: the profile then says why no memory suffices for it
+        (``recommender.capture.refine.StageCompiler``)."""
         try:
             return self(plan, known)
         except ProfileError:

@@ -46,8 +46,7 @@ class FixedPlan:
         )
 
     def allowed(self, choice: StageChoice, num_layers: int) -> np.ndarray:
-        """Return for every window of layers whether a plan may have it as a stage with this choice,
-        bool (L, L + 1)."""
+        """Return which stages of a model a plan may have with this choice, bool (L, L + 1)."""
         if "stages" not in self.decisions:
             return np.full((num_layers, num_layers + 1), self.allows(choice, 0, num_layers))
         found = np.zeros((num_layers, num_layers + 1), dtype=bool)
@@ -56,8 +55,7 @@ class FixedPlan:
         return found
 
     def mixtures(self, measured: Sequence[StageChoice]) -> list[StageChoice]:
-        """Return the mixed choices (``full`` with ``cheap``) of the plan's stages whose parts are
-        measured."""
+        """Return the mixed choices of the plan's stages whose parts are measured."""
         remats = {
             stage.choice.remat for stage in self.stages if num_full_layers(stage.choice.remat)
         }
@@ -65,8 +63,7 @@ class FixedPlan:
         return [each for each in dict.fromkeys(found) if {*each.measured} <= {*measured}]
 
     def is_measured_for(self, measured: StageChoice) -> bool:
-        """Return whether a choice is one of a stage's, or one of those that a mixture consists
-        of."""
+        """Return whether a choice is one of a stage's, or part of a stage's mixture."""
         return any(
             self._is_alike(measured, part)
             for stage in self.stages
@@ -82,8 +79,7 @@ class FixedPlan:
 
 
 def _decides(choice: StageChoice, name: str) -> bool:
-    """Return whether a stage makes this decision at all: one without replicas splits nothing over
-    them."""
+    """Return whether a stage makes this decision: one without replicas splits nothing over them."""
     needed = {"sharding": choice.data_parallel, "sequence": choice.tensor_parallel}
     return needed.get(name, 2) > 1
 

@@ -153,8 +153,7 @@ class WholeQuestion:
         return [each for each in found if fixed is None or fixed.is_measured_for(each)]
 
     def _all_choices(self, microbatch_size: int) -> list[StageChoice]:
-        """Return the choices that stages may have at a micro-batch size, whatever the fixed plan
-        says."""
+        """Return the choices of stages at a micro-batch size, whatever the fixed plan says."""
         remats = REMAT_POLICIES if self.remat is None else (self.remat,)
         found = [
             choice

@@ -29,8 +29,7 @@ _SECONDS_TO_END = 60.0
 
 
 class LocalPool(Pool):
-    """A pool of processes on this machine, as many as were asked for and the free memory has room
-    for.
+    """A pool of processes of this machine, as many as asked for and its free memory has room for.
 
     Args:
         setting: What all jobs share.
@@ -152,8 +151,7 @@ def _end_with(parent: int, folder: str) -> None:
 
 
 def affordable_workers(num_workers: int, free_bytes: int | None = None) -> int:
-    """Return how many of the wanted workers the free memory of this machine has room for, at least
-    1.
+    """Return how many workers, 1 or more, this machine's free memory has room for.
 
     Args:
         num_workers: Wanted.

@@ -47,8 +47,7 @@ class Runner(Protocol):
         ...
 
     def finished(self, timeout_seconds: float) -> list[Outcome]:
-        """Return the outcomes of jobs that have ended; wait for news, but not longer than the
-        timeout."""
+        """Return the outcomes of ended jobs; wait for news, but not longer than the timeout."""
         ...
 
     def close(self) -> None:
@@ -125,8 +124,7 @@ class Pool(ABC):
 
     @abstractmethod
     def news(self, workers: Sequence[Any], timeout_seconds: float) -> Sequence[Any]:
-        """Return the workers that have a message to receive; wait for the first one, up to the
-        timeout."""
+        """Return the workers that have a message; wait for the first, up to the timeout."""
 
     def idle(self, busy: int = 0) -> Sequence[PoolWorker]:
         missing = max(self.room() - busy, 1) - len(self._workers) if self.room() else 0

@@ -158,8 +158,7 @@ class RemoteWorker:
 
 
 def travelling(setting: Setting) -> Setting:
-    """Return a setting as the other machines see it: paths within the working directory, which
-    travels.
+    """Return a setting as other machines see it: paths within the working directory, which travels.
 
     Raises:
         ProfileError: ``ray-workload`` for the file of a workload or a target outside of it.

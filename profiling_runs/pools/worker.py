@@ -22,8 +22,7 @@ from profiling_runs.jobs import Failure, Job, Outcome, Setting
 
 
 class Worker:
-    """A worker that measures jobs of one setting in this process, which it prepares: JAX must not
-    be loaded yet.
+    """A worker: measures jobs of one setting in this process, where JAX must not be loaded yet.
 
     Raises:
         ProfileError: ``worker-versions`` if this process has other versions than the driver.

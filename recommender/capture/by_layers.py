@@ -44,7 +44,7 @@ Kind = tuple[int, bool, Remat]
 
 
 class LayerProof:
-    """What compiled layers say of a search that has found a plan.
+    """A second proof of the best plan found, by estimates that layers compiled alone correct.
 
     Args:
         search: Whose parts are bounded; those that may matter are opened.
@@ -98,7 +98,8 @@ class LayerProof:
             self._ratios.learn(part, part.known.verified)
 
     def _floors(self) -> Iterator[tuple[float, int]]:
-        """Of plain parts; others have no less than those of as many micro-batches."""
+        """Return (seconds, number) of unopened parts of plain schedules; parts of others have no
+        less than the plain one with as many micro-batches."""
         return (
             (seconds, number)
             for number, (_, seconds) in self._search.floors.items()
@@ -110,7 +111,8 @@ class LayerProof:
         return [number for number, part in self._search.parts.items() if part.is_plain]
 
     def _others(self, part: OpenPart) -> list[PlanQuestion]:
-        """Those of other schedules with as many micro-batches, which its bounds are of, too."""
+        """Return the questions of schedules that are not plain with as many micro-batches as a
+        part; the part's bounds hold for their stages, too."""
         return [
             question
             for question in self._search.questions
@@ -118,15 +120,15 @@ class LayerProof:
         ]
 
     def _bound(self, number: int) -> float:
-        """No plan with as many micro-batches is faster, as far as is known."""
+        """Return the known lower bound of a step with a part's micro-batches, in seconds."""
         part = self._search.parts[number]
         traced = [seconds for _, seconds in self._search.corners_of(number)]
         traced += [grouped.least_seconds(part, each) for each in self._others(part)]
         return max(self._least.get(number, 0.0), min(traced, default=inf))
 
     def _next(self) -> tuple[OpenPart, Sequence[StageConfig]] | None:
-        """The layers to compile next, of the plan that is least by what is known; None where that
-        is enough, or all of its kinds are known."""
+        """Return the layers to compile next, of the plan that is least by what is known; None where
+        that is enough, or all of its kinds are known."""
         while True:
             number = min(self._plain, key=self._bound)
             if (known := self._bound(number)) >= self._enough:
@@ -143,8 +145,7 @@ class LayerProof:
             self._least[number] = seconds
 
     def _unknown(self, part: OpenPart, stage: StageConfig) -> Iterator[StageConfig]:
-        """A layer of each kind of a stage that is not known, and of those that differ in what they
-        recompute."""
+        """Yield a layer of each unknown kind of a stage, once per unknown recompute policy."""
         for choice in stage.choice.measured:
             if not self._ratios.is_known(choice):
                 layer = _largest(part, replace(stage, choice=choice))
@@ -160,14 +161,15 @@ class LayerProof:
 
 
 class _Ratios:
-    """What was compiled takes over what it was expected to, the least of each kind."""
+    """The least compiled over expected seconds, by tensor and sequence parallelism and
+    recomputation."""
 
     def __init__(self) -> None:
         self._least = dict[Kind, float]()
 
     @property
     def error(self) -> float:
-        """By which part estimates were too high, at most."""
+        """The largest part by which estimates were above what compiled; 0 if none was."""
         return max([0.0, *(1 / ratio - 1 for ratio in self._least.values() if ratio)])
 
     def is_known(self, choice: StageChoice) -> bool:
@@ -198,7 +200,8 @@ class _Ratios:
     def applied(
         self, part: OpenPart, problem: SearchProblem, expected: SearchProblem
     ) -> SearchProblem:
-        """The problem with what stages take at least by this; of compiled ones that is known."""
+        """Return the problem in which stages take at least the ratio of their kind times the
+        expected seconds; compiled stages keep theirs."""
         problem, expected = together(problem, expected)
         assert problem.seconds is not None and expected.seconds is not None, "they have times"
         seconds = {
@@ -213,7 +216,7 @@ class _Ratios:
         return replace(problem, seconds=seconds)
 
     def _of(self, choice: StageChoice) -> float:
-        """The part of what is expected that stages take at least."""
+        """Return the part of the expected seconds that stages take at least; 0 if unknown."""
         return min(self._least.get(_kind(each), 0.0) for each in choice.measured)
 
 
@@ -222,14 +225,14 @@ def _kind(choice: StageChoice) -> Kind:
 
 
 def _expected(part: OpenPart, config: StageConfig) -> float:
-    """Seconds of a micro-batch on a stage."""
+    """Return the expected seconds of a micro-batch on a stage, forward and backward."""
     table = part.expected.table(config.choice, part.size)
     return table.at(config.first, config.stop).microbatch_seconds
 
 
 def _largest(part: OpenPart, stage: StageConfig) -> StageConfig:
-    """Of the layers of a stage, that which takes most of its time with all that are the same: these
-    share what is known of them."""
+    """Return the layer of a stage that takes most of its time together with all layers that are the
+    same: these share what is known of them."""
     known = part.most.measurements
     layers = [replace(stage, first=n, stop=n + 1) for n in range(stage.first, stage.stop)]
     counts = Counter(id(known[each]) for each in layers)

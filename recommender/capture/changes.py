@@ -33,7 +33,7 @@ Asks = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measuring:
-    """How a changed question is measured.
+    """The means to measure a changed question.
 
     Attributes:
         remat, shard_optimizer: What the measured stages recompute, and whether replicas split
@@ -104,7 +104,7 @@ def cheapest_change(
     knowledge: Knowledge | None,
     measuring: Measuring | None,
 ) -> FittingChange | None:
-    """The first change under which some plan fits, with its peak; None if none does.
+    """Find the first change under which some plan fits, with its peak; None if none does.
 
     Args:
         question: Under which nothing fits, with the most micro-batches that were asked for.
@@ -158,8 +158,8 @@ def cheapest_change(
 
 
 def _least_peak(profile: Profile, change: Change) -> int:
-    """The least peak of any plan if the change saved all that it could of what is measured without
-    it.
+    """Return the least peak of any plan if the change saved all that it could of what is measured
+    without it.
 
     A split optimizer state is a part of what each replica holds, and its update needs nothing more;
     of what recomputing saves, and of what programs need meanwhile, nothing is left.

@@ -16,12 +16,12 @@ from recommender.answer import StageAnswer
 
 
 def same_model(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the hash of the model at its micro-batch size, once that is traced."""
+    """Return the plan with the hash of the model at its micro-batch size, once that is traced."""
     return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
 
 
 def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
-    """The recommendation with the compiler's peaks in the place of predicted ones, and the seconds
+    """Return the answer with the compiler's peaks in the place of predicted ones, and the seconds
     of the simulated step, as they are shown: plans are ranked by these."""
     assert result.plan is not None, "only plans are verified"
     peaks = verification.peak_bytes_per_device

@@ -66,7 +66,7 @@ def _order(proposal: Proposal) -> tuple[float, int]:
 
 
 class CountedSearch:
-    """Proposals for a question.
+    """The search for the fastest plan of a plain schedule, with steps counted by its table.
 
     Args:
         profile: Measurements of the model.
@@ -79,9 +79,9 @@ class CountedSearch:
         self._steps = CountedSteps(profile, question.cluster)
 
     def fastest(self, result: SearchResult, plan: Plan) -> Proposal:
-        """Of the plan that the closed form without transfers proposes, and what is proposed with
-        them, the faster; within the limit and within tighter ones, of which one may lead to a plan
-        that is faster as counted."""
+        """Return the fastest proposal as counted: ``plan``, of the closed form without transfers,
+        what is proposed with transfers, and what tighter limits propose. Infeasible results are
+        counted as they are."""
         if result.status != "ok":
             return self._counted(result, plan)
         proposed = self._proposed(result)
@@ -95,8 +95,8 @@ class CountedSearch:
         return min(found, key=_order)
 
     def _proposed(self, result: SearchResult) -> list[Proposal]:
-        """By both closed forms within the limit; ``result`` is that of the one without
-        transfers."""
+        """Return the plans that both closed forms propose within the limit; ``result`` is that of
+        the one without transfers."""
         proposed = [self._counted(result, self._planned(result.stages))]
         if (sending := self.with_transfers()) is not None:
             other = throughput(sending)
@@ -105,8 +105,8 @@ class CountedSearch:
         return proposed
 
     def _tighter_limits(self, peak_bytes: int) -> Iterator[int]:
-        """Below a peak, from the least one on: the same whatever the limit is, so that a plan that
-        is found at one of them is found at every larger limit."""
+        """Yield limits below a peak, from the least one on. They do not depend on the limit, so
+        that a plan that is found at one of them is found at every larger limit."""
         limit = max(stage.peak_bytes for stage in least_peak(self._problem)[0])
         while 0 < limit < peak_bytes:
             yield limit
@@ -120,8 +120,8 @@ class CountedSearch:
         )
 
     def front(self, fastest: Proposal) -> tuple[Proposal, Front]:
-        """All proposals of which none is both smaller and faster than another; the fastest among
-        them."""
+        """Return the fastest proposal, and the front: all proposals of which none is both smaller
+        and faster than another."""
         start = time.perf_counter()
         plain = pareto(self._problem)
         proposed = [self._counted(point, self._planned(point.stages)) for point in plain.points]
@@ -166,7 +166,7 @@ class CountedSearch:
         return Proposal(replace(result, step_seconds=self._steps.seconds(plan)), plan)
 
     def _bounded(self, other: SearchResult, best: SearchResult) -> Proposal:
-        """A plan that was searched with transfers, with what is proven of it without."""
+        """Return a proposal that was searched with transfers, with what is proven without them."""
         without = step_seconds(self._problem, other.stages)
         least = step_seconds(self._problem, best.stages) / (1 + best.bound_fraction)
         above = max(0.0, without / least - 1) if least else 0.0
@@ -174,9 +174,8 @@ class CountedSearch:
         return self._counted(result, self._planned(other.stages))
 
     def _improved(self, best: Proposal, closed: SearchResult) -> Proposal:
-        """From a proposal, moves of a border and swaps of neighbours that make the counted step
-        shorter within the limit, as long as one does: on which links stages meet, no closed form
-        over single stages says."""
+        """Move borders and swap neighbours of a proposal within the limit, as long as the counted
+        step gets shorter: on which links stages meet, no closed form over single stages says."""
         num_left = MOST_TASKS // (2 * self._problem.num_microbatches * len(best.plan.stages))
         moved: Proposal | None = best
         while moved is not None:
@@ -198,8 +197,8 @@ class CountedSearch:
         return best
 
     def _moves(self, stages: Sequence[PlacedStage]) -> Iterator[tuple[PlacedStage, ...]]:
-        """Stages with one border elsewhere, or the devices and choices of two neighbours swapped;
-        those that fit."""
+        """Yield the stages with one border elsewhere, or the devices and choices of two neighbours
+        swapped, if they fit."""
         cuts = [stage.first for stage in stages] + [stages[-1].stop]
         choices = [stage.choice for stage in stages]
         for i in range(1, len(stages)):
@@ -213,7 +212,7 @@ class CountedSearch:
     def _fitting(
         self, cuts: Sequence[int], choices: Sequence[StageChoice]
     ) -> Iterator[tuple[PlacedStage, ...]]:
-        """On consecutive devices, if every stage is possible there and within the limit."""
+        """Yield these stages on consecutive devices, if all are possible and within the limit."""
         problem, device, found = self._problem, 0, list[PlacedStage]()
         limit = NEVER - 1 if problem.memory_limit_bytes is None else problem.memory_limit_bytes
         for s, (choice, (first, stop)) in enumerate(zip(choices, pairwise(cuts), strict=True)):
@@ -229,8 +228,8 @@ class CountedSearch:
         yield tuple(found)
 
     def with_transfers(self) -> SearchProblem | None:
-        """The problem in which a stage waits for what it sends and gets back; None where nothing is
-        sent."""
+        """Return the problem in which a stage waits for what it sends and gets back; None where
+        nothing is sent."""
         problem, cluster = self._problem, self._question.cluster
         graph = self._profile.graph_at(self._question.microbatch_size)
         sent = {

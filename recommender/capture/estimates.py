@@ -24,8 +24,8 @@ Ratios = tuple[tuple[float, ...], ...]
 
 
 def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
-    """By choice, what the compiled stages of the part's micro-batch size take over what they are
-    expected to."""
+    """Return by choice the ratio of compiled to expected seconds, over the compiled stages of the
+    part's micro-batch size."""
     known, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
     for config, cost in part.known.verified.items():
         times = part.expected.model.stage_times(cost)
@@ -37,9 +37,9 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
 
 
 def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
-    """What stages are taken to take over what they are expected to, per degree and choice: as known
-    at their micro-batch size, or at another, or the least of those with as many devices to a
-    replica, or of all."""
+    """Return the ratios to expected seconds that stages are taken to have, per degree and choice:
+    as known at their micro-batch size, or at another; else the least of choices with as much tensor
+    parallelism, or of all."""
     maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
     every = [each for found in maps for each in found.items()]
 
@@ -58,7 +58,7 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
 
 
 def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
-    """Per degree, the seconds of what stages send by choice, (num_choices, L + 1)."""
+    """Return per degree the seconds of what stages send, (num_choices, L + 1), by their stops."""
     graph, cluster = part.known.graph_at(part.size), part.question.cluster
     known = dict[tuple[int, tuple[int, int]], np.ndarray]()
 
@@ -75,8 +75,8 @@ def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
 
 
 def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
-    """The problem with what stages are estimated to need and take, or need ``at_most``, and those
-    that are compiled do."""
+    """Return the problem with the bytes and seconds that stages are estimated to need, or the most
+    bytes with ``at_most``. Compiled stages keep theirs."""
     problem, other = together(part.once(posed), part.once(posed_at_most))
     assert other.seconds is not None, "it has times"
     seconds = {
@@ -91,9 +91,9 @@ def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchPr
 
 
 def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
-    """The plan that is estimated to be fastest; where none is expected to fit, that of the least
-    bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at most, if
-    any does."""
+    """Return the plan that is estimated to be fastest; where none is expected to fit, that of the
+    least bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at
+    most, if any does."""
     if not part.is_plain:
         return grouped.fastest(part, ratios[0], part.question.limit_bytes)
     problem = part.once(estimates, ratios)
@@ -106,7 +106,7 @@ def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[
 
 
 def estimated_front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
-    """The front as it is estimated; where none is expected to fit, the plan of ``proposed``."""
+    """Return the estimated front of memory against time; if none fits, the plan of ``proposed``."""
     if not part.is_plain:
         return grouped.front(part, ratios[0])
     points = pareto(part.once(estimates, ratios, is_last)).points

@@ -28,14 +28,14 @@ Ask = Callable[[PlanQuestion], StageAnswer]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One search of a loop."""
+    """A question of a loop of searches, and its answer."""
 
     question: PlanQuestion
     result: StageAnswer
 
     @property
     def rests_on(self) -> str:
-        """Where its peak is from."""
+        """The origin of the peak, in words: compiled, extrapolated or predicted."""
         return (
             "compiled"
             if self.result.compiled
@@ -63,7 +63,7 @@ def best_of(
     schedules: Sequence[str],
     is_settled: Callable[[StageAnswer], bool] = lambda result: not result.extrapolated,
 ) -> tuple[Attempt, tuple[Attempt, ...]]:
-    """The best answer over numbers of micro-batches and schedules, and all attempts.
+    """Return the best answer over numbers of micro-batches and schedules, and all attempts.
 
     Args:
         ask: Answers with predictions.
@@ -89,7 +89,7 @@ def best_of(
 
 
 def over_microbatches(question: PlanQuestion, counts: Sequence[int]) -> Sequence[PlanQuestion]:
-    """The question with each of several numbers of micro-batches.
+    """Return the question with each of several numbers of micro-batches.
 
     Raises:
         PlanError: ``plan-batch`` if one does not divide the batch.
@@ -100,8 +100,8 @@ def over_microbatches(question: PlanQuestion, counts: Sequence[int]) -> Sequence
 
 
 def front_of(attempts: Sequence[Attempt]) -> Front | None:
-    """The plans of all attempts of which none is both smaller and faster than another; None if no
-    attempt has a front."""
+    """Return the front of all attempts: the plans of which none is both smaller and faster than
+    another. None if no attempt has a front."""
     fronts = [
         (attempt.question, front)
         for attempt in attempts
@@ -139,7 +139,7 @@ def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
 def smallest_cluster(
     settled: Ask, question: PlanQuestion
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
-    """The fewest devices of a cluster on which a plan fits, and all attempts.
+    """Find the fewest devices of a cluster on which a plan fits, and give all attempts.
 
     Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending
     number of devices. ``settled`` answers without extrapolation.
@@ -183,7 +183,7 @@ def largest_batch(
     max_doublings: int = 20,
     is_settled: Callable[[StageAnswer], bool] = lambda result: not result.extrapolated,
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
-    """The largest global batch that fits with a number of micro-batches, and all attempts.
+    """Find the largest global batch that fits at a number of micro-batches, and give all attempts.
 
     Micro-batches grow in steps: doubled until nothing is predicted to fit, then bisected. From
     where that ends, settled answers are asked for, in steps that double until one fits and the next

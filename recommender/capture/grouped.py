@@ -191,9 +191,9 @@ def _found(part: OpenPart, found: TablePlan | None) -> Sequence[Found]:
 
 
 class _Estimated(TimePredictor):
-    """Seconds as they are estimated: those of stages that are not compiled by a ratio, those of
-    layers like compiled ones as compiled, and of backward passes that were not compiled in two
-    programs a part each."""
+    """A predictor of estimated seconds: of stages that are not compiled by a ratio, of layers like
+    compiled ones as compiled, and of backward passes that were not compiled in two programs a part
+    each."""
 
     def __init__(
         self, profile: Profile, devices_per_node: int, ratios: Mapping[StageChoice, float]
@@ -203,7 +203,7 @@ class _Estimated(TimePredictor):
         self._estimated: dict[StageChoice, StageTable] = {}
 
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
-        """Seconds of every stage, at the one micro-batch size of a part."""
+        """Return the estimated seconds of every stage, at the one micro-batch size of a part."""
         if choice not in self._estimated:
             table = super().table(choice, microbatch_size)
             self._estimated[choice] = self._estimate(choice, table)
@@ -223,7 +223,8 @@ class _Estimated(TimePredictor):
         return StageTable(*rows)
 
     def _compiled(self, choice: StageChoice) -> Iterator[tuple[int, int, StageTimes]]:
-        """Stages that are compiled, and those of layers that are alike."""
+        """Yield the compiled stages with a choice, and every range of layers that is like one of
+        them, with its times."""
         keys = [layer.key for layer in self.profile.graph.layers]
         for config, cost in self.profile.verified.items():
             times = self.model.stage_times(cost)

@@ -42,7 +42,7 @@ def recommend_verified(
     known: StageAnswer | None = None,
     any_that_fits: bool = False,
 ) -> StageAnswer:
-    """The plan that is best by the question's objective among those whose stages are compiled.
+    """Find the plan that is best by the question's objective among those whose stages are compiled.
 
     Each compiled plan makes the profile know its stages, so the same question, asked again, names
     it only if it still is the best; an answer that was compiled before ends the search. That is why
@@ -97,7 +97,7 @@ def recommend_verified(
 
 @dataclass
 class Knowledge:
-    """What is known of a model while questions are asked about it, so that no answer rests on
+    """The measurements of a model and the compiler of its plans, so that no answer rests on
     predictions: the plan that is predicted to be best of many is the one whose error is luckiest.
 
     Attributes:
@@ -152,8 +152,8 @@ class Knowledge:
 
 @dataclass
 class BoundedKnowledge(Knowledge):
-    """What tracing says of a model: no answer is given before it is compiled, and all are for least
-    peak.
+    """The bounds that tracing gives of a model: no answer is given before it is compiled, and all
+    are for least peak.
 
     Attributes:
         compiler: Of its stages.
@@ -168,13 +168,14 @@ class BoundedKnowledge(Knowledge):
         known: StageAnswer | None = None,
         any_that_fits: bool = False,
     ) -> StageAnswer:
-        """The plan of least peak in compiled bytes; or the first that fits."""
+        """Find the plan of least peak in compiled bytes; or the first plan that fits."""
         assert self.compiler is not None, "bounds alone are no answer"
         part = Part(question, lambda: Bounds(self.profile, self.profile))
         return refine(LowestPeak(), [part], self.compiler, Effort(any_that_fits=any_that_fits))
 
 
 def _rank(result: StageAnswer) -> tuple[bool, float, int]:
-    """What fits first; then the faster where the search was for speed; then the smaller."""
+    """Return the sort key of an answer: those that fit come first, then the faster where the search
+    was for speed, then the smaller."""
     fits = result.status == "ok"
     return not fits, (result.proof.step_seconds or 0.0) if fits else 0.0, result.peak_bytes

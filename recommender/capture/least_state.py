@@ -35,7 +35,7 @@ def least_state(
     space: StageSpace = StageSpace(),
     memory_limit_bytes: int | None = None,
 ) -> SearchResult:
-    """The plan of least state: its peak is a lower bound on that of every plan of the space.
+    """Find the plan of least state: its peak is a lower bound on that of every plan of the space.
 
     Args:
         graph: The layers.
@@ -73,7 +73,7 @@ def _state_bytes(
     optimizer_bytes: Sequence[int],
     choice: StageChoice,
 ) -> np.ndarray:
-    """State of every stage [first, stop): int64 (L, L + 1), bytes per device."""
+    """Return the state of every stage [first, stop): int64 (L, L + 1), bytes per device."""
     params = np.array(param_bytes[choice.param_split], np.int64)
     part = params / np.maximum([tensor.nbytes for tensor in graph.params], 1)
     replicas = choice.data_parallel if choice.shard_optimizer and not choice.shard_params else 1
@@ -115,7 +115,7 @@ def fewest_stages(
 
 
 def beyond_memory(result: SearchResult) -> StageAnswer:
-    """The recommendation where not even the state fits."""
+    """Return the infeasible answer for a limit below the least state."""
     assert result.why is not None, "it is infeasible"
     limit = result.why.memory_limit_bytes
     if not result.stages:  # whatever the memory

@@ -40,7 +40,7 @@ MAX_LIMITS = 32
 
 
 class _Beginning(NamedTuple):
-    """The first stages of plans.
+    """The first stages of plans, and what a step with them takes at least.
 
     Attributes:
         seconds: Their micro-batch, forward and backward.
@@ -58,7 +58,7 @@ class _Beginning(NamedTuple):
 
 
 class LeastStep:
-    """The programme of a problem with ``seconds``, for any limit of memory."""
+    """The programme that bounds a step from below, of a problem with ``seconds``, for any limit."""
 
     def __init__(self, problem: SearchProblem):
         assert problem.seconds is not None, "only problems with times have a step time"
@@ -66,13 +66,13 @@ class LeastStep:
         self._num_rows = problem.num_positions
 
     def within(self, limit: int | None) -> tuple[float, int]:
-        """No step of a plan within a limit is shorter; infinite if there is none. And a limit from
-        which on to this one it is the same."""
+        """Return a lower bound of the step of every plan within a limit, infinite if there is none,
+        and the least limit for which the bound is known to be the same."""
         seconds, stages = self.plan(limit)
         return seconds, max((stage.peak_bytes for stage in stages), default=NEVER)
 
     def plan(self, limit: int | None) -> tuple[float, Sequence[PlacedStage]]:
-        """The bound of ``within``, and a plan that has it; no stages if there is none."""
+        """Return the bound of ``within`` and a plan that has it; no stages if there is none."""
         problem, most = self._problem, NEVER - 1 if limit is None else min(limit, NEVER - 1)
         times, chosen = self._tables(most)
         tails = self._tails(times)
@@ -88,8 +88,8 @@ class LeastStep:
         return seconds, (first, *self._behind(times, chosen, tails, (d, row, stop)))
 
     def corners(self) -> tuple[tuple[int, float], ...]:
-        """(bytes, seconds): every plan within the problem's limit is at least as large and as slow
-        as one of them; none if nothing fits."""
+        """Return (bytes, seconds) pairs: every plan within the problem's limit is at least as large
+        and as slow as one of them; none if nothing fits."""
         top = self._problem.memory_limit_bytes
         top = NEVER - 1 if top is None else top
         seconds, low = self.within(top)
@@ -138,7 +138,7 @@ class LeastStep:
                     heapq.heappush(begun, (bound, next(order), longer))
 
     def _longer(self, beginning: _Beginning, limit: int) -> Iterator[_Beginning]:
-        """A beginning with one stage more, within the limit."""
+        """Yield a beginning with one stage more, for every stage within the limit."""
         problem, (seconds, working, update, row, stages) = self._problem, beginning
         p, first = (stages[-1].devices[-1] + 1, stages[-1].stop) if stages else (0, 0)
         rows = self._rows_behind(row) if stages else range(self._num_rows)
@@ -161,12 +161,12 @@ class LeastStep:
                         yield _Beginning(seconds + t, max(working, until), u, r, (*stages, stage))
 
     def _rows_behind(self, row: int) -> list[int]:
-        """Of the next stage: the last row comes before itself and the one before it."""
+        """Return the rows that a next stage may have: the last row also comes before itself."""
         last = self._num_rows - 1
         return [r for r in {row - 1, last} if r >= 0 and row == min(r + 1, last)]
 
     def _tails(self, times: dict[int, np.ndarray]) -> np.ndarray:
-        """V by the stages that there are, (devices + 1, K, L + 1)."""
+        """Return V by the number of stages that follow, (devices + 1, K, L + 1)."""
         degrees = self._problem.degrees
         shape = (len(degrees) + 1, self._num_rows, self._problem.num_layers + 1)
         tails = np.full(shape, np.inf)
@@ -181,8 +181,8 @@ class LeastStep:
         return np.maximum(self._problem.num_microbatches * times, times + tails)
 
     def _tables(self, limit: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-        """Per degree the least seconds of every stage that fits, and a choice that has them, (K, L,
-        L + 1)."""
+        """Return per degree the least seconds of every stage that fits, and a choice that has them,
+        (K, L, L + 1)."""
         times, chosen, problem = {}, {}, self._problem
         for d in problem.used_degrees:
             shape = (self._num_rows, self._seconds[d].shape[1])
@@ -195,13 +195,13 @@ class LeastStep:
         return times, chosen
 
     def _stage(self, p: int, d: int, c: int, at: tuple[int, int, int]) -> PlacedStage:
-        """On d devices from p on, with a choice; at its row of positions, first and stop."""
+        """Return the stage with choice c on d devices from p on, at (row, first, stop)."""
         (row, first, stop), choice = at, self._problem.choices[d][c]
         peak = self._problem.bytes_per_choice(d, row + 1, first, stop)[c]
         return PlacedStage(first, stop, tuple(range(p, p + d)), choice, int(peak))
 
     def _first(self, d: int, c: int, tails: np.ndarray, limit: int) -> tuple[float, int, int, int]:
-        """The least step with this first stage, its bytes, the row of what follows, and where."""
+        """Return the least step with this first stage, its bytes, its next row, and its stop."""
         updates, kinds = self._problem.update_seconds, self._problem.kinds[0]
         own, times = self._problem.cost[d][c][:, kinds], self._seconds[d][c, kinds]
         steps = self._steps(times, tails) + (0.0 if updates is None else updates[d][c, kinds])
@@ -216,7 +216,7 @@ class LeastStep:
         tails: np.ndarray,
         at: tuple[int, int, int],
     ) -> list[PlacedStage]:
-        """The stages behind the first one of the plan found."""
+        """Return the stages behind the first one of the plan found."""
         (p, state, first), found = at, list[PlacedStage]()
         while 0 < p < len(tails) - 1 and tails[p, state, first] < np.inf:
             for row, d in product(self._rows_behind(state), self._problem.degrees[p]):

@@ -39,7 +39,7 @@ Cut = tuple[int, int, int]  # first, stop, degree
 
 @dataclass(frozen=True)
 class Caps:
-    """What a plan may be: stages up to ``slowest``, updates up to ``longest``; its longest update
+    """The caps of a plan: stages up to ``slowest``, updates up to ``longest``; its longest update
     is at least ``shortest``."""
 
     slowest: int
@@ -72,7 +72,7 @@ class TimedPlan:
 
 
 class LeastSum:
-    """The programme for one memory limit.
+    """The programme of least sums for one memory limit.
 
     Args:
         problem: What to search.
@@ -91,8 +91,8 @@ class LeastSum:
         self._used: dict[int, tuple[np.ndarray, ...]] = {}
 
     def least_slowest(self) -> int:
-        """A lower bound for the slowest stage of every plan, whatever its positions; ``NEVER`` if
-        there is no plan."""
+        """Return a lower bound for the slowest stage of every plan, whatever its positions;
+        ``NEVER`` if there is no plan."""
         fitting = {
             d: np.where(fits, self.ticks.stage[d], NEVER).min(axis=0)
             for d, fits in self._fits_somewhere.items()
@@ -100,7 +100,7 @@ class LeastSum:
         return least_largest(self.problem, fitting)
 
     def plan(self, caps: Caps, budget: int) -> TimedPlan | None:
-        """The plan of least sum within caps; None if no sum is below ``budget``."""
+        """Return the plan of least sum within caps; None if no sum is below ``budget``."""
         values = self._values(caps)
         relaxed = self._relaxed(values)
         tails = self._tails(relaxed, None)
@@ -119,8 +119,8 @@ class LeastSum:
         return self._timed(cuts, values, frugal=False)
 
     def frugal_plan(self, plan: TimedPlan) -> TimedPlan:
-        """The plan of least peak among those of least sum that exceed neither the slowest stage nor
-        the longest update of a plan."""
+        """Return the plan of least peak among those of least sum that exceed neither the slowest
+        stage nor the longest update of a plan."""
         values = self._values(Caps(plan.slowest, plan.update, plan.update))
         relaxed = self._relaxed(values)
         budget = plan.value - self.ticks.num_waits * (plan.slowest - 1) + 1
@@ -141,14 +141,15 @@ class LeastSum:
         return self._timed(self._read(full, tails, own, peaks), values, frugal=True)
 
     def _relaxed(self, values: Tables) -> dict[int, np.ndarray]:
-        """The least values where every stage stands at its best position, (1, L, L + 1)."""
+        """Return the least values where every stage stands at its best position, (1, L, L + 1)."""
         return {
             d: self.problem.spread(np.where(fits, values[d], NEVER).min(axis=0))[None]
             for d, fits in self._fits_somewhere.items()
         }
 
     def _values(self, caps: Caps) -> dict[int, np.ndarray]:
-        """What a stage adds to the sum, (num_choices, S); ``NEVER`` above a cap."""
+        """Return, per number of devices, what each stage adds to the sum, in ticks, shape
+        (num_choices, S); ``NEVER`` where a stage is above one of the caps."""
         values, num_devices = {}, self.problem.cluster.num_devices
         for d, stage in self.ticks.stage.items():
             update = self.ticks.update[d]
@@ -159,7 +160,7 @@ class LeastSum:
         return values
 
     def _value(self, values: Tables, j: int, cut: Cut) -> int:
-        """The least value of a stage over its choices that fit with j stages to the end."""
+        """Return the least value of a stage over its choices that fit with j stages to the end."""
         first, stop, d = cut
         kind = self.problem.kinds[first, stop]
         fits = self._fits[d][:, min(j, self.problem.num_positions) - 1, kind]
@@ -168,8 +169,8 @@ class LeastSum:
     def _full(
         self, values: Tables, relaxed: Tables, tail: np.ndarray, budget: int
     ) -> tuple[dict[int, np.ndarray], list[tuple[int, int]]]:
-        """The values at every position, ``NEVER`` where no plan below the budget can be, and the
-        first layers such a plan can have.
+        """Return the values at every position, ``NEVER`` where no plan below the budget can be, and
+        the first layers such a plan can have.
 
         Returns:
             Per degree (K, L, L + 1), overwritten by the next call; per p the interval of first
@@ -202,7 +203,7 @@ class LeastSum:
         ]
 
     def _bytes_of(self, values: Tables, full: Tables) -> dict[int, np.ndarray]:
-        """Least bytes over the choices that give the values of ``full``, (K, L, L + 1)."""
+        """Return the least bytes of the choices with the values of ``full``, (K, L, L + 1)."""
         least = {}
         for d, table in full.items():
             row, first, stop = np.nonzero(table < NEVER)
@@ -218,8 +219,8 @@ class LeastSum:
     def _blocks(
         self, spans: Sequence[tuple[int, int]] | None, num_rows: int
     ) -> Iterator[tuple[int, int, slice, slice, slice]]:
-        """Device, degree, and the rows, first layers and next layers that matter, from the last
-        device to the first."""
+        """Yield device, degree, and the rows, first layers and next layers that matter, from the
+        last device to the first."""
         problem, num_layers = self.problem, self.problem.num_layers
         num_devices = len(problem.degrees)
         for p in reversed(range(num_devices)):
@@ -235,7 +236,7 @@ class LeastSum:
                     yield p, d, rows, slice(low, high), stops
 
     def _tails(self, tables: Tables, spans: Sequence[tuple[int, int]] | None) -> np.ndarray:
-        """Least sum from every state, (D + 1, K, L + 1)."""
+        """Return the least sum from every state, (D + 1, K, L + 1)."""
         num_rows = next(iter(tables.values())).shape[0]
         tails = np.full(
             (self.problem.cluster.num_devices + 1, num_rows, self.problem.num_layers + 1), NEVER
@@ -254,8 +255,8 @@ class LeastSum:
         own: Tables | None = None,
         peaks: np.ndarray | None = None,
     ) -> list[Cut]:
-        """A plan of the least sum, and of the least peak among those if bytes and ``peaks`` are
-        given."""
+        """Return the cuts of a plan of the least sum, and of the least peak among those if bytes
+        and ``peaks`` are given."""
         num_rows = tails.shape[1]
         keys = [
             (int(tails[0, a, 0]), 0 if peaks is None else int(peaks[0, a, 0]), a)
@@ -283,8 +284,8 @@ class LeastSum:
         return cuts
 
     def _timed(self, cuts: Sequence[Cut], values: Tables, *, frugal: bool) -> TimedPlan:
-        """The stages with the choices of least value; among equal ones that of the fewest bytes, or
-        else of the shortest update."""
+        """Return the stages with the choices of least value; among equal ones that of the fewest
+        bytes, or else of the shortest update."""
         stages, times, updates, device, least_sum = [], [], [], 0, 0
         for stage_id, (first, stop, d) in enumerate(cuts):
             own = self.problem.bytes_per_choice(d, len(cuts) - stage_id, first, stop)
@@ -305,8 +306,8 @@ class LeastSum:
 
 
 def least_largest(problem: SearchProblem, tables: Tables) -> int:
-    """The least that the largest value of a plan's stages can be, from (S,) values per degree;
-    ``NEVER`` without a plan."""
+    """Return the least that the largest value of a plan's stages can be, from (S,) values per
+    degree; ``NEVER`` without a plan."""
     num_devices, num_layers = problem.cluster.num_devices, problem.num_layers
     tail = np.full((num_devices + 1, num_layers + 1), NEVER)
     tail[-1, -1] = 0

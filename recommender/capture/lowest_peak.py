@@ -43,7 +43,7 @@ RESTS_ON = (
 
 
 class LowestPeak(Policy):
-    """The plan of least peak, in compiled bytes.
+    """The policy that finds the plan of least peak, in compiled bytes.
 
     What is proven is proven of plain schedules. Of the others, with micro-batches of the size that
     is best there, the plan that is expected to need least is compiled if that is less than is
@@ -99,8 +99,8 @@ class LowestPeak(Policy):
         return Look(Found(part, found), bracket, reasons)
 
     def next(self, search: Search, look: Look) -> Found | Probe | None:
-        """The plan of least bounds; where these are so far below what compilers say that it is
-        hardly the best, the one that is expected to be; of later ones the stages that decide."""
+        """Return the plan of least bounds; the one expected to be best where bounds are so far
+        below compiled bytes that it hardly is; later the stages that decide."""
         best, bracket = self._best(search), look.bracket
         if self._other is not None and not search.is_asked(self._other):
             return self._other
@@ -155,7 +155,7 @@ def peak_of(found: Found) -> str:
 
 
 def compiled(search: Search, proof: str, questions: Sequence[PlanQuestion]) -> str:
-    """How an answer was found, and what is proven of which questions, as a sentence."""
+    """Return how an answer was found, and what is proven of which questions, as a sentence."""
     choices = {choice for part in search.parts.values() for choice in part.known.choices}
     return (
         f"{counted(len(search.compiled), 'plan')} with "
@@ -165,7 +165,7 @@ def compiled(search: Search, proof: str, questions: Sequence[PlanQuestion]) -> s
 
 
 def expected(part: OpenPart, result: SearchResult, plan: Plan | None = None) -> StageAnswer:
-    """A plan with what it is expected to need."""
+    """Return a plan with what it is expected to need at most, as an answer."""
     if not result.stages:
         why = Why("" if result.why is None else result.why.message, code="memory-limit")
         return Answer("infeasible", None, result, why)
@@ -176,7 +176,7 @@ def expected(part: OpenPart, result: SearchResult, plan: Plan | None = None) -> 
 
 
 def answer(search: Search, best: Found, why: Why, within: float | None) -> StageAnswer:
-    """An answer, whose plan is proven as far as it is compiled."""
+    """Return the answer of a search, whose plan is proven as far as it is compiled."""
     part, found = best
     assert found.plan is not None, "a plan was found"
     prediction, headroom = predict_plan(part.known, found.plan), found.headroom
@@ -198,7 +198,7 @@ def answer(search: Search, best: Found, why: Why, within: float | None) -> Stage
 
 
 def beyond(search: Search, best: Found, least: int, within: float | None = None) -> StageAnswer:
-    """That nothing fits."""
+    """Return the answer that nothing fits, with the least bytes that every plan needs."""
     limit, found = best.part.question.limit_bytes, best.answer
     are_plain = all(map(is_plain, search.questions))
     why = Why(
@@ -221,8 +221,8 @@ def is_plain(question: PlanQuestion) -> bool:
 
 
 def _smaller(search: Search, best: Found) -> Found | None:
-    """The plan of other schedules that is expected to need least at most, with micro-batches of the
-    size of the best one; None if that is not less, or does not fit where the best one does not."""
+    """Return the plan of other schedules expected to need least at most, with micro-batches of the
+    best one's size; None if that is not less, or does not fit where the best one does not."""
     if not open_others(search, best):
         return None
     enough, limit = best.answer.peak_bytes, best.part.question.limit_bytes
@@ -236,7 +236,7 @@ def _smaller(search: Search, best: Found) -> Found | None:
 
 def open_others(search: Search, found: Found) -> bool:
     """Open the parts of other schedules with the micro-batches of a plan of several stages, whose
-    devices may hold less by them; whether there are any."""
+    devices may hold less by them. Return whether there are any."""
     if len(found.answer.proof.stages) == 1:
         return False
     others = {n: part for n, part in search.unopened.items() if not part.is_plain}
@@ -257,12 +257,12 @@ def _smallest(part: OpenPart) -> Iterator[Found]:
 
 
 def recommended(part: OpenPart) -> StageAnswer:
-    """The plan that is best by what is known."""
+    """Return the plan of a part that is best by what is known."""
     return recommend(part.known, part.question)
 
 
 def _least_peak(part: OpenPart) -> int:
-    """No plan needs less."""
+    """Return a lower bound of the peak of every plan of a part."""
     found, known, question = part.once(recommended), part.known, part.question
     if found.plan is None:
         return NEVER
@@ -273,7 +273,7 @@ def _least_peak(part: OpenPart) -> int:
 
 
 def _expected(part: OpenPart) -> StageAnswer:
-    """The plan that is expected to be the best."""
+    """Return the plan of a part that is expected to be the best."""
     known, question = part.known, part.question
     problem, other = search_problem(known, question), search_problem(part.most, question)
     result = search_plan(between(problem, other), tie_break="none")
@@ -283,7 +283,7 @@ def _expected(part: OpenPart) -> StageAnswer:
 
 
 def between(problem: SearchProblem, other: SearchProblem) -> SearchProblem:
-    """A problem with the bytes that stages are expected to need: the geometric mean of two
+    """Return a problem with the bytes that stages are expected to need: the geometric mean of two
     bounds."""
     problem, other = together(problem, other)
     cost = dict(problem.cost)
@@ -295,8 +295,8 @@ def between(problem: SearchProblem, other: SearchProblem) -> SearchProblem:
 
 
 def _deciding(found: Found, enough: float, num: int) -> list[StageConfig]:
-    """The stages to compile next, at most so many: the largest of the plan that was found, and
-    those that would decide next if it were too large; if they are, the others need not be
+    """Return the stages to compile next, at most so many: the largest of the plan that was found,
+    and those that would decide next if it were too large; if they are, the others need not be
     compiled."""
     others, known = _uncompiled(found), found.part.known
     decide = others[:1]
@@ -314,7 +314,7 @@ def _deciding(found: Found, enough: float, num: int) -> list[StageConfig]:
 
 
 def _uncompiled(found: Found) -> list[StageConfig]:
-    """The stages of a plan that are not compiled, the largest first."""
+    """Return the stages of a plan that are not compiled, the largest first."""
     plan, prediction = found.answer.plan, found.answer.prediction
     assert plan is not None and prediction is not None, "a plan was found"
     peaks = {

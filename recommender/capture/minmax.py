@@ -38,7 +38,7 @@ AUTO_TIE_BREAK_CELLS = 1 << 20
 
 
 def minmax(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> SearchResult:
-    """Least peak, then the lexicographically least of the per-device bytes, largest first.
+    """Find the plan of least peak, then of lexicographically least device bytes, largest first.
 
     Args:
         problem: What to place where.
@@ -92,8 +92,8 @@ def minmax(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> Search
 
 
 def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach | None, int]:
-    """A plan of least peak, the states for further questions about it, and the number of table
-    entries looked at.
+    """Return a plan of least peak, the states for further questions about it, and the number of
+    table entries looked at.
 
     The least peak is a cost that occurs, so the bisection is over the costs between the bounds and
     not over numbers: a probe at their median halves them, and a plan that it finds lowers the upper
@@ -135,13 +135,13 @@ def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach |
 
 
 def _probe(reach: Reach, limit: int) -> tuple[PlacedStage, ...]:
-    """A plan within the limit, or ()."""
+    """Return a plan within the limit, or () if there is none."""
     return place(reach.problem, reach.plan(limit))
 
 
 def _suffix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) -> np.ndarray:
-    """tail[p, first]: least peak of layers [first, L) on devices p and on, each stage at its best
-    position; (D + 1, L + 1)."""
+    """Return tail[p, first]: the least peak of layers [first, L) on devices p and on, each stage at
+    its best position; (D + 1, L + 1)."""
     num_layers = len(next(iter(floors.values())))
     tail = np.full((len(degrees) + 1, num_layers + 1), NEVER)
     tail[-1, -1] = -NEVER
@@ -154,7 +154,8 @@ def _suffix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) ->
 
 
 def _prefix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) -> np.ndarray:
-    """head[p, stop]: the same for layers [0, stop) on the devices before p."""
+    """Return head[p, stop]: the least peak of layers [0, stop) on the devices before p, each stage
+    at its best position; (D + 1, L + 1)."""
     num_layers = len(next(iter(floors.values())))
     head = np.full((len(degrees) + 1, num_layers + 1), NEVER)
     head[0, 0] = -NEVER
@@ -169,7 +170,7 @@ def _prefix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) ->
 def _read_floor(
     degrees: list[list[int]], floors: Mapping[int, np.ndarray], tail: np.ndarray
 ) -> list[tuple[int, int, int]]:
-    """The plan behind ``tail[0, 0]`` as (first, stop, degree)."""
+    """Return the plan behind ``tail[0, 0]`` as (first, stop, degree)."""
     cuts, p, first = [], 0, 0
     while p < len(degrees):
         d, stop = next(

@@ -51,7 +51,8 @@ ALIKE = 0.1
 
 
 class Named(Timed):
-    """The fastest plan that fits, then the one of lowest memory and the knee (``why.front``)."""
+    """The policy for the fastest plan that fits, then lowest memory and the knee
+    (``why.front``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,19 +67,20 @@ class Named(Timed):
         return look
 
     def is_promising(self, search: Search, part: Part) -> bool:
-        """As of the fastest, until it is known: what is compiled for other names opens nothing."""
+        """Return whether a part may have a faster plan, until the fastest is known; then False:
+        what is compiled for the other names opens no part."""
         return not self._knows_fastest and super().is_promising(search, part)
 
     def next(self, search: Search, look: Look) -> Found | None:
-        """What may be faster and then the plans with other names; these first where what might be
-        faster was not."""
+        """Return a plan that may be faster, then the plans of lowest memory and of the knee; these
+        come first once enough candidates for the fastest have failed."""
         ways = [self._next_faster, self._next_name]
         if self._num_missed(search) >= PATIENCE:
             ways.reverse()
         return next((found for way in ways if (found := way(search, look)) is not None), None)
 
     def _num_missed(self, search: Search) -> int:
-        """Plans that were compiled after the fastest one."""
+        """Count the plans that were compiled after the fastest one."""
         fastest = min(search.fitting, key=seconds_of, default=None)
         later = takewhile(lambda each: each is not fastest, reversed(search.compiled))
         return 0 if fastest is None else sum(1 for _ in later)
@@ -100,8 +102,8 @@ class Named(Timed):
         return None
 
     def beside(self, search: Search) -> Found | Sequence[StageConfig] | None:
-        """The plan of lowest memory beside one that may be fastest, the knee beside that, and
-        beside the knee the layers that are compiled alone after it."""
+        """Return what to compile beside the next plan: that of lowest memory beside one that may be
+        fastest, then the knee, and beside the knee the layers that are compiled alone after it."""
         if KNEE in self._asked:
             knee = self._names[KNEE]
             rounds = self.layer_proof(search).ahead(knee.configs if knee else ())
@@ -109,8 +111,8 @@ class Named(Timed):
         return self._named(search, KNEE if LOWEST in self._asked else LOWEST)
 
     def _faster(self, search: Search, look: Look) -> Found | None:
-        """The plan that is estimated to be fastest, where that is worth a compile; where the best
-        of all is asked for, whatever may be it."""
+        """Return the plan that is estimated to be fastest, where that is worth a compile; where the
+        best of all is asked for, whatever may be it."""
         within, found = self.within(search), super().next(search, look)
         asked = search.effort.within_fraction
         best = (1 - min(NEARLY, asked)) * min(map(seconds_of, search.fitting), default=inf)
@@ -125,7 +127,7 @@ class Named(Timed):
         return -DOUBT if is_small and search.fitting else super().nearly(search)
 
     def _doubted(self, search: Search) -> Found | None:
-        """The plan of a small model that is estimated to be hardly slower than the best one."""
+        """Return a small model's plan that is estimated to be hardly slower than the best one."""
         if not search.fitting or self._num_doubted == MOST_DOUBTED:
             return None
         enough = (1 - self.nearly(search)) * min(map(seconds_of, search.fitting))
@@ -140,7 +142,7 @@ class Named(Timed):
         return min(plans, key=seconds_of, default=None)
 
     def _named(self, search: Search, name: str) -> Found | None:
-        """The plan of a name, as it is estimated when that is first asked."""
+        """Return the plan of a name, lowest or knee, as estimated when first asked for."""
         if not self._names:
             _open_smallest(search)
         if name not in self._names:
@@ -151,7 +153,7 @@ class Named(Timed):
         return self._names[name]
 
     def _estimated(self, search: Search, name: str) -> Found | None:
-        """The plan that estimates give a name; None if they have none that fits."""
+        """Return the plan that estimates give a name; None if they have none that fits."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         lowest = min(part.once(_least_expected) for part in search.parts.values())
         fastest = min(search.fitting, key=seconds_of, default=None)
@@ -211,7 +213,7 @@ def _limits(least: int, most: int) -> tuple[int, ...]:
 
 
 def _least_expected(part: OpenPart) -> int:
-    """The lowest peak that a plan is expected to have; of a schedule that is not plain, at most."""
+    """Return the least peak bytes expected of a part's plans; of a schedule not plain, at most."""
     if not part.is_plain:
         found = grouped.smallest(part, (1.0,) * len(part.known.choices))
         return min((each.answer.proof.peak_bytes for each in found), default=1 << 62)
@@ -220,7 +222,7 @@ def _least_expected(part: OpenPart) -> int:
 
 
 def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
-    """The plan that is estimated to be fastest within a limit of memory; nothing where none is."""
+    """Return a part's plan that is estimated to be fastest within a memory limit; () if none is."""
     if not part.is_plain:
         plans = [*grouped.fastest(part, known[0], limit), *grouped.smallest(part, known[0])]
         fit = [each for each in plans if each.answer.proof.peak_bytes <= limit]
@@ -231,8 +233,8 @@ def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
 
 
 def _fastest_within(limit: int, estimated: Mapping[OpenPart, Ratios]) -> Found | None:
-    """The plan that is estimated to be fastest within a limit of memory, of parts of which one may
-    fit; none is faster than the fastest of its part."""
+    """Return the plan that is estimated to be fastest within a limit of memory. Only parts are
+    searched of which a plan may fit, and may be faster than the best one."""
     least = {
         part: min(map(seconds_of, part.once(proposed, known, False)), default=inf)
         for part, known in estimated.items()
@@ -247,8 +249,8 @@ def _fastest_within(limit: int, estimated: Mapping[OpenPart, Ratios]) -> Found |
 
 
 def _alike(found: Found, known: Ratios) -> Found:
-    """A plan that is as small and whose stages all use their devices alike, where one is hardly
-    slower; else the one that is given."""
+    """Return a plan that is as small and whose stages all use their devices alike, where one is
+    hardly slower; else the one that is given."""
     part, stages = found.part, found.answer.proof.stages
     choices = dict.fromkeys(stage.choice for stage in stages)
     if len(choices) == 1 or not part.is_plain:
@@ -261,7 +263,7 @@ def _alike(found: Found, known: Ratios) -> Found:
 
 
 def _fitting(problem: SearchProblem, limit: int) -> SearchProblem:
-    """The problem without choices with which no stage fits; these are most where little does."""
+    """Return the problem without choices with which no stage fits: most, where little fits."""
     fit = {
         d: [c for c in range(len(choices)) if (problem.cost[d][c] <= limit).any()]
         for d, choices in problem.choices.items()
@@ -270,14 +272,14 @@ def _fitting(problem: SearchProblem, limit: int) -> SearchProblem:
 
 
 def _only(problem: SearchProblem, choice: StageChoice, limit: int) -> SearchProblem:
-    """The problem within a limit, whose stages all have one choice."""
+    """Return the problem within a limit, whose stages all have one choice."""
     d = choice.num_devices
     one = _chosen(problem, {d: [problem.choices[d].index(choice)]})
     return replace(one, memory_limit_bytes=limit)
 
 
 def _chosen(problem: SearchProblem, of: Mapping[int, Sequence[int]]) -> SearchProblem:
-    """The problem with some choices alone, by their number per degree."""
+    """Return the problem with some choices alone, given by their number per degree."""
     seconds, once, cost = problem.seconds, problem.update_seconds, problem.cost
     assert seconds is not None and once is not None, "it has times"
     return replace(
@@ -290,8 +292,8 @@ def _chosen(problem: SearchProblem, of: Mapping[int, Sequence[int]]) -> SearchPr
 
 
 def _knee(points: Sequence[Found]) -> Found:
-    """Of a front by ascending peak, the plan farthest below the line between its ends, bytes and
-    seconds by their logarithms."""
+    """Return the plan of a front farthest below the line between its ends, with the logarithms of
+    bytes and seconds as axes; the front is by ascending peak."""
 
     def place(found: Found) -> tuple[float, float]:
         answer = found.answer

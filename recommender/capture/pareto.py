@@ -35,7 +35,7 @@ MAX_PROGRAMMES = 50
 
 @dataclass(frozen=True)
 class TimedFront:
-    """Plans of which none is both smaller and faster than another.
+    """The front of a search: plans of which none is both smaller and faster than another.
 
     Attributes:
         points: By ascending ``peak_bytes`` and descending ``step_seconds``; () if no plan exists or
@@ -65,7 +65,7 @@ def pareto(
     gap_fraction: float = 0.0,
     max_programmes: int = MAX_PROGRAMMES,
 ) -> TimedFront:
-    """The front of peak memory against step time, within the memory limit.
+    """Find the front of peak memory against step time, within the memory limit.
 
     Args:
         problem: With ``seconds``.
@@ -138,8 +138,8 @@ class _FrontSearch:
             self._look(max(gaps)[1])
 
     def _look(self, limit: int) -> None:
-        """The fastest plan within a limit that no point covers yet: a new point, or more of the gap
-        above the point below it."""
+        """Search for the fastest plan within a limit that no point covers yet: it becomes a new
+        point, or more of the gap above the point below it is covered."""
         i = (
             next(
                 (i for i, point in enumerate(self.points) if point.plan.peak_bytes > limit),
@@ -167,7 +167,7 @@ class _FrontSearch:
 
 
 def _undominated(results: list[SearchResult]) -> tuple[SearchResult, ...]:
-    """Those that are faster than every smaller one, by ascending peak."""
+    """Return the results that are faster than every smaller one, by ascending peak."""
     points: list[SearchResult] = []
     for result in sorted(results, key=lambda r: (r.peak_bytes, _seconds(r))):
         if not points or _seconds(result) < _seconds(points[-1]):

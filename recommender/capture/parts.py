@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """Plans of one number of micro-batches and one schedule.
+    """The plans of one number of micro-batches and one schedule, before their stages are bounded.
 
     Attributes:
         question: Names them.
@@ -48,12 +48,12 @@ class Part:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its schedule is (``capture.plan.orders.ScheduleKind``)."""
+        """Whether its schedule is plain (``capture.plan.orders.ScheduleKind``)."""
         return SCHEDULES[self.question.schedule].is_plain
 
 
 class OpenPart:
-    """A part with bounds of its stages.
+    """The plans of one number of micro-batches and one schedule, with bounds of their stages.
 
     Attributes:
         question: Of its plans.
@@ -69,7 +69,7 @@ class OpenPart:
 
     @property
     def is_plain(self) -> bool:
-        """As of ``Part``."""
+        """Whether its schedule is plain (``capture.plan.orders.ScheduleKind``)."""
         return SCHEDULES[self.question.schedule].is_plain
 
     @property
@@ -78,33 +78,32 @@ class OpenPart:
 
     @property
     def most(self) -> Profile:
-        """What stages are expected to need at most; of those that are compiled, what they do."""
+        """The profile of what stages need at most, as expected; of compiled ones, as compiled."""
         return replace(self._most, verified=self.known.verified, failures=self.known.failures)
 
     @cached_property
     def bounds(self) -> AdditivePredictor:
-        """Of bytes, without what is compiled."""
+        """The predictor of lower bounds of bytes, without what is compiled."""
         return AdditivePredictor(replace(self.known, verified={}))
 
     @cached_property
     def bounded(self) -> TimePredictor:
-        """The same of seconds."""
+        """The predictor of lower bounds of seconds, without what is compiled."""
         return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes))
 
     @cached_property
     def expected(self) -> TimePredictor:
-        """Of what stages are expected to take, without what is compiled."""
+        """The predictor of the seconds expected of stages, without what is compiled."""
         return TimePredictor(self._most, max(self.question.cluster.nodes))
 
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
-        """What a function says of the part; it is asked again once something is compiled that
-        concerns it."""
+        """Return a function's value for the part, kept until a compiled stage concerns it."""
         if (of, *given) not in self._said:
             self._said[of, *given] = of(self, *given)
         return self._said[of, *given]  # type: ignore[return-value]
 
     def basis(self, of: Callable[[OpenPart], SearchProblem]) -> SearchProblem:
-        """What the part poses without what is compiled."""
+        """Return the problem that a function poses without what is compiled, and keep it."""
         if of not in self._bases:
             self._bases[of] = of(self)
         return self._bases[of]
@@ -132,7 +131,7 @@ class OpenPart:
         return new
 
     def trust_no(self, kinds: Collection[str]) -> None:
-        """Use bounds of some kinds no longer."""
+        """Drop bounds of some kinds: they are relied upon no longer."""
         if not kinds:
             return
         self.known, self.least_seconds = without_bounds(self.known, kinds), 0.0
@@ -150,13 +149,13 @@ class Found(NamedTuple):
 
     @property
     def configs(self) -> list[StageConfig]:
-        """Its stages."""
+        """The stages of the plan, as the store keys them; none without a plan."""
         plan = self.answer.plan
         return [StageConfig.of(stage, self.part.size) for stage in (plan.stages if plan else ())]
 
 
 def _is_new(cost: StageCost, known: StageCost | None) -> bool:
-    """Whether a compiled stage, or its split backward pass, was not known."""
+    """Return whether a compiled stage, or its split backward pass, was not known."""
     return known is None or (known.split is None and cost.split is not None)
 
 
@@ -171,17 +170,17 @@ def compiled_in(problem: SearchProblem, part: OpenPart) -> Iterator[tuple[int, i
 
 
 def posed(part: OpenPart) -> SearchProblem:
-    """Bytes and seconds of the stages that are compiled, and lower bounds of the others."""
+    """Return the problem with bytes and seconds of compiled stages, and lower bounds of others."""
     return _posed(part, part.known, part.basis(_bounds))
 
 
 def posed_at_most(part: OpenPart) -> SearchProblem:
-    """The same with what the others are expected to need and take at most."""
+    """Return the problem of compiled stages, and of the most that others are expected to need."""
     return _posed(part, part.most, part.basis(_expectations))
 
 
 def posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
-    """Both problems."""
+    """Return the problems of ``posed`` and of ``posed_at_most``."""
     return part.once(posed), part.once(posed_at_most)
 
 

@@ -29,8 +29,8 @@ def search_problem(
     least: bool = False,
     like: SearchProblem | None = None,
 ) -> SearchProblem:
-    """The search that a profile poses: predicted bytes of every stage, at every position, for every
-    choice; with ``with_times`` also its seconds.
+    """Return the search that a profile poses: predicted bytes of every stage, at every position,
+    for every choice; with ``with_times`` also its seconds.
 
     With ``least``, the bytes are those of the best of plans behind a stage and not of the worst:
     see ``AdditivePredictor.peaks``.
@@ -80,7 +80,7 @@ def search_problem(
 def _usable(
     profile: Profile, question: PlanQuestion, like: SearchProblem | None
 ) -> dict[int, list[StageChoice]]:
-    """By number of devices, the choices that stages of the question may have."""
+    """Return the choices that stages of the question may have, by number of devices."""
     cluster, microbatch_size = question.cluster, question.microbatch_size
     degrees = question.space.all_degrees(cluster)
     usable: dict[int, list[StageChoice]] = {}
@@ -114,7 +114,7 @@ def _like(problem: SearchProblem, choice: StageChoice) -> _Tables:
 
 
 class _Predicting:
-    """Predicts stages."""
+    """The prediction of all stages of a problem: bytes and seconds, by choice."""
 
     def __init__(
         self, profile: Profile, question: PlanQuestion, kinds: Kinds, least: bool, with_times: bool
@@ -133,8 +133,8 @@ class _Predicting:
     def __call__(
         self, choices: Sequence[StageChoice], compiled: Collection[StageChoice]
     ) -> dict[StageChoice, _Tables]:
-        """Those of every choice; mixtures of the same two together, but for those of which a stage
-        is compiled."""
+        """Predict the stages of every choice. Mixtures of the same two choices are predicted
+        together, except where a stage of one is compiled."""
         if choices and (merge := self._question.merge_layers) is not None:
             fewest = min(choices, key=lambda choice: choice.num_devices)
             self._may_be &= ~_blocked(self._num_layers, merge, self._bytes(fewest)[0])
@@ -183,7 +183,7 @@ class _Predicting:
         return np.where(may_be, rows, NEVER)
 
     def _allowed(self, choice: StageChoice) -> np.ndarray:
-        """Stages that a fixed plan leaves to a choice, (L, L + 1)."""
+        """Return which stages a fixed plan leaves to a choice, (L, L + 1)."""
         fixed = self._question.fixed
         return self._may_be if fixed is None else fixed.allowed(choice, self._num_layers)
 
@@ -193,8 +193,8 @@ class _Predicting:
         kinds: Kinds | None = None,
         mixed: Mixed | None = None,
     ) -> np.ndarray:
-        """Of every stage at every position, (K, L, L + 1); with ``kinds`` (K, S), of mixtures (K,
-        n, S)."""
+        """Return the bytes of every stage at every position, (K, L, L + 1); with ``kinds`` (K, S),
+        of mixtures (K, n, S)."""
         question = self._question
         if self._paper is None:
             most_stages = min(self._num_layers, question.cluster.num_devices)
@@ -218,8 +218,8 @@ class _Predicting:
 def stage_choices(
     profile: Profile, remat: Remat | None = None, fixed: FixedPlan | None = None
 ) -> Sequence[StageChoice]:
-    """What stages of plans may have: what was measured, and mixtures; or of these what recomputes
-    so, or what a plan that is fixed leaves."""
+    """Return the choices that stages of plans may have: those measured and mixtures of them; with
+    ``remat`` those that recompute so, with ``fixed`` those that the plan leaves open."""
     num_layers, measured = profile.graph.num_layers, profile.choices
     known = [*with_mixtures(measured, num_layers), *(fixed.mixtures(measured) if fixed else ())]
     if remat is not None and num_full_layers(remat):
@@ -239,8 +239,8 @@ def _choices(
     degrees: Collection[int],
     like: SearchProblem | None = None,
 ) -> Sequence[StageChoice]:
-    """The choices of a mode that the profile can predict; one that lacks a measurement is done
-    without, as its warnings say."""
+    """Return the choices of a mode that the profile can predict; one that lacks a measurement is
+    done without, as its warnings say."""
     microbatch_size = question.microbatch_size
     choices = stage_choices(profile, question.remat, question.fixed)
     if question.mode == "paper":
@@ -277,7 +277,7 @@ def _choices(
 
 
 def paper_predictor(profile: Profile) -> Any:
-    """The paper's predictor over the runs that a profile holds.
+    """Return the paper's predictor over the runs that a profile holds.
 
     Raises:
         ProfileError: ``profile-paper`` if it has none.
@@ -286,7 +286,7 @@ def paper_predictor(profile: Profile) -> Any:
 
 
 def _blocked(num_layers: int, merge: int | None, alone: np.ndarray | None) -> np.ndarray:
-    """Stages that cannot be: empty ones, and those that cut a merged layer.
+    """Return which stages cannot be, (L, L + 1): empty ones, and those that cut a merged layer.
 
     Args:
         merge: Layers that the merger leaves.

@@ -22,7 +22,7 @@ NEVER = 1 << 61
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """Place layers 0..L-1, in order and all of them, on all devices of the cluster.
+    """The problem of every search: to place layers 0..L-1, in order, on all devices of a cluster.
 
     A stage takes the next d devices: inside one node, or, as an option, on whole equal nodes.
 
@@ -83,7 +83,7 @@ class SearchProblem:
         PlanError.check(self._violations())
 
     def _flat(self, table: np.ndarray, num_axes: int) -> np.ndarray:
-        """A table whose last axes are (L, L + 1) behind so many others, with one for both."""
+        """Return a table whose last axes (L, L + 1), behind ``num_axes`` others, are made one."""
         is_whole = table.shape[num_axes:] == self.kinds.shape
         return table.reshape(*table.shape[:num_axes], self.kinds.size) if is_whole else table
 
@@ -123,11 +123,11 @@ class SearchProblem:
 
     @cached_property
     def _stages(self) -> tuple[int]:
-        """The last axis of every table."""
+        """The shape of the last axis of every table, (S,)."""
         return (int(self.kinds.max()) + 1,)
 
     def _shape(self, *axes: object) -> str:
-        """The shape of a table in words, as it may be given."""
+        """Return the shape of a table in words, as it may be given."""
         is_whole = axes[-1] == self.kinds.size
         shown = (*axes[:-1], *self.kinds.shape) if is_whole else axes
         return f"({', '.join(map(str, shown))})"
@@ -167,23 +167,23 @@ class SearchProblem:
 
     @cached_property
     def kinds(self) -> np.ndarray:
-        """``alike``, which is there from the beginning."""
+        """The number of every stage in the tables, (L, L + 1): ``alike``, never None."""
         assert self.alike is not None, "it is made where it is not given"
         return self.alike
 
     @cached_property
     def empty(self) -> np.ndarray:
-        """Which numbers are of no stage, (S,)."""
+        """The numbers in the tables that are of no stage, as a mask (S,)."""
         empty = np.zeros(self._stages, bool)
         empty[self.kinds[empty_stages(self.num_layers)]] = True
         return empty
 
     def spread(self, table: np.ndarray) -> np.ndarray:
-        """A table of all stages: (..., S) to (..., L, L + 1)."""
+        """Spread a table over all stages: (..., S) to (..., L, L + 1)."""
         return table[..., self.kinds]
 
     def split(self, kinds: Kinds) -> SearchProblem:
-        """The same problem with the numbers of stages that are alike in other tables, too."""
+        """Return the same problem with stages numbered apart that other tables tell apart."""
         moved: dict[str, Any] = {
             name: {d: kinds.renumber(table, self.kinds) for d, table in tables.items()}
             for name in ("cost", "seconds", "update_seconds")
@@ -193,7 +193,7 @@ class SearchProblem:
 
     @cached_property
     def degrees(self) -> list[list[int]]:
-        """Numbers of devices that a stage starting at device p may take, for every p."""
+        """The numbers of devices that a stage starting at device p may take, for every p."""
         return [
             [d for d in here if self.choices.get(d)] for here in self.space.degrees(self.cluster)
         ]
@@ -209,8 +209,8 @@ class SearchProblem:
 
     @cached_property
     def fewest_stages(self) -> list[int]:
-        """Fewest stages that fill exactly the devices from p on; above the number of devices where
-        none do."""
+        """The fewest stages that fill exactly the devices from p on, for every p; above the number
+        of devices where none do."""
         num_devices = self.cluster.num_devices
         fewest = [num_devices + 1] * num_devices + [0]
         for p in reversed(range(num_devices)):
@@ -218,13 +218,13 @@ class SearchProblem:
         return fewest
 
     def floor(self, d: int) -> np.ndarray:
-        """Least bytes of a stage on d devices over choices and positions, (L, L + 1); ``NEVER`` on
-        and below the diagonal."""
+        """Return the least bytes of a stage on d devices over choices and positions, (L, L + 1);
+        ``NEVER`` on and below the diagonal."""
         floor = np.where(self.empty, NEVER, np.minimum(self.cost[d].min(axis=(0, 1)), NEVER))
         return self.spread(floor)
 
     def least_rows(self, d: int, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Least bytes over the choices of stages on d devices, for n layer ranges, (n, K).
+        """Return the least bytes over choices of stages on d devices, for n layer ranges, (n, K).
 
         Exact for peaks, because every choice occupies the same d devices; the choice is read back
         by ``choose``.
@@ -232,11 +232,11 @@ class SearchProblem:
         return self.cost[d].min(axis=0)[:, self.kinds[first, stop]].T
 
     def bytes_per_choice(self, d: int, j: int, first: int, stop: int) -> np.ndarray:
-        """Bytes of one stage with j stages to the end, (num_choices,)."""
+        """Return the bytes of one stage with j stages to the end, (num_choices,)."""
         return self.cost[d][:, min(j, self.num_positions) - 1, self.kinds[first, stop]]
 
     def choose(self, d: int, j: int, first: int, stop: int) -> tuple[StageChoice, int]:
-        """The cheapest choice of a stage and its bytes; the first one among equals."""
+        """Return the cheapest choice of a stage and its bytes; the first one among equals."""
         cost = self.bytes_per_choice(d, j, first, stop)
         cheapest = int(cost.argmin())
         return self.choices[d][cheapest], int(cost[cheapest])

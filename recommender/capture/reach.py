@@ -63,8 +63,8 @@ class Reach:
         self._mask, self._top = self._words(np.stack([used >= 0, used == used[-1]]))
 
     def spans(self, limit: int) -> list[tuple[int, int]]:
-        """Per p, the interval of first layers that a plan below the limit can have there; (0, 0) if
-        none."""
+        """Return per p the interval of first layers that a plan below the limit can have there; (0,
+        0) if none."""
         alive = self.state_floor <= limit
         low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
         return [
@@ -73,7 +73,7 @@ class Reach:
         ]
 
     def allowed(self, limit: int) -> dict[int, np.ndarray]:
-        """Per degree, the positions at which a range stays within the limit.
+        """Return per degree the positions at which a range stays within the limit.
 
         Returns:
             uint64 (words, widest, L), indexed [word, stop - first - 1, first].
@@ -90,8 +90,8 @@ class Reach:
         return sets
 
     def suffixes(self, limit: int) -> np.ndarray:
-        """States from which the rest can be placed within the limit: uint64 (D + 1, words, L +
-        1)."""
+        """Return the states from which the rest can be placed within the limit: uint64 (D + 1,
+        words, L + 1)."""
         return self._suffixes(self.allowed(limit), self.spans(limit))[
             :, :, : self.problem.num_layers + 1
         ]
@@ -124,7 +124,7 @@ class Reach:
         return sets
 
     def plan(self, limit: int) -> list[tuple[int, int, int]]:
-        """A plan within the limit as (first, stop, degree); [] if there is none.
+        """Return a plan within the limit as (first, stop, degree); [] if there is none.
 
         Of several: the fewest stages, then the smallest degree, then the fewest layers first.
         """
@@ -132,7 +132,7 @@ class Reach:
         return self._read(allowed, self._suffixes(allowed, self.spans(limit)))
 
     def live(self, limit: int) -> np.ndarray:
-        """States on a complete plan within the limit: uint64 (D + 1, words, L + 1)."""
+        """Return the states on a complete plan within the limit: uint64 (D + 1, words, L + 1)."""
         suffixes, num_layers = self.suffixes(limit), self.problem.num_layers
         allowed = {}
         for d, ranges in self.ranges.items():
@@ -175,11 +175,11 @@ class Reach:
         return cuts
 
     def _next_states(self, allowed: np.ndarray, suffixes: np.ndarray, first: int) -> np.ndarray:
-        """Rows of the ranges that start at ``first`` and lead to a state, (words, widest)."""
+        """Return rows of ranges that start at ``first`` and lead to a state, (words, widest)."""
         return allowed[:, :, first] & suffixes[:, first + 1 : first + 1 + allowed.shape[1]]
 
     def next_rows(self, states: np.ndarray) -> np.ndarray:
-        """Rows that the next stage of each state may use, (words, n) to bool (K, n)."""
+        """Return the rows that the next stage of each state may use, (words, n) to bool (K, n)."""
         octets = np.ascontiguousarray(self._one_less(states).T.astype("<u8")).view(np.uint8)
         return (
             np.unpackbits(octets, axis=1, bitorder="little", count=self.problem.num_positions)
@@ -188,18 +188,18 @@ class Reach:
         )
 
     def _words(self, bits: np.ndarray) -> np.ndarray:
-        """bool (n, K) to uint64 (n, words)."""
+        """Pack bits into words: bool (n, K) to uint64 (n, words)."""
         octets = np.zeros((len(bits), 8 * self.num_words), np.uint8)
         packed = np.packbits(bits, axis=1, bitorder="little")
         octets[:, : packed.shape[1]] = packed
         return octets.view("<u8").astype(np.uint64)
 
     def _one_more(self, rows: np.ndarray) -> np.ndarray:
-        """States before a stage from the rows it used, (words, n)."""
+        """Return the states before a stage from the rows it used, (words, n)."""
         return (_shift_words(rows) | (rows & self._top[:, None])) & self._mask[:, None]
 
     def _one_less(self, states: np.ndarray) -> np.ndarray:
-        """Rows that the next stage of a state may use, (words, n)."""
+        """Return the rows that the next stage of a state may use, (words, n)."""
         down = states >> np.uint64(1)
         down[:-1] |= states[1:] << np.uint64(63)
         return down | (states & self._top[:, None])
@@ -212,5 +212,5 @@ def _shift_words(sets: np.ndarray) -> np.ndarray:
 
 
 def _has(sets: np.ndarray, bit: int) -> np.ndarray:
-    """Whether a bit is set, (words, ...) to bool (...)."""
+    """Return where a bit is set, (words, ...) to bool (...)."""
     return (sets[bit // 64] >> np.uint64(bit % 64) & np.uint64(1)).astype(bool)

@@ -29,7 +29,7 @@ from recommender.question import AUTOSTAGE, BOUNDS_FIRST, PlanQuestion
 
 
 def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> StageAnswer:
-    """The plan of lowest peak memory on a cluster, or the fastest one that fits.
+    """Find the plan of lowest peak memory on a cluster, or the fastest one that fits.
 
     Args:
         profile: Measurements of the model; several are put together (``merge_profiles``).
@@ -96,7 +96,7 @@ def _searched(
 
 
 def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -> StageAnswer:
-    """The answer for a schedule whose stages share devices or whose backward passes are split."""
+    """Return the answer for a schedule whose stages share devices or split backward passes."""
     steps = None if objective == "memory" else CountedSteps(profile, question.cluster)
     search = TableSearch(profile, question, steps)
     found = search.least_peak() if objective == "memory" else search.fastest(question.limit_bytes)
@@ -128,7 +128,7 @@ def _front_of_table(search: TableSearch, question: PlanQuestion, profile: Profil
 
 
 def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:
-    """Stages as a plan that answers a question."""
+    """Return stages as a plan that answers a question."""
     return profile.plan(
         question.cluster,
         stages,
@@ -153,7 +153,7 @@ def _between(
     profile: Profile,
     memory_limit_bytes: int | None,
 ) -> tuple[SearchResult, Plan | None]:
-    """The better of two answers, and what is proven of it.
+    """Return the better of two answers, and what is proven of it.
 
     What a stage needs depends a little on how the layers behind it are cut
     (``AdditivePredictor.peaks``), which no table over stages can say. ``most`` was searched with
@@ -188,16 +188,16 @@ def _between(
 
 
 def predict_plan(profile: Profile, plan: Plan) -> Prediction:
-    """The prediction of a plan by the default predictor, which itemises; by the paper's where the
-    profile holds executed runs alone."""
+    """Return the prediction of a plan by the default predictor, which itemises; by the paper's
+    where the profile holds executed runs alone."""
     if profile.measurements:
         return AdditivePredictor(profile).predict(plan)
     return paper_predictor(profile).prediction(plan, profile.provenance)
 
 
 def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops") -> Plan:
-    """Stages of one device (of a node where layers are too few) with equal FLOPs, parameters or
-    layers, and their prediction.
+    """Return a baseline: stages of one device (of a node where layers are too few) with equal
+    FLOPs, parameters or layers, and their prediction.
 
     Args:
         profile: Measurements of the model.

@@ -37,25 +37,26 @@ ROUNDING = 1e-9
 
 
 class StageCompiler(Protocol):
-    """Compiles stages, and knows them from then on; of one that is refused, that no memory
+    """A compiler of stages that knows them from then on; of one that is refused, that no memory
     suffices for it."""
 
     def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
-        """Of a whole plan: what the compiler says, None where it refuses a stage."""
+        """Compile a plan's stages; return what the compiler says (None if it refuses one) and the
+        profile that knows it now."""
         ...
 
     def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
-        """Of some: how many of them were not known."""
+        """Compile stages; return how many were not known, and the profile that knows them now."""
         ...
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Begin to compile some where workers are idle, and wait for none."""
+        """Begin to compile stages where workers are idle, without waiting for any."""
         ...
 
 
 @dataclass(frozen=True)
 class Effort:
-    """When a search may end before it has proven the best plan.
+    """The conditions on which a search may end before it has proven the best plan.
 
     Attributes:
         within_fraction: End once no plan is better than the best compiled one by more (default on
@@ -78,14 +79,14 @@ class Effort:
 
 
 class Probe(NamedTuple):
-    """Stages of plans of a part."""
+    """A part and the stages of its plans to compile."""
 
     part: OpenPart
     configs: Sequence[StageConfig]
 
 
 class Look(NamedTuple):
-    """What is known before something is compiled.
+    """A summary of what a search knows before it compiles something.
 
     Attributes:
         found: The plan to tell of as long as none is compiled.
@@ -103,7 +104,7 @@ Corner = tuple[float, float]
 
 
 class Policy(ABC):
-    """What is searched for.
+    """The goal of a search on bounds: what counts of a plan, what to compile next, and when to end.
 
     Attributes:
         objective: Of the question; None leaves it as it is.
@@ -115,14 +116,15 @@ class Policy(ABC):
 
     @abstractmethod
     def corner(self, nbytes: int, seconds: float) -> Corner:
-        """What counts of a plan."""
+        """Return the bytes and seconds of a plan that count; what does not matter is 0."""
 
     @abstractmethod
     def corners(self, part: OpenPart) -> Sequence[Corner]:
-        """Every plan of the part that matters is at least as large and as slow as one of them."""
+        """Return lower bounds of a part: every plan of it that matters is at least as large and as
+        slow as one of them."""
 
     def beforehand(self, search: Search) -> Bracket | None:
-        """What is known before any part is open; None if nothing."""
+        """Return the bracket that is known before any part is open; None if nothing is."""
         return None
 
     @abstractmethod
@@ -130,43 +132,43 @@ class Policy(ABC):
 
     @abstractmethod
     def next(self, search: Search, look: Look) -> Found | Probe | None:
-        """What to compile; None where nothing is left."""
+        """Return the plan or the stages to compile next; None where nothing is left."""
 
     @abstractmethod
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer: ...
 
     def early(self, search: Search, look: Look) -> Found | None:
-        """The plan to begin with while other parts are opened; None if nothing."""
+        """Return the plan to begin with while other parts are opened; None if nothing."""
         return None
 
     def beside(self, search: Search) -> Found | Sequence[StageConfig] | None:
-        """The plan or the stages to compile beside the next plan, which does not wait for them;
-        None if nothing."""
+        """Return the plan or the stages to compile beside the next plan, which does not wait for
+        them; None if nothing."""
         return None
 
     def by_layers(self, search: Search) -> ByLayers | None:
-        """What layers that are compiled one by one say of the answer, once nothing is left to
-        compile for it; None if nothing."""
+        """Return a second proof, from layers compiled one by one, once nothing is left to compile
+        for the answer; None if there is none."""
         return None
 
     def least_seconds(self, search: Search, part: Part) -> float:
-        """No plan of a part that is not open is faster."""
+        """Return a lower bound of the seconds of every plan of a part that is not open."""
         return part.least_seconds
 
     def is_promising(self, search: Search, part: Part) -> bool:
-        """Whether a part that is not open may have a better plan, by what is expected of it; its
-        floor bounds it if not."""
+        """Return whether a part that is not open may have a better plan, by what is expected of it;
+        its floor bounds it if not."""
         return True
 
     def is_bounded(self, part: Part) -> bool:
-        """Whether an answer is proven of the plans of a part, too; one of which it is not is opened
-        by the policy alone."""
+        """Return whether an answer is proven of the plans of a part, too; one of which it is not is
+        opened by the policy alone."""
         return True
 
     def refuted_by(
         self, part: OpenPart, compiled: Mapping[StageConfig, StageCost]
     ) -> Iterable[Refuted]:
-        """The bounds that compiled stages are below."""
+        """Return the lower bounds of a part that compiled stages are below."""
         return refuted(part.bounds, compiled)
 
 
@@ -177,7 +179,7 @@ def refine(
     effort: Effort = Effort(),
     told: Callable[[Bracket], None] = lambda bracket: None,
 ) -> StageAnswer:
-    """The best plan of some parts, in what the compiler says.
+    """Find the best plan of some parts, in what the compiler says.
 
     Args:
         policy: ``LowestPeak()``, ``Timed()`` or ``Timed(front=True)``.
@@ -199,7 +201,7 @@ def refine(
 
 
 class Search:
-    """What a search knows, and how it came to that: see ``refine``.
+    """The state of a search on bounds, and its rounds: see ``refine``.
 
     Attributes:
         parts: That are open, by their number.
@@ -226,7 +228,7 @@ class Search:
         self._start, self._spent = time.perf_counter(), processor_seconds()
 
     def run(self) -> StageAnswer:
-        """The rounds, and the answer."""
+        """Make rounds until the search ends, and return its answer."""
         if (known := self._policy.beforehand(self)) is not None:
             self._told(known)
         self.open(self.to_open() or 0)
@@ -245,7 +247,7 @@ class Search:
         return self._policy.answer(self, self._look, ended)
 
     def _round(self) -> str:
-        """Look, and open or compile what decides; why that was the last round, or nothing."""
+        """Look, and open or compile what decides; return why this was the last round, or ""."""
         interrupts.raise_noted()
         look = self._see()
         to_open = self.to_open()
@@ -266,7 +268,7 @@ class Search:
         return "" if chosen else self._policy.nothing_left
 
     def _see(self) -> Look:
-        """What is known now, which is told."""
+        """Look at what is known now, and tell the bracket once all unopened parts have floors."""
         self._look = look = self._policy.look(self)
         # Of parts without a floor, nothing is known before they are open.
         if look.bracket is not None and all(map(any, self.floors.values())):
@@ -284,7 +286,7 @@ class Search:
 
     @property
     def is_spent(self) -> bool:
-        """Whether so much was computed or compiled as may be."""
+        """Whether so much was computed or compiled as the effort allows."""
         return any(self._is_spent(opens=False).values())
 
     def _compile(self, found: Found) -> None:
@@ -302,11 +304,11 @@ class Search:
 
     @property
     def _may_begin(self) -> bool:
-        """Whether stages may be begun that nothing waits for."""
+        """Whether stages may be compiled ahead, with nothing waiting for them."""
         return self.effort.compiles is None and self.effort.at_once > 1
 
     def _begin_early(self, found: Found | None) -> None:
-        """Begin with the first plan that is estimated: other parts are opened meanwhile."""
+        """Begin to compile the first plan that is estimated: other parts are opened meanwhile."""
         if found is not None and self._may_begin and not self._has_begun:
             self._has_begun = True
             self._begin(found)
@@ -320,8 +322,8 @@ class Search:
     def layers(
         self, part: OpenPart, configs: Sequence[StageConfig]
     ) -> Mapping[StageConfig, StageCost]:
-        """What the compiler says of layers alone. The search learns it only where that refutes a
-        bound: no plan has such stages."""
+        """Compile layers alone and return what the compiler says. The search learns it only where
+        that refutes a bound: no plan has such stages."""
         _, known = self._compiler.probe(configs, part.known)
         found = {each: known.verified[each] for each in configs if each in known.verified}
         if any(self._policy.refuted_by(part, found)):
@@ -357,27 +359,28 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Since the search began."""
+        """The wall time since the search began."""
         return time.perf_counter() - self._start
 
     @property
     def questions(self) -> list[PlanQuestion]:
-        """Of all parts."""
+        """The questions of all parts, open or not."""
         return [part.question for part in self._all]
 
     @property
     def plain_parts(self) -> list[OpenPart]:
-        """Open parts of plain schedules, whose plans are searched stage by stage."""
+        """The open parts of plain schedules, whose plans are searched stage by stage."""
         return [part for part in self.parts.values() if part.is_plain]
 
     @property
     def unopened(self) -> Mapping[int, Part]:
-        """Parts that are not open, by their number."""
+        """The parts that are not open, by their number."""
         return {n: part for n, part in enumerate(self._all) if n not in self.parts}
 
     @property
     def floors(self) -> Mapping[int, Corner]:
-        """What is known of the parts that are not open, by number."""
+        """The lower bound of (bytes, seconds) of each bounded part that is not open, by number;
+        infinite seconds where no plan may fit."""
         return {
             number: self.floor(number) if part.may_fit or self._refuted else (0.0, math.inf)
             for number, part in self.unopened.items()
@@ -385,7 +388,8 @@ class Search:
         }
 
     def floor(self, number: int) -> Corner:
-        """What was known of a part before it was open; nothing once a bound was refuted."""
+        """Return the (bytes, seconds) that were known of a part before it was open as a lower
+        bound; 0 and 0 once a bound was refuted."""
         part = self._all[number]
         if self._refuted:
             return 0.0, 0.0
@@ -393,39 +397,40 @@ class Search:
 
     @property
     def open_corners(self) -> list[Corner]:
-        """``corners_of`` all open parts."""
+        """The lower bounds of all open parts (``corners_of``)."""
         return [each for number in self.parts for each in self.corners_of(number)]
 
     def corners_of(self, number: int) -> Sequence[Corner]:
-        """Every plan of an open part that fits is at least as large and as slow as one of them;
-        none is below the part's floor, though bounds of stages may be."""
+        """Return lower bounds of an open part: every plan of it that fits is at least as large and
+        as slow as one of them. None is below the part's floor, though bounds of stages may be."""
         nbytes, seconds = self.floor(number)
         found = self._policy.corners(self.parts[number])
         return [(max(each[0], nbytes), max(each[1], seconds)) for each in found]
 
     @property
     def corners(self) -> list[Corner]:
-        """Every plan that fits is at least as large and as slow as one of them."""
+        """The lower bounds of all parts: every plan that fits is at least as large and as slow as
+        one of them."""
         floors = [floor for floor in self.floors.values() if floor[1] < math.inf]
         return [*floors, *self.open_corners]
 
     @property
     def fitting(self) -> list[Found]:
-        """Compiled plans that fit."""
+        """The compiled plans that fit."""
         return [found for found in self.compiled if found.answer.status == "ok"]
 
     @property
     def values(self) -> list[Corner]:
-        """What counts of them."""
+        """The bytes and seconds that count of each compiled plan that fits."""
         return [
             self._policy.corner(each.answer.peak_bytes, each.answer.proof.step_seconds or 0.0)
             for each in self.fitting
         ]
 
     def to_open(self) -> int | None:
-        """Of the parts that may hold a plan which is farther than asked from the compiled ones, and
-        below what is known of open parts, that which is expected to be fastest, or of the least
-        floor. Parts of other schedules than plain ones have the same floor, which says nothing."""
+        """Return the part to open next: of those that may hold a plan farther than asked from the
+        compiled ones, and below what is known of open parts, the one expected to be fastest, or of
+        least floor. Parts of other schedules than plain ones have one floor, which says nothing."""
         known, values = self.open_corners, self.values
         left = [
             (self._all[number].expected_seconds, floor[::-1], number)
@@ -441,7 +446,7 @@ class Search:
         return min(left)[-1] if left else None
 
     def is_asked(self, found: Found) -> bool:
-        """Whether the compiler was asked for a plan."""
+        """Return whether the compiler was asked for a plan; True without a plan."""
         plan = found.answer.plan
         return plan is None or same_model(plan, found.part.known) in self._asked
 
@@ -451,13 +456,13 @@ class Search:
 
 
 def far(corner: Corner, values: Iterable[Corner]) -> float:
-    """By which part the nearest plan is larger or slower than a corner; infinite without a plan."""
+    """Return the part by which the nearest plan is larger or slower than a corner, or infinity."""
     return min((max(map(above, value, corner)) for value in values), default=math.inf)
 
 
 def above(value: float, least: float) -> float:
-    """By which part of ``least`` a value is above it; 0 within ``ROUNDING``, and infinite above
-    nothing."""
+    """Return the part of ``least`` by which a value is above it; 0 within ``ROUNDING``, and
+    infinite above nothing."""
     if value <= least * (1 + ROUNDING):
         return 0.0
     return value / least - 1 if least > 0 else math.inf

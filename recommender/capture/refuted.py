@@ -25,7 +25,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Refuted:
-    """One lower bound of a stage that the compiler is below.
+    """A lower bound of a stage that the compiler is below.
 
     Attributes:
         config: The stage.

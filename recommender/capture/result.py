@@ -22,7 +22,7 @@ class PlacedStage(Stage):
 
 @dataclass(frozen=True)
 class Infeasible:
-    """Why no plan fits, and the cheapest change that a search can name.
+    """The reason why no plan fits, and the cheapest change that a search can name.
 
     Attributes:
         code: ``devices-unfillable``, ``too-few-layers``, ``no-possible-stage``, ``memory-limit``,
@@ -44,7 +44,7 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A plan, what it needs, and how far that is proven.
+    """The result of a search: a plan, what it needs, and how far that is proven.
 
     Attributes:
         status: ``infeasible`` if no plan exists or none stays within the memory limit; ``why`` then
@@ -98,18 +98,18 @@ class SearchResult:
 
     @property
     def sorted_peaks(self) -> tuple[int, ...]:
-        """Bytes per device, largest first: what the tie-break compares."""
+        """The bytes per device, largest first: what the tie-break compares."""
         return tuple(sorted(self.peak_bytes_per_device, reverse=True))
 
 
 def placed(device: int, first: int, stop: int, choice: StageChoice, peak_bytes: int) -> PlacedStage:
-    """On the devices from ``device`` on."""
+    """Return a stage on the devices from ``device`` on, with what each of them needs."""
     return replace(PlacedStage.at(device, first, stop, choice), peak_bytes=peak_bytes)
 
 
 def place(problem: SearchProblem, cuts: Iterable[tuple[int, int, int]]) -> tuple[PlacedStage, ...]:
-    """Stages from (first, stop, degree) in pipeline order, each with its cheapest choice at its
-    position."""
+    """Return stages from (first, stop, degree) in pipeline order, each with its cheapest choice at
+    its position."""
     cuts, stages, device = list(cuts), [], 0
     for stage_id, (first, stop, d) in enumerate(cuts):
         choice, peak_bytes = problem.choose(d, len(cuts) - stage_id, first, stop)
@@ -128,8 +128,8 @@ def found(
     tie_break_columns: int,
     num_explored: int,
 ) -> SearchResult:
-    """The result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit. ``search``
-    fills in the seconds."""
+    """Return the result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit.
+    ``search`` fills in the seconds."""
     peaks = tuple(stage.peak_bytes for stage in stages for _ in stage.devices)
     result = SearchResult(
         "ok",
@@ -147,7 +147,7 @@ def found(
 
 
 def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
-    """The result for a plan: as it is, or ``infeasible`` if it misses the memory limit."""
+    """Return the result as it is, or as ``infeasible`` if its plan misses the memory limit."""
     if limit is None or result.peak_bytes <= limit:
         return result
     stages = result.stages
@@ -178,8 +178,8 @@ def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
 def nothing_found(
     problem: SearchProblem, *, algorithm: str, num_explored: int, proven: bool = True
 ) -> SearchResult:
-    """The result where no plan exists whatever the memory limit, with the reason. ``search`` fills
-    in the seconds."""
+    """Return the result where no plan exists whatever the memory limit, with the reason. ``search``
+    fills in the seconds."""
     fewest, devices = problem.fewest_stages[0], problem.cluster.num_devices
     if fewest > devices:
         code = "devices-unfillable"

@@ -25,7 +25,7 @@ ALGORITHMS: Mapping[str, Callable[..., SearchResult]] = MappingProxyType(
 
 
 def search(problem: SearchProblem, algorithm: str = "minmax", **options: Any) -> SearchResult:
-    """The plan with the least peak memory, or the fastest one, or why there is none.
+    """Find the plan with the least peak memory, or the fastest one, or why there is none.
 
     Args:
         problem: Layers, devices, choices, cost and limit.

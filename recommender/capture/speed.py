@@ -61,8 +61,8 @@ NO_TRANSFERS = "by a bound that leaves transfers out"
 
 
 class Timed(Policy):
-    """The fastest plan that fits; with ``front`` also the plans that are smaller, or faster than
-    all smaller ones (``why.front``)."""
+    """The policy that finds the fastest plan that fits; with ``front`` also the plans that are
+    smaller, or faster than all smaller ones (``why.front``)."""
 
     def __init__(self, front: bool = False):
         self._has_front, self.objective = front, "pareto" if front else "throughput"
@@ -78,7 +78,7 @@ class Timed(Policy):
         return part.once(_corners) if self.is_bounded(part) else []
 
     def is_bounded(self, part: Part | OpenPart) -> bool:
-        """A front is proven by bounds of bytes, which plain schedules alone have."""
+        """Return whether answers are proven of a part: bounds of a front need plain schedules."""
         return part.is_plain or not self._has_front
 
     def refuted_by(
@@ -92,8 +92,8 @@ class Timed(Policy):
                     yield Refuted(config, "seconds", least, seconds)
 
     def least_seconds(self, search: Search, part: Part) -> float:
-        """Its floor, or what is known of all schedules where a part with as many micro-batches is
-        open."""
+        """Return the floor of an unopened part; of a schedule not plain, no less than what an open
+        plain part with as many micro-batches says of it."""
         size = part.question.microbatch_size
         known = next((each for each in search.plain_parts if each.size == size), None)
         if part.is_plain or known is None:
@@ -101,7 +101,7 @@ class Timed(Policy):
         return max(part.least_seconds, grouped.least_seconds(known, part.question))
 
     def nearly(self, search: Search) -> float:
-        """By which part a plan is expected to be faster that is worth a look."""
+        """Return by which part a plan has to be expected to be faster to be worth a look."""
         return NEARLY
 
     def is_promising(self, search: Search, part: Part) -> bool:
@@ -158,8 +158,8 @@ class Timed(Policy):
         return Look(best, bracket, {"proven": within == 0, "within": near})
 
     def _other(self, search: Search) -> Found | None:
-        """Of a front whose plans of plain schedules are near enough, the plan of another schedule
-        that is farthest from what is compiled, with the micro-batches of one of several stages."""
+        """Return the estimated plan of another schedule that is farthest from compiled ones, once
+        the front of plain schedules is near enough; with the micro-batches of a compiled plan."""
         if search.is_spent:
             return None
         if not self._knows_others:
@@ -174,12 +174,13 @@ class Timed(Policy):
         return look.found if look.bracket is not None and is_sure else None
 
     def within(self, search: Search) -> float | None:
-        """How near compiled plans are to all (``Proven.within_fraction``)."""
+        """Return how near compiled plans are to all (``Proven.within_fraction``), or None."""
         return finite(max(far(corner, search.values) for corner in self._bounds(search)))
 
     def _bounds(self, search: Search) -> Sequence[Corner]:
-        """Every plan that fits is at least as large and as slow as one of them: where all plans of
-        plain schedules that may be better were compiled, as one of these."""
+        """Return lower bounds: every plan that fits is at least as large and as slow as one of
+        them. Compiled plans bound plain schedules once all of these that may be better are
+        compiled."""
         if search.effort.within_fraction or self._candidate or not search.fitting:
             return search.corners
         unopened, floors = search.unopened, search.floors.items()
@@ -189,7 +190,7 @@ class Timed(Policy):
         return [*search.values, *others]
 
     def _points(self, search: Search) -> list[Found]:
-        """The front as it is estimated, or the fastest plan alone, by ascending peak."""
+        """Return the front as it is estimated, or the fastest plan alone, by ascending peak."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         of_part, points = estimated_front if self._has_front else proposed, list[Found]()
         for part in sorted(search.parts.values(), key=_least_seconds):
@@ -205,14 +206,14 @@ class Timed(Policy):
         return front if self._has_front else front[-1:]
 
     def next(self, search: Search, look: Look) -> Found | None:
-        """What is farthest from what is compiled, the fastest first; or the fastest."""
+        """Return the estimated plan farthest from compiled ones; without a front, the fastest."""
         chosen = self._farthest(search, self._points(search))
         if chosen is None and self._has_front:
             chosen = self._other(search)
         return self._candidate if chosen is None else chosen
 
     def _farthest(self, search: Search, points: Sequence[Found]) -> Found | None:
-        """Of estimated plans, the one that is farthest from what is compiled, the fastest first."""
+        """Return the estimated plan farthest from compiled ones; None if all are near enough."""
         farthest = search.effort.within_fraction if self._has_front else -1.0
         chosen, values = None, search.values
         for found in reversed(points):
@@ -276,7 +277,7 @@ class Timed(Policy):
         return answer(search, best, why, finite(above(seconds_of(best), fastest)))
 
     def front(self, search: Search) -> Front:
-        """The compiled plans of it, each with what the corners say of it."""
+        """Return the front of compiled plans, each with how near to the best it is proven."""
         corners, names, points = self._bounds(search), len(search.questions) > 1, list[FrontPoint]()
         for found in _undominated(search.fitting):
             plan, peak, seconds = found.answer.plan, found.answer.peak_bytes, seconds_of(found)
@@ -299,7 +300,7 @@ class Timed(Policy):
 
 
 def _by_layers(said: ByLayers, step_seconds: float) -> str:
-    """A second proof, as words."""
+    """Return a second proof in words, the one from layers compiled alone."""
     return (
         f"within {said.within_fraction(step_seconds):.1%} by estimates, at most "
         f"{said.error_fraction:.1%} above what compiles: {counted(said.num_layers, 'layer')} alone"
@@ -307,14 +308,14 @@ def _by_layers(said: ByLayers, step_seconds: float) -> str:
 
 
 def seconds_of(found: Found) -> float:
-    """Simulated, of a compiled plan."""
+    """Return the seconds of a plan's step, simulated if it is compiled."""
     seconds = found.answer.proof.step_seconds
     assert seconds is not None, "it was searched for speed"
     return seconds
 
 
 def _undominated(plans: Iterable[Found]) -> list[Found]:
-    """Those of which none is both smaller and faster than another, by ascending peak."""
+    """Return the plans of which none is both smaller and faster than another, by ascending peak."""
 
     def peak(found: Found) -> int:
         known = found.answer.compiled
@@ -328,7 +329,8 @@ def _undominated(plans: Iterable[Found]) -> list[Found]:
 
 
 def _corners(part: OpenPart) -> Sequence[Corner]:
-    """Every plan of the part that fits is at least as large and as slow as one of them."""
+    """Return lower bounds of a part: every plan of it that fits is at least as large and as slow as
+    one of them."""
     if not part.is_plain:
         return [(0, max(part.least_seconds, grouped.least_seconds(part, part.question)))]
     step = LeastStep(part.once(posed))
@@ -343,8 +345,8 @@ def _least_seconds(part: OpenPart) -> float:
 
 
 def _next_possible(search: Search) -> Found | None:
-    """A plan of a plain schedule that bounds do not rule out and that was not compiled; parts where
-    one may be are opened."""
+    """Return a plan of a plain schedule that bounds do not rule out and that was not compiled;
+    parts where one may be are opened."""
     while (found := next(_possible(search), None)) is None:
         floors, values = search.floors.items(), search.values
         left = [
@@ -383,7 +385,7 @@ def _possible(search: Search) -> Iterator[Found]:
 def _bounded(
     part: OpenPart, problem: SearchProblem, seconds: float, stages: Sequence[PlacedStage]
 ) -> Found:
-    """A plan with the bound of its step."""
+    """Return a plan with the bound of its step."""
     result = placed_plan(
         problem,
         tuple(stages),
@@ -402,13 +404,13 @@ def _nothing_fits(part: OpenPart) -> StageAnswer:
 
 
 def _bounded_seconds(part: OpenPart, config: StageConfig) -> float:
-    """Of a micro-batch on a stage."""
+    """Return a lower bound of the seconds of a micro-batch on a stage, forward and backward."""
     table = part.bounded.table(config.choice, config.microbatch_size)
     return table.at(config.first, config.stop).microbatch_seconds
 
 
 def _least_slowness(search: Search) -> float:
-    """What compiled stages take over what they are expected to, where that is least."""
+    """Return the least ratio of compiled to expected seconds of any choice; 1 if unknown."""
     known = [found for part in search.plain_parts for found in part.once(slowness).values()]
     return min(known, default=1.0)
 

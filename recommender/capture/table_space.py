@@ -39,7 +39,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Group:
-    """What the stages of a group are at best, given their layers.
+    """The best choices for the stages of a group, given their layers, and what they need.
 
     Attributes:
         choices: Per stage, an index of those of the space.
@@ -121,8 +121,8 @@ class TableSpace:
         self._groups: dict[Any, _Group] = {}
 
     def groups(self, cuts: Cuts, limit: int | None) -> list[_Group]:
-        """Of every group, what fits and is fastest; the smallest where nothing fits. Small values
-        that stages send each other at the end of a step are left to the prediction."""
+        """Return the best choices of every group: the fastest that fit, else the smallest. Small
+        values that stages send each other at the end of a step are left to the prediction."""
         found = []
         arriving = self._arriving(cuts)
         for g, stages in enumerate(self.schedule.stages):
@@ -135,8 +135,8 @@ class TableSpace:
         return found
 
     def _arriving(self, cuts: Cuts) -> list[tuple[int, ...]]:
-        """Per stage, how many gradients of each shared parameter come to it at the end of a step:
-        one from every later stage that reads it, to the first."""
+        """Return per stage how many gradients of each shared parameter come to it at the end of a
+        step: one from every later stage that reads it, to the first."""
         counts = [[0] * len(self._shared) for _ in cuts[1:]]
         for i, layers in enumerate(self._shared.values()):
             owner, *others = sorted({bisect_right(cuts, layer) - 1 for layer in layers})
@@ -146,7 +146,7 @@ class TableSpace:
     def _group(
         self, group: int, ranges: Ranges, arrives: Sequence[tuple[int, ...]], limit: int | None
     ) -> _Group:
-        """Of all combinations of choices, each axis those of a stage."""
+        """Return the best of a group's combinations of choices; arrays have one axis per stage."""
         n = len(ranges)
 
         def along(of_stage: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -177,16 +177,16 @@ class TableSpace:
         return _Group(tuple(map(int, chosen)), int(peak[best]), float(busy[best]))
 
     def peaks(self, cuts: Cuts, limit: int | None) -> tuple[int, ...]:
-        """Per group, the largest first."""
+        """Return the peak bytes of the groups, the largest first."""
         return tuple(sorted((g.peak_bytes for g in self.groups(cuts, limit)), reverse=True))
 
     def busiest(self, cuts: Cuts, limit: int | None) -> tuple[float, ...]:
-        """Bytes above the limit, seconds of a micro-batch where it takes longest, and the peak."""
+        """Return bytes above the limit, seconds of a micro-batch in the slowest group, and peak."""
         seconds = max(group.seconds for group in self.groups(cuts, limit))
         return self._with_peak(cuts, limit, seconds)
 
     def counted(self, cuts: Cuts, limit: int | None) -> tuple[float, ...]:
-        """As ``busiest``, with the seconds of a step."""
+        """Return bytes above the limit, seconds of a step as its table counts them, and peak."""
         return self._with_peak(cuts, limit, self.seconds(cuts, limit))
 
     def _with_peak(self, cuts: Cuts, limit: int | None, seconds: float) -> tuple[float, ...]:
@@ -195,13 +195,13 @@ class TableSpace:
 
     @cached_property
     def _table_times(self) -> TableTimes:
-        """Of as many micro-batches as show how the schedule goes."""
+        """The times of the schedule's table, of up to 4 micro-batches per group."""
         schedule = self.schedule
         num_microbatches = min(schedule.num_microbatches, 4 * schedule.num_groups)
         return TableTimes(make_schedule(schedule.name, schedule.num_groups, num_microbatches))
 
     def seconds(self, cuts: Cuts, limit: int | None) -> float:
-        """Of a step, or of its first micro-batches."""
+        """Return the seconds of a step, or of as many first micro-batches as the table has."""
         assert self._times, "times are known"
         times = [
             self._times[i].at(first, stop)
@@ -211,14 +211,14 @@ class TableSpace:
         return self._table_times.seconds(times, sends)
 
     def _chosen(self, cuts: Cuts, limit: int | None) -> list[int]:
-        """Per stage."""
+        """Return the choice of every stage, as an index."""
         groups, schedule = self.groups(cuts, limit), self.schedule
         return [
             groups[g].choices[schedule.stages[g].index(s)] for s, g in enumerate(schedule.placement)
         ]
 
     def stages(self, cuts: Cuts, limit: int | None) -> list[PlacedStage]:
-        """On their devices."""
+        """Return the stages of the cuts on their devices, each with its best choice."""
         chosen, placement = self._chosen(cuts, limit), self.schedule.placement
         return [
             PlacedStage.at(placement[s] * self._d, first, stop, self._choices[chosen[s]])
@@ -226,8 +226,8 @@ class TableSpace:
         ]
 
     def improved(self, cuts: Cuts, key: Callable[[Cuts], tuple[float, ...]]) -> Cuts:
-        """From cuts, and from those that balance seconds, moves of one border that make a slow key
-        less, as many as are looked at."""
+        """Move borders, from cuts and from those that balance seconds, while that lowers a key that
+        is slow to compute, until about ``MOST_TIMED`` cuts are looked at."""
         seen: dict[Cuts, tuple[float, ...]] = {}
         for start in (cuts, *self._starts()):
             best = start
@@ -241,7 +241,7 @@ class TableSpace:
         return min(seen, key=lambda one: seen[one])
 
     def least(self, key: Callable[[Cuts], tuple[float, ...]]) -> tuple[Cuts, bool, int]:
-        """The cuts of the least key, whether all were looked at, and how many were."""
+        """Return the cuts of the least key, whether all were looked at, and how many were."""
         num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
         if comb(num_layers - 1, num_stages - 1) <= MOST_ENUMERATED:
             every = [
@@ -262,8 +262,8 @@ class TableSpace:
         return min(seen, key=lambda cuts: seen[cuts]), False, len(seen)
 
     def _starts(self) -> Iterator[Cuts]:
-        """Cuts that balance layers, and of the first choice what is kept, state with gradients, and
-        seconds."""
+        """Yield cuts that balance layers, and of the first choice what is kept, state with
+        gradients, and seconds."""
         num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
         layers = np.arange(num_layers)
         rows = [np.ones(num_layers)]
@@ -289,7 +289,7 @@ _PARTS = (
 
 
 def _counts(o: Occupancy) -> list[int]:
-    """How often each part of a stage is there."""
+    """Return how often each part of a stage's bytes is there at one instant."""
     running = [o.kind == name for name in _PARTS[-4:]]
     forward, gradients = running[0], running[1] or running[2]
     return [
@@ -312,7 +312,7 @@ def _busy(table: StageTable, schedule: Schedule) -> np.ndarray:
 
 
 def balanced(weights: np.ndarray, num_stages: int) -> Cuts:
-    """Cuts into stages of at least one layer and about equal weight.
+    """Cut layers into stages of at least one layer and about equal weight.
 
     Example:
         >>> balanced(np.array([1.0, 1, 1, 3]), 2)
@@ -328,7 +328,7 @@ def balanced(weights: np.ndarray, num_stages: int) -> Cuts:
 
 
 def _moved(cuts: Cuts) -> list[Cuts]:
-    """With one border elsewhere, or a stage with all of its borders one layer on."""
+    """Return the cuts, and those with one border elsewhere, or a whole stage moved by one layer."""
     found = [cuts]
     for i in range(1, len(cuts) - 1):
         for step in (-4, -2, -1, 1, 2, 4):

@@ -48,7 +48,7 @@ class TablePlan:
 
 
 class TableSearch:
-    """Plans of one schedule.
+    """The search for plans of one schedule that is not plain.
 
     Args:
         profile: Measurements of the model.
@@ -75,7 +75,7 @@ class TableSearch:
 
     @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
-        """Those that stages can have."""
+        """The choices that stages of groups can have and that the profile can predict."""
         size = self.question.microbatch_size
         degrees = group_sizes(self.question, self.profile.graph.num_layers)
         return tuple(
@@ -88,7 +88,7 @@ class TableSearch:
 
     @cached_property
     def spaces(self) -> list[TableSpace]:
-        """Every number of groups with stages of the same degrees, and of any."""
+        """The spaces to search: per number of groups, stages of the same degrees, and of any."""
         alike: dict[tuple[int, int], list[StageChoice]] = {}
         for choice in self.choices:
             alike.setdefault((choice.data_parallel, choice.tensor_parallel), []).append(choice)
@@ -99,11 +99,11 @@ class TableSearch:
         ]
 
     def least_peak(self) -> TablePlan | None:
-        """The plan of least peak; of equal ones, that of the least peaks of the other devices."""
+        """Find the plan of least peak; of equal ones, that of least peaks of other devices."""
         return self._best(self._smallest, _peak)
 
     def fastest(self, limit: int | None) -> TablePlan | None:
-        """The plan of least step time within a limit; the smallest one where none is."""
+        """Find the plan of least step time within a limit; the smallest one where none is."""
 
         def rank(found: TablePlan) -> tuple[float, ...]:
             return _above(found, limit), _seconds(found), found.result.peak_bytes
@@ -111,8 +111,8 @@ class TableSearch:
         return self._best(partial(self._fastest, limit=limit), rank)
 
     def front(self) -> list[TablePlan]:
-        """A sample of the plans of which none is both smaller and faster than another, with both
-        ends; smallest first."""
+        """Return a sample of the plans of which none is both smaller and faster than another, with
+        both ends; smallest first."""
         top, bottom = self.fastest(self.question.limit_bytes), self.least_peak()
         if top is None or bottom is None:
             return []
@@ -128,13 +128,13 @@ class TableSearch:
         return points
 
     def _smallest(self, space: TableSpace) -> TablePlan:
-        """Of one space."""
+        """Return the plan of least peak of one space."""
         cuts, complete, explored = space.least(lambda cuts: space.peaks(cuts, 0))
         return self._planned(space.stages(cuts, 0), complete, explored)
 
     def _fastest(self, space: TableSpace, limit: int | None, tries: int = 2) -> TablePlan:
-        """Of one space; asked again for a lower limit where the prediction is above it by what the
-        space leaves out."""
+        """Return the fastest plan of one space within a limit; search again under a lower limit
+        where the prediction is above it by what the space leaves out."""
         cuts, _, explored = space.least(lambda cuts: space.busiest(cuts, limit))
         cuts = space.improved(cuts, lambda cuts: space.counted(cuts, limit))
         found = self._planned(space.stages(cuts, limit), False, explored)
@@ -148,7 +148,7 @@ class TableSearch:
         of: Callable[[TableSpace], TablePlan],
         rank: Callable[[TablePlan], tuple[float, ...]],
     ) -> TablePlan | None:
-        """The best of those of all spaces."""
+        """Return the best plan over all spaces."""
         start = time.perf_counter()
         found = [of(space) for space in self.spaces]
         if not found:
@@ -231,7 +231,7 @@ def _seconds(found: TablePlan) -> float:
 
 
 def nothing_fits(question: PlanQuestion, num_layers: int) -> SearchResult:
-    """Where the space of a schedule is empty."""
+    """Return the infeasible result for a schedule that no profiled choice makes groups for."""
     kind = SCHEDULES[question.schedule]
     per_group = f"{kind.stages_per_group} stages" if kind.stages_per_group > 1 else "a stage"
     message = (

@@ -45,7 +45,7 @@ MAX_PROGRAMMES = 1000
 def throughput(
     problem: SearchProblem, *, gap_fraction: float = 0.0, max_programmes: int = MAX_PROGRAMMES
 ) -> SearchResult:
-    """The plan of least step time that stays within the memory limit.
+    """Find the plan of least step time that stays within the memory limit.
 
     Args:
         problem: With ``seconds``; ``update_seconds`` and ``memory_limit_bytes`` as wanted.
@@ -69,7 +69,7 @@ def throughput(
 
 
 class Fastest:
-    """The least step time of a problem under any memory limit.
+    """The search for the least step time of a problem under any memory limit.
 
     Args:
         problem, gap_fraction, max_programmes: See ``throughput``.
@@ -95,8 +95,8 @@ class Fastest:
         )
 
     def smallest_within(self, limit: int) -> tuple[TimedPlan | None, int]:
-        """The plan of least time within a memory limit, of these the one of least peak, and a
-        proven lower bound as in ``within``."""
+        """Return the plan of least time within a memory limit, of these the one of least peak, and
+        a proven lower bound as in ``within``."""
         plan, lower = self.within(limit)
         smaller = plan
         while smaller is not None:
@@ -107,8 +107,8 @@ class Fastest:
     def within(
         self, limit: int, *, below: int = NEVER, at_least: int = 0
     ) -> tuple[TimedPlan | None, int]:
-        """The plan of least value within a memory limit, and a proven lower bound for the least
-        value.
+        """Return the plan of least value within a memory limit, and a proven lower bound for the
+        least value.
 
         Of plans with the same sum, slowest stage and update it is the one of least peak.
 
@@ -136,7 +136,7 @@ class Fastest:
     def _search(
         self, programme: LeastSum, below: int, at_least: int
     ) -> tuple[TimedPlan | None, int]:
-        """The fastest plan below a time, and a proven lower bound.
+        """Return the fastest plan below a time, and a proven lower bound.
 
         A step takes the sum of the stages plus waits for the slowest one, so a box is a range of
         slowest stages and updates, and a programme gives the least sum under caps in its middle.
@@ -192,8 +192,8 @@ class Fastest:
         return plan, best
 
     def _middle(self, low: int, high: int) -> int:
-        """Where to look first: the slowest stage of a good plan is seldom far above the least
-        possible."""
+        """Return the index of the cap on the slowest stage to try first in a box: the slowest stage
+        of a good plan is seldom far above the least possible."""
         if self.ticks.num_waits == 0:
             return high
         least, most = int(self._values[low]), int(self._values[high])
@@ -201,7 +201,7 @@ class Fastest:
         return int(np.searchsorted(self._values, target, side="right")) - 1
 
     def result(self, plan: TimedPlan, lower: int) -> SearchResult:
-        """A plan as a result, with what is proven about its step time."""
+        """Return a plan as a result, with what is proven about its step time."""
         optimal = lower // self.ticks.unit >= plan.value // self.ticks.unit
         result = found(
             self.problem,
@@ -218,7 +218,7 @@ class Fastest:
         )
 
     def why_none(self) -> SearchResult:
-        """The reason that the search for least peak gives."""
+        """Return the infeasible result of the search for least peak, whose reason it gives."""
         result = minmax(self.problem)
         assert result.why is not None, "both searches know the same plans"
         seconds = step_seconds(self.problem, result.stages) if result.stages else None
@@ -226,7 +226,7 @@ class Fastest:
 
 
 def _possible_in_time(problem: SearchProblem, stage: Mapping[int, np.ndarray]) -> SearchProblem:
-    """The same problem, where stages without a time are impossible in bytes too, so that both
+    """Return the problem in which stages without a time are impossible in bytes too, so that both
     searches know the same plans."""
     cost = dict(problem.cost)
     for d, values in stage.items():

@@ -40,7 +40,7 @@ class Ticks:
 
     @classmethod
     def of(cls, problem: SearchProblem) -> Ticks:
-        """The times of a problem.
+        """Return the times of a problem as whole numbers.
 
         Raises:
             PlanError: ``search-seconds`` if it has none.
@@ -90,12 +90,12 @@ class Ticks:
         )
 
     def step(self, stage_values: Sequence[int], update_values: Iterable[int]) -> int:
-        """The value of a step: unit x ``pipeline_seconds`` in ticks, plus the number of stages."""
+        """Return a step's value: unit x ``pipeline_seconds`` in ticks, plus one per stage."""
         return sum(stage_values) + self.num_waits * (max(stage_values) - 1) + max(update_values)
 
 
 def step_seconds(problem: SearchProblem, stages: Sequence[PlacedStage]) -> float:
-    """Seconds of a step: ``pipeline_seconds`` of the stages' times."""
+    """Return the seconds of a step: ``pipeline_seconds`` of the stages' times."""
     assert problem.seconds is not None, "only problems with times have a step time"
     at = [
         (d, problem.choices[d].index(s.choice), problem.kinds[s.first, s.stop])

@@ -23,7 +23,7 @@ from recommender.capture.reach import Ranges, Reach
 def fairest_cuts(
     reach: Reach, live: np.ndarray, peak: int, columns: int
 ) -> list[tuple[int, int, int]]:
-    """The plan of the given least peak whose ``columns`` largest per-device bytes are
+    """Find the plan of the given least peak whose ``columns`` largest per-device bytes are
     lexicographically least.
 
     Args:
@@ -101,7 +101,7 @@ def _within(ranges: Ranges, peak: int) -> Ranges:
 
 
 def _last_use(degrees: list[list[int]]) -> dict[int, list[int]]:
-    """p -> positions whose vectors no stage at a device before p can continue to."""
+    """Return p -> positions whose vectors no stage at a device before p can continue to."""
     smallest = {}
     for p in reversed(range(len(degrees))):
         for d in degrees[p]:
@@ -115,8 +115,8 @@ def _last_use(degrees: list[list[int]]) -> dict[int, list[int]]:
 def _candidates(
     ranges: Ranges, peak: int, rows_of_first: np.ndarray, after: np.ndarray, firsts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Row, first, stop and bytes of every stage within the peak from a live state to a state that
-    has a vector."""
+    """Return row, first, stop and bytes of every stage within the peak from a live state to a state
+    that has a vector."""
     window = slice(
         np.searchsorted(ranges.first, firsts[0]),
         np.searchsorted(ranges.first, firsts[-1], side="right"),
@@ -133,7 +133,7 @@ def _candidates(
 
 
 def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: int) -> np.ndarray:
-    """Per state the first candidate with the least merge of its child's vector and its own bytes.
+    """Return per state the first candidate of least merge of its child's vector and its own bytes.
 
     Args:
         candidates: int64 (6, n) by ascending state: state, own bytes, copies of them, row of
@@ -170,7 +170,7 @@ def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: in
 
 
 def _with_own(children: np.ndarray, own: np.ndarray, copies: np.ndarray, width: int) -> np.ndarray:
-    """The ``width`` largest of each child's vector and ``copies`` times its own bytes,
+    """Return the ``width`` largest of each child's vector and ``copies`` times its own bytes,
     descending."""
     result = np.empty((len(own), width), np.int64)
     for d in np.unique(copies):

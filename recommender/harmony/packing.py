@@ -43,14 +43,13 @@ def nearest_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Pa
 
 
 def balanced_memory(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """Pack layers into the fewest packs of nearly equal bytes that fit, with cuts as in
+    """Pack layers into the fewest packs of nearly equal bytes that fit; cuts as
     ``balanced_time``."""
     return _fewest(layers, num_layers, limit_bytes, _cut_left_of_memory)
 
 
 def greedy(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """Pack greedily from the first layer on: each pack takes layers while its bytes stay below the
-    limit."""
+    """Pack greedily from the first layer: a pack takes layers while it stays below the limit."""
     packs, first = [], 0
     while first < num_layers:
         stop = first
@@ -64,8 +63,7 @@ def greedy(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | 
 
 
 def greedy_reverse(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """Pack greedily from the last layer on: each pack takes layers while its bytes stay below the
-    limit."""
+    """Pack greedily from the last layer: a pack takes layers while it stays below the limit."""
     packs, stop = [], num_layers
     while stop > 0:
         first = stop
@@ -99,8 +97,8 @@ def of_length(num_layers: int, length: int) -> Packs:
 
 
 def reused(packs: Packs, layers: SizedLayers, limit_bytes: float) -> Packs | None:
-    """Return the backward packs but the last as forward packs (*reuse*); None unless all stay below
-    the limit (H-k)."""
+    """Return the backward packs but the last (*reuse*); None if one is not below the limit
+    (H-k)."""
     most = max((layers.pack_bytes(*pack) for pack in packs[:-1]), default=0)
     return packs[:-1] if most < limit_bytes else None
 
@@ -136,8 +134,8 @@ class LeastMaxTime:
         self._came: list[np.ndarray] = []
 
     def packs(self, num_layers: int) -> Iterator[Packs | None]:
-        """Yield the best packs of the first ``num_layers`` layers: one pack, two, and so on; None
-        where so many cannot be."""
+        """Yield the best packs of the first ``num_layers`` layers: as one pack, as two, and so on;
+        None where so many cannot be."""
         for num_packs in range(1, num_layers + 1):
             if len(self._came) < num_packs:
                 longest = np.maximum(self._best[-1][:, None], self._seconds)

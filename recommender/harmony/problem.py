@@ -90,8 +90,7 @@ class PacksProblem:
         return shares(self.minibatch_size, self.server.devices)
 
     def all_sizes(self, which: Pass) -> list[int]:
-        """Return the micro-batch sizes from the smallest to the largest profiled, no larger than
-        the smallest share of a rank."""
+        """Return the profiled range of micro-batch sizes, up to the smallest share of a rank."""
         most = min(self.profile.largest(which), *self.shares[-1:])
         return list(range(self.profile.smallest(which), most + 1))
 
@@ -151,8 +150,7 @@ class PacksProblem:
                 return
 
     def graph(self, configuration: Configuration, num_ranks: int | None = 1) -> TaskGraph:
-        """Return the task graph of a configuration; in data parallelism, of the first ``num_ranks``
-        ranks."""
+        """Return the tasks of a configuration; in data parallelism, of the first ranks."""
         return TaskGraph.of(
             configuration,
             self.mode,

@@ -28,8 +28,7 @@ SEARCH = "search"
 
 @dataclass(frozen=True, eq=False)
 class PacksQuestion:
-    """The question of a plan of packs (Harmony): layers, a server, a minibatch, and what is
-    searched.
+    """The question of a plan of packs (Harmony): layers, a server, a minibatch, and what to search.
 
     Attributes:
         profile: Layers.

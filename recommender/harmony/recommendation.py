@@ -162,8 +162,7 @@ def _how(plan: PacksPlan) -> str:
 
 
 def _no_packs(question: PacksQuestion, mode: Mode, least: int | None) -> Why:
-    """Return why no packs were found: the layer that is too large, and the least limit with which a
-    plan is found."""
+    """Return why there are no packs: the layer that is too large, and the least limit of a plan."""
     problem, algorithm = question.problem(mode), question.algorithm
     profile, limit, is_wide = problem.profile, question.limit_bytes, algorithm == "wide"
     sizes = profiled_sizes(problem, algorithm)
@@ -207,8 +206,7 @@ def _no_packs(question: PacksQuestion, mode: Mode, least: int | None) -> Why:
 
 
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
-    """Return why no plan fits the host: the bytes that are missing, and how many of its bytes are
-    state."""
+    """Return why the host is too small: the bytes missing, and how many of all are state."""
     layers = 0, profile.num_layers
     weights = profile.weight_bytes(*layers) + profile.cast_bytes(*layers)
     state = weights + profile.state_bytes(*layers)

@@ -45,8 +45,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PacksResult:
-    """The result of a search for packs: the points that were simulated, of which the best is
-    chosen.
+    """The result of a search for packs: the points that were simulated, the best among them.
 
     Attributes:
         status: ``infeasible`` if there is none.
@@ -85,8 +84,7 @@ class PacksResult:
         return tuple(sorted(self.points, key=self._key)[:count])
 
     def of_sizes(self, count: int) -> tuple[Point, ...]:
-        """Return the best point of each pair of micro-batch sizes, and of these the ``count`` best,
-        in order."""
+        """Return the best point of each pair of micro-batch sizes, the best ``count`` of these."""
         found: dict[tuple[int, int], Point] = {}
         for point in self.top(len(self.points)):
             one, other = point.configuration.forward, point.configuration.backward

@@ -58,8 +58,7 @@ def paper(problem: PacksProblem) -> list[Point]:
 
 
 def bounded(problem: PacksProblem) -> list[Point]:
-    """Simulate the configurations of Algorithm 1 whose lower bounds leave open whether they are the
-    best."""
+    """Simulate the configurations whose lower bounds leave open whether they are the best."""
     choices = list(problem.choices())
     singles = [choice for choice in choices if choice.single]
     return _bounded(problem, singles if problem.single_first and singles else choices)

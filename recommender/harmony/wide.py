@@ -81,8 +81,7 @@ class _Wide:
         return self._profile.at(which, size)
 
     def _least(self, which: Pass, size: int, num_layers: int) -> float:
-        """Return the least seconds of one direction over all ranks together, without what packs
-        add."""
+        """Return the least seconds of a direction, all ranks together, without what packs add."""
         sizes, total = microbatches(self._share, size), 0.0
         if not self._problem.switches.prefetch:
             total += self._profile.streamed_bytes(0, num_layers) / self._shares / self._swap

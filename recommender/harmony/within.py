@@ -127,9 +127,8 @@ def holds_instructions(question: PacksQuestion) -> bool:
 
 
 def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> Chosen:
-    """Choose the best point of a search; of ``wide``, the one of the best few whose instructions
-    take least time. The paper's rules may rank otherwise: there a host process per device
-    updates."""
+    """Choose the best point; of ``wide``, the one of the best few whose instructions take least
+    time, which the paper's rules may rank otherwise: there a host process per device updates."""
     is_judged = question.algorithm == "wide"
     points = result.of_sizes(_JUDGED) if is_judged else result.top(1)
     plans = [plan_of(question, mode, point.configuration) for point in points]
@@ -186,15 +185,14 @@ def profiled_sizes(problem: PacksProblem, algorithm: str) -> Mapping[Pass, Seque
 
 
 def layer_needs(problem: PacksProblem, algorithm: str) -> list[int]:
-    """Return the bytes of every layer alone, in the backward pass at the smallest micro-batch
-    size."""
+    """Return the bytes of every layer alone, backward at the smallest micro-batch size."""
     size = profiled_sizes(problem, algorithm)["backward"][0]
     return problem.profile.at("backward", size).memory_bytes.tolist()
 
 
 def least_within(question: PacksQuestion, mode: Mode) -> int | None:
-    """Return a limit below which estimates find a plan, not far from the smallest such limit; None
-    without micro-batch sizes."""
+    """Return a limit, not far from the smallest, below which estimates find a plan; None without
+    micro-batch sizes."""
     problem = question.problem(mode)
     if not all(profiled_sizes(problem, question.algorithm).values()):
         return None
@@ -221,8 +219,7 @@ def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
 
 
 def _least_held(question: PacksQuestion, mode: Mode, at_least: int) -> int:
-    """Return a limit below which packs and their instructions are found, not far from the smallest
-    such limit."""
+    """Return a limit, near the smallest, below which packs and their instructions are found."""
     limit = at_least
     for _ in range(_MOST_SEARCHES):
         server = question.server.with_(usable_bytes=limit)

@@ -65,15 +65,13 @@ class _Instance:
 
 
 def floor_seconds(space: Space) -> float:
-    """Return the seconds of all programs of a way one after the other, with nothing recomputed: a
-    lower bound."""
+    """Return a lower bound: the seconds of all programs of a way in turn, nothing made twice."""
     # The same sum in another order may be one rounding less.
     return sum(_Timeline(space).seconds) * (1 - 1e-12)
 
 
 def again_seconds(space: Space, u: int) -> dict[int, float]:
-    """Return the seconds to recompute a unit, by the segment of the body before which that is done,
-    all else being there."""
+    """Return segment of the body -> seconds to recompute a unit before it, all else being there."""
     return _Timeline(space).again_seconds(u)
 
 
@@ -137,8 +135,7 @@ def _solved(rows: _Rows, whole: bool) -> float:
 
 
 class _Timeline:
-    """The body of a way with everything retained: the segments at which feature maps are made, rest
-    and are used."""
+    """The body of a way with everything retained: when feature maps are made, rest and are used."""
 
     def __init__(self, space: Space):
         self.space, self.arrays = space, space.arrays(space.retained)

@@ -251,8 +251,7 @@ class ArrayProblem:
     def transfer(
         self, instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place
     ) -> float:
-        """Return the seconds of a copy between the device and its host, as ``LinkTimes`` has them
-        for one device."""
+        """Return the seconds of a copy, as ``LinkTimes`` has them for one device."""
         inwards = source is None or source.host is not None
         return (self.host.to_device if inwards else self.host.to_host).seconds(nbytes)
 
@@ -336,8 +335,7 @@ class Space:
         return tuple(options[1] for options in self.options)
 
     def swap(self, n: int, ahead: int) -> Choice:
-        """Return the choice that swaps a unit and fetches it ``ahead`` segments early, or the most
-        below that."""
+        """Return the swap of a unit that is fetched ``ahead`` segments early, or the most below."""
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
@@ -347,9 +345,9 @@ class Space:
         return sum(one.nbytes for one in bundles if one.is_state and not one.shared)
 
     def fewer(self) -> Space | None:
-        """Return a smaller space with at most two sub-arrays of each kind, or one in turn; the
-        state of the others is taken off the limit. Its choices apply here, too. None if there are
-        no more."""
+        """Return a smaller space, with at most two sub-arrays of each kind, or one in turn, and the
+        state of the others off the limit: its choices apply here, too. None if there are no
+        more."""
         most, left, gone = 2 if self.way.order == "multiplexed" else 1, Counter[SubArrayKind](), 0
         kept = list[tuple[int, ...]]()
         for kind, group in zip(self.kinds, self.way.partition, strict=True):
@@ -412,8 +410,7 @@ class Space:
         return orders(self.arrays(chosen), self.way.order)[0]
 
     def least(self, chosen: Chosen) -> Issue:
-        """Return the body issued with a wait for every copy: no limit below its peak can be
-        kept."""
+        """Return the body with a wait for every copy: no limit below its peak can be kept."""
         key = tuple(Choice(choice.kind) for choice in chosen)
         if key not in self._least:
             self._least[key] = Issue(self._body(key), self.problem.programs, Silent())

@@ -168,8 +168,7 @@ def mutwo(
     shared: str | Shared = (),
     **options: Any,
 ) -> ArrayAnswer:
-    """Choose what is fused, multiplexed, swapped and recomputed, for the least seconds of an
-    update.
+    """Choose what is fused, multiplexed, swapped or recomputed, for least seconds of an update.
 
     Args:
         workload: The task; its optimizer is made with ``optax.inject_hyperparams``.
@@ -292,8 +291,7 @@ def _check(question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile]) 
 
 
 def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[ArrayTask, ArrayProfile]:
-    """Return a profile per task whose programs are measured in this process when they are asked
-    for."""
+    """Return a profile per task whose programs this process measures when they are asked for."""
     from capture.profiler.array import ArrayProfile
 
     given = {**question.workloads, "": question.task}

@@ -133,8 +133,7 @@ class ArrayResult:
 
     @property
     def best(self) -> Candidate:
-        """The fastest candidate that fits, or else that of least peak; of equal ones, that of less
-        memory."""
+        """The fastest candidate that fits, else that of least peak; ties go to less memory."""
         return min(self.candidates, key=lambda one: _rank(one.weighed))
 
     @property

@@ -37,8 +37,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """The name of the way for people: ``multiplexed 4+4``; of several programs ``multiplexed
-        2+2 and 3``."""
+        """The name for people: ``multiplexed 4+4``; of programs ``multiplexed 2+2 and 3``."""
         if len(self.partition) == 1:
             return "all fused"
         if max(self.sizes) == 1 and self.order == "in turn":
@@ -67,8 +66,7 @@ def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
 
 
 def equal_pairs(num_models: int) -> list[tuple[int, ...]]:
-    """Return all partitions into pairs of equal sub-arrays; one of an odd number has one model
-    more."""
+    """Return partitions into pairs of equal sub-arrays; one of an odd number has one model more."""
     found: dict[tuple[int, ...], None] = {}
     for halves in partitions(num_models // 2):
         twice = [size for size in halves for _ in range(2)]
@@ -162,8 +160,7 @@ def ways_of_each(models: Sequence[Sequence[int]], rule: Rule = "pairs") -> list[
 
 
 def _sizes(num_models: int, rule: Rule) -> list[tuple[int, ...]]:
-    """Return the sizes of sub-arrays for partitions in turn: nearly equal ones, and those of a
-    rule."""
+    """Return the sizes of sub-arrays in turn: of (nearly) equal ones, and by a rule."""
     parts = (1, num_models) if rule == "equal" else (1, 2, 3, 4, num_models)
     equal = [_equal(num_models, count) for count in parts]
     return list(dict.fromkeys([*(one for one in equal if min(one)), *RULES[rule](num_models)]))

@@ -283,8 +283,7 @@ class _Sums:
     is_thinned: bool = False
 
     def thinned(self, most: int) -> _Sums:
-        """Return at most ``most`` of the sums, spread evenly over their order, and marked as
-        thinned if any was left out."""
+        """Return at most ``most`` of the sums, evenly over their order, marked as thinned."""
         if len(self.nbytes) <= most or self.entries is None:
             return self
         return replace(
@@ -300,8 +299,7 @@ class _Sums:
         )
 
     def unfold(self, entry: int) -> list[list[int]]:
-        """Return the options that a sum is made of: one list per kind of operators, in the order of
-        merging."""
+        """Return the options behind a sum: a list per kind, in the order of merging."""
         if self.entries is None:
             return []
         if not self.parts:

@@ -172,8 +172,7 @@ class _Search:
     problem: ShardingProblem
 
     def plans(self) -> Iterator[ShardingPlan]:
-        """Yield the best plan of each batch size that is tried, for sizes closer and closer to the
-        best."""
+        """Yield the best plan of each batch size tried, for sizes closer and closer to the best."""
         found: dict[int, ShardingPlan] = {}
         first, last = 1, self._most_examples()
         while True:
@@ -238,8 +237,7 @@ class _Search:
             trying = (low + high) / 2
 
     def why(self, batch_size: int) -> str:
-        """Return why nothing fits: the bytes that are missing with every operator in the mode that
-        needs least."""
+        """Return how many bytes are missing with every operator in the mode that needs least."""
         least, limit = self._least_bytes(batch_size), int(self.limit)
         if not any(operator.parameter_bytes for operator in self.cost.model.operators):
             needs = "example per device needs", "examples per device need"

@@ -115,8 +115,7 @@ class ShardingProblem:
         )
 
     def options(self, batch_size: int | np.ndarray) -> Options:
-        """Return the options of every kind of operators at a batch size, or at several: their
-        dimension comes first."""
+        """Return the options at a batch size, or at several: their dimension comes first."""
         model, sizes = self.cost.model, np.asarray(batch_size)
         kinds = [model.operators[position] for position, _ in model.counts]
         modes = tuple(self.cost.modes(operator) for operator in kinds)

@@ -22,8 +22,7 @@ SMALLEST_BYTES = 2**20
 
 @dataclass(frozen=True, eq=False)
 class ShardingQuestion:
-    """The question of a sharding plan (OSDP): a task, devices and memory, for which operators are
-    replicated, sharded or split.
+    """The question of a sharding plan (OSDP): for which task, devices and memory.
 
     Attributes:
         workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)``
