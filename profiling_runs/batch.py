@@ -1,5 +1,5 @@
-"""Have jobs done, wherever: one loop between the queue, the runner and the store, in which nothing
-that was finished is lost.
+"""The loop that has jobs done, wherever, between the queue, the runner and the store: nothing that
+was finished is lost.
 
 The process that runs this loop owns the store. A result is committed before anything else is done
 with it, so whatever ends the process (a signal, a full disk, the loss of the cluster), finished

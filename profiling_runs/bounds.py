@@ -1,5 +1,5 @@
-"""What tracing alone says of every stage that a plan may have: two profiles, of which no compiler
-was asked."""
+"""The bounds that tracing alone gives of every stage that a plan may have: two profiles, a lower
+and an upper one, for which no compiler is asked."""
 
 from __future__ import annotations
 

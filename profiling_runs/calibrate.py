@@ -1,5 +1,5 @@
-"""How far predictions are off: random plans whose stages a profile does not hold, measured and
-compared."""
+"""The calibration of predictions: random plans whose stages a profile does not hold are measured,
+and compared with what it predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random plans, predicted from a profile alone, against their own compiled stages.
+"""The evaluation of predictions: random plans, predicted from a profile alone, against their own
+compiled stages.
 
 Plans are drawn uniformly over stage count, then cuts, degrees and kind. The truth is the replay of
 the plan over its compiled stages. A stage whose programs were compiled for the profile or the

@@ -1,5 +1,5 @@
-"""Who needs the memory of a plan, and which single change saves most. The plan's own stages are
-compiled, so nothing is guessed."""
+"""The explanation of a plan: who needs its memory, and which single change saves most. The plan's
+own stages are compiled, so nothing is guessed."""
 
 from __future__ import annotations
 

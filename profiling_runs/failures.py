@@ -1,4 +1,4 @@
-"""What could not be measured, in words: once per cause, however many stages it befell."""
+"""The failures of measurements, in words: once per cause, however many stages it befell."""
 
 from __future__ import annotations
 

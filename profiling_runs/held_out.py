@@ -1,5 +1,5 @@
-"""A few stages, measured at micro-batch sizes that are not profiled: how far the line through the
-profiled sizes is off there."""
+"""Held-out stages: a few, measured at micro-batch sizes that are not profiled, to see how far the
+line through the profiled sizes is off there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What to run, as pure data: a job is one measurement, and its key the content hash of everything
-that can change the result."""
+"""Jobs, as pure data: a job is one measurement, and its key the content hash of everything that can
+change the result."""
 
 from __future__ import annotations
 

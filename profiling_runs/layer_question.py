@@ -1,4 +1,4 @@
-"""What a layer profile is made for."""
+"""The question of a layer profile (Harmony)."""
 
 from __future__ import annotations
 

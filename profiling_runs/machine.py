@@ -1,4 +1,4 @@
-"""Which devices the workers have."""
+"""The devices that workers have."""
 
 from __future__ import annotations
 

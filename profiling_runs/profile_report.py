@@ -1,4 +1,4 @@
-"""What ``capture profile`` says of what it made, alike for every system."""
+"""The report of ``capture profile``, alike for every system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile is made for."""
+"""The question of a profile: what is measured, for which cluster."""
 
 from __future__ import annotations
 

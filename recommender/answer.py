@@ -1,4 +1,4 @@
-"""What a search for a plan answers: one type for plans of every kind."""
+"""The answer of a search for a plan: one type for plans of every kind."""
 
 from __future__ import annotations
 

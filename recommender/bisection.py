@@ -1,4 +1,4 @@
-"""The largest number for which something holds."""
+"""The largest number for which a condition holds, found with few questions."""
 
 from __future__ import annotations
 

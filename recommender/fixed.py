@@ -1,4 +1,4 @@
-"""What of a plan is not searched again (``capture plan --fix``)."""
+"""The decisions of a known plan that are not searched again (``capture plan --fix``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``capture plan`` answers, alike for every kind of plan."""
+"""The report of ``capture plan``, alike for every kind of plan."""
 
 from __future__ import annotations
 

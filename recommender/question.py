@@ -1,4 +1,4 @@
-"""What a plan is asked for, and which searches answer what."""
+"""The question of a plan of stages, and which searches answer what."""
 
 from __future__ import annotations
 

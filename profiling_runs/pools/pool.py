@@ -1,5 +1,5 @@
-"""Where jobs run: the few methods that a batch of jobs needs, and what pools of workers have in
-common.
+"""The places where jobs run: the few methods that a batch of jobs needs, and what pools of workers
+have in common.
 
 A pool has as many workers as there is room for. Each measures one job at a time and is asked for
 nothing before it has said that it is ready; one that ends, however, is replaced. With

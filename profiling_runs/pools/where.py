@@ -1,4 +1,4 @@
-"""Where jobs run, as plain data, and the runner that follows from it."""
+"""The place where jobs run, as plain data, and the runner that follows from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What happens inside a worker, wherever it runs: it makes the model's backend once, and measures
-one job after the other."""
+"""The worker of a batch, wherever it runs: it makes the model's backend once, and measures one job
+after the other."""
 
 from __future__ import annotations
 

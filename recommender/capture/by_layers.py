@@ -1,4 +1,4 @@
-"""What no plan is faster than by estimates that layers compiled alone correct.
+"""A bound on the seconds of every plan, by estimates that layers compiled alone correct.
 
 Bounds from tracing count what no compiler avoids: of the inner layer of GPT-3 1.3B, compiled for
 H100, a fourth less than it takes. What stages are expected to take is nearer, but no bound. A layer

@@ -1,5 +1,5 @@
-"""When nothing fits: the cheapest single change that does, found by planning again, not by
-guessing.
+"""The cheapest single change under which a plan fits, where none does: found by planning again, not
+by guessing.
 
 Changes are tried in the order of what they cost a user: another schedule, more and smaller
 micro-batches, a split optimizer state, rematerialisation (recomputing takes time), then more nodes.

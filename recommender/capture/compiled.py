@@ -1,4 +1,4 @@
-"""An answer in what the compiler says of its plan."""
+"""The answer with a plan's compiled peaks in the place of predicted ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fastest plans of the plain schedules, counted as those of every other schedule are.
+"""The fastest plans of the plain schedules, counted as those of every other schedule are.
 
 The searches for speed minimise a closed form without transfers (``pipeline_seconds``), which a
 programme over single stages can prove. In a step, transfers delay the stages that wait for them. So

@@ -1,5 +1,5 @@
-"""What the stages of a part are estimated to take: what tracing expects, times what compiled stages
-with the same choice took beyond it, and what is sent; and the plans that a closed form over these
+"""The estimated seconds of a part's stages: what tracing expects, times what compiled stages with
+the same choice took beyond it, and what is sent; and the plans that a closed form over these
 proposes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is known of a model while questions are asked about it, and answers that rest on it.
+"""The knowledge of a model that grows while questions are asked about it, and answers that rest on
+it.
 
 A search over predictions may prefer a plan whose stages are predicted a little too low. Every round
 compiles the stages of the plan that is best by everything known so far. Once the best plan is one

@@ -1,5 +1,5 @@
-"""What can fit at all: the least peak of parameters, gradients and optimizer state alone, from
-tracing, before anything is measured.
+"""The least state: the least peak of parameters, gradients and optimizer state alone, from tracing,
+before anything is measured.
 
 Every plan holds at least this much when it updates its parameters, so a limit below it is answered
 in seconds. What passes between stages, what waits for the backward pass and what programs need

@@ -1,4 +1,4 @@
-"""From a profile to the problem that searches solve: predicted bytes and seconds of every stage."""
+"""The problem that a profile poses to searches: predicted bytes and seconds of every stage."""
 
 from __future__ import annotations
 

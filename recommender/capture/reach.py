@@ -1,4 +1,4 @@
-"""Which pipeline suffixes exist below a byte limit: 64 positions per machine word.
+"""The pipeline suffixes that exist below a byte limit: 64 positions per machine word.
 
 A state is (p, a, first): p devices are used, a stages follow, ``first`` is the next layer. Row r =
 j - 1 of the cost table belongs to a stage with j stages to the end; the last of the K rows means "K

@@ -1,4 +1,4 @@
-"""From a profile to a recommended plan."""
+"""The recommended plan of a profile."""
 
 from __future__ import annotations
 

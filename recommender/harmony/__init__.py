@@ -1,5 +1,5 @@
-"""Which layers a device holds at a time, and for how many examples: ``harmony`` for layers, a
-server and a minibatch, and the searches."""
+"""Plans of packs (Harmony): which layers a device holds at a time, and for how many examples.
+``harmony`` answers a question of layers and a server, and ``search`` solves one problem."""
 
 from capture.plan.packs import PacksPlan
 from recommender.harmony.problem import PacksProblem

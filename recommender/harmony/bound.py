@@ -1,4 +1,4 @@
-"""How long a configuration takes at least: what a device computes and waits for by itself, one
+"""A lower bound of a configuration's seconds: what a device computes and waits for by itself, one
 thing after the other.
 
 A device's chain starts when its first input can have come through the ranks before it, and ends

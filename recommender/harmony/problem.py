@@ -1,4 +1,4 @@
-"""What the searches for packs choose from: the sizes and packings of a question, as points in the
+"""The problem of the searches for packs: the sizes and packings of a question, as points in the
 order of Algorithm 1."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What packs of layers are asked for."""
+"""The question of a plan of packs (Harmony)."""
 
 from __future__ import annotations
 

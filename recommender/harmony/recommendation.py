@@ -1,4 +1,4 @@
-"""From layers, a server and a minibatch to a plan of packs, or to what is missing."""
+"""The plan of packs for layers, a server and a minibatch, or what is missing."""
 
 from __future__ import annotations
 

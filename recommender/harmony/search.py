@@ -1,4 +1,5 @@
-"""One question, and its answers by name. A new search is an entry in ``ALGORITHMS``.
+"""The question of Harmony, ``search``, and its answers by name. A new search is an entry in
+``ALGORITHMS``.
 
 Source: Li et al. 2022 (Harmony), Algorithm 1.
 """

@@ -1,5 +1,5 @@
-"""From a search to a plan that stays within the limit of a device: as instructions, and, where its
-packs are compiled, by the compiler.
+"""The plan of packs that stays within the limit of a device: as instructions, and, where its packs
+are compiled, by the compiler.
 
 The paper holds packs alone below the limit. Instructions hold what no task counts, so where they
 exceed it, packs are searched again below a limit that is lower by as much. What layers need one by

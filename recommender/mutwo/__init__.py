@@ -1,5 +1,5 @@
-"""Which models of an array are fused, which multiplexed, and what becomes of their feature maps:
-``mutwo`` for a task, models and a limit, and the search."""
+"""Plans of model arrays (mu-TWO): which models are fused, which multiplexed, and what becomes of
+their feature maps. ``mutwo`` answers a question of models, and ``search`` solves one problem."""
 
 from recommender.mutwo.problem import ArrayProblem
 from recommender.mutwo.recommendation import ArrayAnswer, ArrayQuestion, mutwo, plan_array

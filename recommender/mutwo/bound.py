@@ -1,5 +1,5 @@
-"""Least seconds of a way, whatever its feature maps become: a linear programme that knows bytes,
-links and programs, and lets copies flow in any parts.
+"""A lower bound of a way's seconds, whatever its feature maps become: a linear programme that knows
+bytes, links and programs, and lets copies flow in any parts.
 
     least    sum of W_k + seconds of program k                        k: segments of the body
     where    W_k >= seconds of what is made again before it           y_u of a unit u

@@ -1,5 +1,5 @@
-"""What becomes of the feature maps of one way: begun from several choices, revised until nothing
-that is tried is better."""
+"""The search for what becomes of the feature maps of one way: begun from several choices, revised
+until nothing that is tried is better."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every choice of a way, but for those that cannot be the best: for small graphs, and to say how
-good a search is."""
+"""The search of every choice of a way, but for those that cannot be the best: for small graphs, and
+to say how good a search is."""
 
 from __future__ import annotations
 

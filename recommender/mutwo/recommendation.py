@@ -1,4 +1,4 @@
-"""From a task, models and a limit to a plan of an array, or to what is missing."""
+"""The plan of an array for a task, models and a limit, or what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models may be one program, and in which order their passes are issued."""
+"""The ways of training models: which may be one program, and in which order passes are issued."""
 
 from __future__ import annotations
 

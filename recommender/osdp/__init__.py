@@ -1,5 +1,5 @@
-"""Which operators to shard, and for which batch size: ``osdp`` for a training task, the searches,
-and strategies to compare with."""
+"""Sharding plans (OSDP): which operators to shard, and for which batch size. ``osdp`` plans a
+training task, and ``search`` solves one problem."""
 
 from capture.plan.sharding import ShardingPlan
 from recommender.osdp.problem import ShardingProblem

@@ -1,5 +1,5 @@
-"""What the searches of OSDP are asked: modes for all operators and a batch size, within the memory
-of a device."""
+"""The problem of OSDP's searches: modes for all operators and a batch size, within the memory of a
+device."""
 
 from __future__ import annotations
 

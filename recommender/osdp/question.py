@@ -1,4 +1,4 @@
-"""What a sharding is asked for."""
+"""The question of a sharding plan (OSDP)."""
 
 from __future__ import annotations
 

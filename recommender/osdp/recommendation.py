@@ -1,4 +1,4 @@
-"""From a training task to a sharding plan: trace, search, and ask the target's compiler."""
+"""The sharding plan of a training task: trace, search, and ask the target's compiler."""
 
 from __future__ import annotations
 
