@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Varied:
-    """Values of one thing in which models differ: ``learning_rate=0.001,0.0003``."""
+    """The values of one option in which models differ: ``learning_rate=0.001,0.0003``."""
 
     name: str
     values: tuple[float, ...]
 
     @classmethod
     def parse(cls, text: str) -> Varied:
-        """Read it."""
+        """Read the values from ``NAME=V,V``."""
         name, equals, values = text.partition("=")
         if not equals or not name.isidentifier():
             raise argparse.ArgumentTypeError(f"{text!r} is not name=value,value,...")
@@ -89,7 +89,7 @@ WHOLE = ("seed", "batch_size")
 
 
 def models_of(models: str | None, given: Sequence[Varied]) -> list[Member]:
-    """The models that options name.
+    """Return the models that the options ``--models`` and ``--vary`` name.
 
     Raises:
         PlanError: ``array-models`` for none, or a file that is no list of models; ``array-vary``
@@ -268,8 +268,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
 
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport, list[str]]:
-    """What is fused, what is moved, and who needs the memory; a page or a trace of the step, whose
-    programs are in the store or measured again."""
+    """Explain a plan of an array: what is fused and moved, and who needs the memory. A page or a
+    trace needs the programs of the step, which are in the store or measured again."""
     writes = options.output is not None or options.trace is not None
     read = ("output", "interactive", "trace", "workload", *(option.name for option in shared.STORE))
     asked.refuse_unread(options, "array", *(read if writes else ()))
@@ -301,7 +301,7 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
 
 
 def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, list[str]]:
-    """What is predicted, and what it leaves.
+    """Report what is predicted of an array, and how much memory that leaves.
 
     Raises:
         PlanError: ``array-page`` for a page or a trace, which need the programs of the models.
@@ -320,7 +320,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, li
 
 
 def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
-    """The plan's step, built again and simulated."""
+    """Build and simulate the step of a plan of an array."""
     from capture.report.array import array_facts
 
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
@@ -354,7 +354,7 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
 
 
 def diff(options: argparse.Namespace, *plans: ArrayPlan) -> DiffReport:
-    """What two plans decide differently, and what each needs."""
+    """Compare two plans of arrays: what they decide differently, and what each needs."""
     asked.refuse_unread(options, "array")
     one, other = map(PlanNeeds.of, plans)
     return DiffReport("array", unequal(*map(_decided, plans)), (one, other))
@@ -393,7 +393,7 @@ def _set(plan: ArrayPlan, model: int) -> str:
 
 
 def plan_lines(plan: ArrayPlan) -> list[str]:
-    """Sub-arrays and what is predicted."""
+    """Return the lines of a plan of an array: its sub-arrays, and what is predicted."""
     rows = [
         [a, " ".join(map(str, group)), *(_moved(plan, a, name) for name in ("swap", "recompute"))]
         for a, group in enumerate(plan.partition)

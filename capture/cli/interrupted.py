@@ -14,10 +14,10 @@ from capture.runtime.hosts.saved import complete_steps, latest
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run began, to tell what it has saved when it is interrupted.
+    """The point where a run began, to tell what it has saved when it is interrupted.
 
     Attributes:
-        options: Those of the run.
+        options: Options of the run.
         begin: The step that it goes on from.
         before: The checkpoints that were in its folder.
         can_save_often: Whether plans of its kind save before their end, too.
@@ -58,7 +58,7 @@ def command(options: argparse.Namespace, **changes: Any) -> str:
     """Return the command with the options of another one, as it is typed.
 
     Args:
-        options: Those that were parsed, with their ``parser``.
+        options: Options that were parsed, with their ``parser``.
         changes: Other values, by the name of the option; None and False leave an option out.
     """
     words = options.parser.prog.split()

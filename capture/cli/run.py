@@ -188,7 +188,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``capture.runtime.training.Training`` that are asked for."""
+    """Return the fields of ``capture.runtime.training.Training`` that are asked for."""
     return taken(Training, vars(options)) | {"trace": options.trace is not None}
 
 
@@ -200,7 +200,7 @@ def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:
 
 
 def _refuse_unread(options: argparse.Namespace) -> None:
-    """Options of other runs.
+    """Refuse options that only other runs read.
 
     Raises:
         PlanError: ``run-restarts`` where nothing is started again, ``run-ray`` for what does not go
@@ -255,7 +255,7 @@ def _refuse_unread(options: argparse.Namespace) -> None:
 
 
 def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
-    """A table of devices and the losses; of several models, each with what is set for it."""
+    """Return a table of devices and the losses; of several models, each with what is set for it."""
     predicted, measured = (
         document["predicted_peak_bytes_per_device"],
         document["measured_peak_bytes_per_device"] or [],
@@ -351,7 +351,7 @@ def _losses(losses: Sequence[float]) -> str:
 
 
 def _worst(param: Mapping[str, Any] | None) -> str | None:
-    """Which parameter of a model is off most."""
+    """Describe which parameter of a model is off most."""
     if param is None:
         return None
     return (
