@@ -16,8 +16,8 @@ VOCABULARY, SEQUENCE, WIDTH, HEADS = 512, 64, 64, 4
 
 
 def gpt(num_blocks: int = 8) -> Workload:
-    """Make a GPT whose eight blocks are eight layers: the embedding goes with the first, the head
-    and the loss with the last."""
+    """Make a GPT of as many layers as blocks: the embedding goes with the first, the head and the
+    loss with the last."""
 
     def init(key: jax.Array) -> dict[str, Any]:
         keys = jax.random.split(key, num_blocks + 3)

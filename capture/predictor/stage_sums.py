@@ -46,8 +46,8 @@ def largest_part(of_stage: np.ndarray) -> np.ndarray:
 
 def kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
     """Return, per stage [first, stop), the most bytes that the sum over windows counts twice,
-    (L, L + 1). They are of values and batch leaves that two layers touch which no window holds both
-    of."""
+    (L, L + 1): of values and batch leaves that two layers touch, too far apart for a window, and
+    none between."""
     found = np.zeros((graph.num_layers, graph.num_layers + 1))
     for nbytes, layers in _touched(graph, choice):
         for layer, later in pairwise(layers):
