@@ -50,9 +50,6 @@ class AdditivePredictor(ComponentTables):
         profile: Measured windows of layers.
         allow_extrapolation: Predict degrees that were not profiled by ``a + b / k``; refused
             otherwise.
-
-    Example:
-        See ``capture.predictor`` in the README.
     """
 
     name = "additive"

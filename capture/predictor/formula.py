@@ -220,8 +220,8 @@ def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
 def peaks_by_position(
     memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[Any]
 ) -> np.ndarray:
-    """Compute ``peak_of`` for many positions at once, stacked along a new first dimension; for
-    arrays, without temporary ones.
+    """Compute ``peak_of`` for many positions of a plain schedule at once, stacked along a new first
+    dimension; for arrays, without temporary ones.
 
     Args:
         memory: All but ``arriving``.
