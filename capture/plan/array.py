@@ -99,7 +99,7 @@ class Member:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Member:
-        """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0, "batch_size": 8}``."""
+        """Read a model from its row: ``{"learning_rate": 1e-3, "seed": 0, "batch_size": 8}``."""
         own = ("seed", "batch_size", "workload")
         return cls(
             int(row.get("seed", 0)),
@@ -114,11 +114,11 @@ class Member:
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """What a model trains: models of one task may be one program.
+    """A workload and batch size that models train: models of one task may be one program.
 
     Attributes:
         batch_size: Examples of a step.
-        workload: Its name; empty for the workload of the plan.
+        workload: Name of the workload; empty for that of the plan.
         num_layers, model_hash: As traced; 0 and empty where nobody has yet.
     """
 
@@ -134,7 +134,7 @@ class ArrayTask:
 def tasks_of(
     models: Sequence[Member], batch_size: int, workload: WorkloadSpec | None, num_layers: int = 0
 ) -> tuple[ArrayTask, ...]:
-    """What each model trains.
+    """Return the task that each model trains, in the order of the models.
 
     Args:
         models: Of an array.
@@ -153,7 +153,7 @@ def tasks_of(
 
 
 def sharing_violations(shared: Shared, tasks: Sequence[ArrayTask]) -> Iterator[Violation]:
-    """Parameters that models of several workloads are to share."""
+    """Yield a violation if models of several workloads are to share parameters."""
     names = dict.fromkeys(task.workload or "the plan's" for task in tasks)
     if shared and len(names) > 1:
         what = "a predicate" if callable(shared) else list(shared)
@@ -165,7 +165,7 @@ def sharing_violations(shared: Shared, tasks: Sequence[ArrayTask]) -> Iterator[V
 
 
 def member_violations(models: Sequence[Member]) -> Iterator[Violation]:
-    """Models that cannot be of any array."""
+    """Yield a violation for models that cannot be of any array, or if there are none."""
     if not models:
         yield Violation("models is empty; an array has one model at least.", "array-models")
     for n, model in enumerate(models):
@@ -184,16 +184,16 @@ def member_violations(models: Sequence[Member]) -> Iterator[Violation]:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a bundle between its last use forward and its first use backward.
+    """The fate of a bundle between its last use forward and its first use backward.
 
     Attributes:
-        bundle: Its name.
+        bundle: Name of the bundle.
         choice: ``"swap"``: copied to the host and back; ``"recompute"``: made again.
-        ahead: Of a swapped one, how many of its sub-array's segments before its first use it is
+        ahead: How many of its sub-array's segments before its first use a swapped bundle is
             fetched, if there is room by then.
-        behind: Of a swapped one, after how many segments of all sub-arrays the step waits for its
-            copy where something else could come early in its place; None if only when something
-            needs the room.
+        behind: After how many segments of all sub-arrays the step waits for a swapped bundle's copy
+            where something else could come early in its place; None if only when something needs
+            the room.
     """
 
     bundle: str
@@ -204,14 +204,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class ArrayPrediction:
-    """A step as the plan's own instructions: replayed, and simulated on its target.
+    """The bytes and seconds of a step by the plan's instructions, replayed and simulated.
 
     Attributes:
-        peak_bytes: Of the device.
-        parts_bytes: By category, at the peak.
-        host_peak_bytes: Of what is swapped.
-        step_seconds: Of an update of every model.
-        retained_bytes, swapped_bytes, recomputed_bytes: Of feature maps, in a step.
+        peak_bytes: Peak memory of the device.
+        parts_bytes: Bytes at the peak, by category.
+        host_peak_bytes: Peak memory of the host, which holds what is swapped.
+        step_seconds: Seconds of an update of every model.
+        retained_bytes, swapped_bytes, recomputed_bytes: Bytes of feature maps in a step.
     """
 
     peak_bytes: int
@@ -225,12 +225,12 @@ class ArrayPrediction:
 
 @dataclass(frozen=True)
 class Saturation:
-    """What fusing so many models is worth.
+    """The seconds of one sub-array, by how many models are fused: what fusing so many is worth.
 
     Attributes:
-        models: Of a sub-array.
-        seconds: Of its programs, one after the other, with everything retained.
-        task: Of the models, from 0 in their order.
+        models: Models of the sub-array.
+        seconds: Seconds of its programs, one after the other, with everything retained.
+        task: Number of the models' task, from 0 in the order of the models.
     """
 
     models: int
@@ -299,7 +299,7 @@ class ArrayPlan(PlanFile):
 
     @cached_property
     def trained(self) -> tuple[ArrayTask, ...]:
-        """What each model trains."""
+        """The task that each model trains, in the order of the models."""
         own = ArrayTask(self.batch_size, "", self.num_layers, self.model_hash)
         known = {task: task for task in (*self.tasks, own)}
         tasks = tasks_of(self.models, self.batch_size, self.workload, self.num_layers)
@@ -317,12 +317,12 @@ class ArrayPlan(PlanFile):
 
     @property
     def host_memory_bytes(self) -> int:
-        """What its step may hold in the memory of the host."""
+        """The bytes that a step may hold in the memory of the host: its host's peak."""
         return 0 if self.prediction is None else self.prediction.host_peak_bytes
 
     @property
     def peaks(self) -> Peaks | None:
-        """Of the replay of its step, with its programs as they were compiled."""
+        """The peak of the device, replayed with compiled programs; None if not predicted."""
         return None if self.prediction is None else Peaks.compiled(self.prediction.peak_bytes)
 
     @property
@@ -332,12 +332,12 @@ class ArrayPlan(PlanFile):
 
     @property
     def own_limit_bytes(self) -> int | None:
-        """What was given when it was made."""
+        """The limit of the device's memory that the plan was made for; None if none was given."""
         return self.memory_limit_bytes
 
     @property
     def step_estimate(self) -> tuple[float, str] | None:
-        """An update of every model."""
+        """The seconds of an update of every model, and ``"simulated"``."""
         found = self.prediction
         return None if found is None else (found.step_seconds, "simulated")
 
@@ -353,7 +353,7 @@ class ArrayPlan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> ArrayPlan:
-        """Return the plan of what a file has."""
+        """Return the plan that a file's fields describe."""
         return cls(**written, named_by="a document")
 
     def resolved(self, path: Path | str) -> ArrayPlan:
@@ -429,7 +429,7 @@ class ArrayPlan(PlanFile):
                     )
 
     def _mixed(self) -> Iterator[Violation]:
-        """What models of several programs cannot do."""
+        """Yield a violation per sub-array of several programs, and for sharing over workloads."""
         for a, group in enumerate(self.partition):
             tasks = dict.fromkeys(self.trained[model] for model in group)
             if len(tasks) > 1:

@@ -34,7 +34,7 @@ class ClusterRow:
 
     @property
     def wrong(self) -> str:
-        """What is wrong with its form; empty if nothing is."""
+        """The error in the row's form, in words; empty if there is none."""
         none = "cluster.target_per_node is empty and must have a target for every node"
         return "" if self.target_per_node else none
 
@@ -216,7 +216,7 @@ class PlanFile:
 
     @property
     def target_name(self) -> str:
-        """What it was planned for."""
+        """The name of the target that the plan is for."""
         return self.known_cluster.target
 
     @property
@@ -235,8 +235,8 @@ class PlanFile:
         return None
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """What it leaves of a limit; without one, of its own, or of what the target's devices can
-        use. None where nobody knows a limit or peaks."""
+        """Return the headroom below a limit; without one, below the plan's own, or what the
+        target's devices can use. None where nobody knows a limit or peaks."""
         if (peaks := self.peaks) is None:
             return None
         limit = self.own_limit_bytes if memory_limit_bytes is None else memory_limit_bytes
@@ -266,7 +266,7 @@ class PlanFile:
 
     @property
     def made_from(self) -> str:
-        """What it was made from where it names no workload, in a sentence."""
+        """A phrase that says what the plan was made from, if it names no workload."""
         return "Python objects"
 
     @property
@@ -277,7 +277,7 @@ class PlanFile:
 
     @property
     def host_memory_bytes(self) -> int:
-        """What its step may hold in the memory of the host."""
+        """The bytes that a step may hold in the memory of the host."""
         return 0
 
 
@@ -293,7 +293,7 @@ def with_paths(asked: Mapping[str, Any], change: Callable[[str], str]) -> dict[s
 def traced_for(
     plan: Any, workload: Any, trace: Callable[[], T], graph_of: Callable[[T], Any] = lambda t: t
 ) -> T:
-    """What ``trace`` makes of a workload, if that is the model that a plan was made for.
+    """Return what ``trace`` makes of a workload; refuse another model than the plan was made for.
 
     Args:
         plan: With ``workload``, ``num_layers`` (0 for any) and ``model_hash`` (empty for any).
@@ -320,7 +320,7 @@ def traced_for(
 
 
 def other_model(plan: Any, workload: Any, has: str) -> CaptureError:
-    """The error of a workload that is not the plan's.
+    """Return the error of a workload that is not the plan's.
 
     Args:
         plan: Of any kind.

@@ -23,9 +23,9 @@ class Kind:
     """A kind of plan.
 
     Attributes:
-        name: As its files have it.
-        system: As ``capture plan --system`` has it.
-        plan: Its class.
+        name: Name of the kind in its files.
+        system: Name of the system in ``capture plan --system``.
+        plan: Class of its plans.
         asks: What ``capture plan`` asks for one: a ``capture.cli.options.Asks``.
         verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
             is asked for.
@@ -42,7 +42,7 @@ class Kind:
     saves_often: bool = False
 
     def verb(self, name: str) -> Registered:
-        """What a verb does with plans of this kind.
+        """Return what a verb of the command line does with plans of this kind.
 
         Raises:
             PlanError: ``plan-kind`` if it does not take them.
@@ -128,7 +128,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def load_plan(path: Path | str) -> AnyPlan:
-    """A plan of whichever kind, as ``save`` wrote it.
+    """Load a plan of whichever kind, as ``save`` wrote it.
 
     Args:
         path: Of a file; ``plan.json:knee`` is a plan of its front (``Plan.of_front``).
@@ -156,12 +156,12 @@ def _read(data: Any) -> AnyPlan:
 
 
 def kind_of(plan: AnyPlan) -> Kind:
-    """The kind of a plan."""
+    """Return the kind of a plan."""
     return KINDS[plan.FORMAT.kind]
 
 
 def of_stages(plan: Any) -> Plan:
-    """The plan, if it is one of stages, where nothing else has a meaning.
+    """Return the plan, if it is one of stages; refuse others, for which nothing else has a meaning.
 
     Raises:
         PlanError: ``plan-kind``.
@@ -172,7 +172,7 @@ def of_stages(plan: Any) -> Plan:
 
 
 def _kind_of(data: Any) -> Any:
-    """That of a document; files of schema 1 do not say it."""
+    """Return the kind of a document; files of schema 1 do not say it, but fields tell."""
     if not isinstance(data, Mapping):
         return "stages"  # whose reader refuses it
     return data.get("kind", "sharding" if "operators" in data else "stages")
