@@ -128,7 +128,7 @@ class HostMachine:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device computes and reads its memory.
+    """The rates at which a device computes, reads its memory and sends, each with its source.
 
     Attributes:
         flops_per_second: Specified FLOPs per second, by data type name.

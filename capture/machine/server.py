@@ -33,7 +33,7 @@ SERVERS_FOLDER = Path(__file__).parent / "servers"
 
 @dataclass(frozen=True)
 class Server:
-    """Equal devices behind one host.
+    """A host with equal devices behind it: its memories and bandwidths.
 
     Attributes:
         name: Name of a shipped server, the path of a file, or a target and how many.

@@ -182,7 +182,7 @@ class OperatorModel:
 
     @cached_property
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """(first position, number) of each kind of equal operators: searches decide how many of
+        """The kinds of equal operators, as (first position, number): searches decide how many of
         them, not which."""
         first: dict[Operator, int] = {}
         for position, operator in enumerate(self.operators):
@@ -198,7 +198,7 @@ class OperatorModel:
 
     @cached_property
     def flops(self) -> int:
-        """FLOPs of the forward pass of one example, over all operators."""
+        """The FLOPs of the forward pass of one example, over all operators."""
         return sum(operator.flops for operator in self.operators)
 
     def to_json(self) -> dict[str, Any]:

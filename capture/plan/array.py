@@ -307,12 +307,12 @@ class ArrayPlan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """How many examples of one model a step has."""
+        """The number of examples of one model in a step."""
         return self.batch_size
 
     @property
     def num_models(self) -> int:
-        """How many models a step trains."""
+        """The number of models that a step trains."""
         return len(self.models)
 
     @property
@@ -327,7 +327,7 @@ class ArrayPlan(PlanFile):
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """Peak memory of the host, where what is swapped rests."""
+        """The peak memory of the host, where what is swapped rests."""
         return None if self.prediction is None else self.prediction.host_peak_bytes
 
     @property

@@ -186,7 +186,7 @@ class PlanFile:
 
     @property
     def known_cluster(self) -> Cluster:
-        """The devices.
+        """The devices of the plan; an error where it names none.
 
         Raises:
             PlanError: ``plan-cluster`` if it names none.
@@ -201,17 +201,17 @@ class PlanFile:
 
     @property
     def num_devices(self) -> int | None:
-        """How many devices it runs on; None if it names none."""
+        """The number of devices that the plan runs on; None if it names none."""
         return None if self.cluster is None else self.cluster.num_devices
 
     @property
     def peaks(self) -> Peaks | None:
-        """Peak memory of its devices, by the best that is known; None if nobody says."""
+        """The peak memory of its devices, by the best that is known; None if nobody says."""
         raise NotImplementedError
 
     @property
     def predicted_bytes_per_device(self) -> Sequence[int] | None:
-        """Peak memory of its devices as it was predicted; None if nobody did."""
+        """The peak memory of its devices as it was predicted; None if nobody did."""
         return None if (peaks := self.peaks) is None else peaks.per_device
 
     @property
@@ -221,17 +221,18 @@ class PlanFile:
 
     @property
     def known_peak_bytes(self) -> int:
-        """Peak of the device that needs most, by the best that is known; 0 if nothing is."""
+        """The peak of the device that needs most, by the best that is known; 0 if nothing is."""
         return 0 if (peaks := self.peaks) is None else max(peaks.per_device)
 
     @property
     def compiled(self) -> bool:
-        """Whether its own programs were compiled."""
+        """Whether the peaks are those of the plan's own programs, compiled."""
         return (peaks := self.peaks) is not None and peaks.how == "compiled"
 
     @property
     def own_limit_bytes(self) -> int | None:
-        """Bytes of a device that it was made for; None where that is what the target says."""
+        """The bytes of a device that the plan was made for; None where that is what the target
+        says."""
         return None
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
@@ -245,18 +246,18 @@ class PlanFile:
 
     @property
     def step_estimate(self) -> tuple[float, str] | None:
-        """Seconds of a step, and how they are known: simulated, or estimated; None if nobody
+        """The seconds of a step, and how they are known: simulated, or estimated; None if nobody
         says."""
         raise NotImplementedError
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """Peak memory of the host; None where the step does not use it."""
+        """The peak memory of the host; None where the step does not use it."""
         return None
 
     @property
     def step_examples(self) -> int:
-        """How many examples a step has; of models that are trained together, those of one."""
+        """The number of examples in a step; of models that are trained together, those of one."""
         raise NotImplementedError
 
     @property

@@ -213,7 +213,7 @@ class PacksPlan(PlanFile):
 
     @property
     def num_devices(self) -> int:
-        """How many devices the server has."""
+        """The number of devices of the server."""
         return self.machine.devices
 
     @property
@@ -284,7 +284,7 @@ class PacksPlan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """How many examples a step has."""
+        """The number of examples in a step."""
         return self.minibatch_size
 
     def in_files(self) -> dict[str, Any]:

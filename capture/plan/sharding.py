@@ -202,7 +202,7 @@ class ShardingPlan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """How many examples a step has."""
+        """The number of examples in a step, on all devices."""
         return self.batch_size * (1 if self.cluster is None else self.cluster.num_devices)
 
     @property

@@ -108,7 +108,7 @@ class Plan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """How many examples a step has."""
+        """The number of examples in a step."""
         return self.global_batch_size
 
     @property

@@ -35,7 +35,7 @@ same process; the device itself, which keeps it for its next task."""
 
 @dataclass(frozen=True)
 class Switches:
-    """The optimizations of Harmony, each of which can be off (5.5).
+    """The switches of Harmony's optimizations, each on by default (5.5).
 
     Attributes:
         grouping: A pack stays for all of its micro-batches. Off, each is a task of its own: weights

@@ -110,7 +110,7 @@ class StageInterface:
 
     @property
     def input_gradients(self) -> tuple[int, ...]:
-        """Received values whose gradient the backward program makes."""
+        """The received values whose gradient the backward program makes."""
         return tuple(v for v in self.used if v in self.differentiable)
 
 

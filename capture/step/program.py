@@ -72,7 +72,7 @@ class Place:
 
     @cached_property
     def memories(self) -> tuple[Memory, ...]:
-        """Per device, where its part is."""
+        """The memory that holds each device's part, in the order of the devices."""
         return self.devices if self.host is None else (self.host.name,) * len(self.devices)
 
 
@@ -145,7 +145,8 @@ class _AnyInstruction:
 
 @dataclass(frozen=True)
 class Feed(_AnyInstruction):
-    """``batch`` are leaves of the batch; ``microbatch`` numbers the parts that it was cut into."""
+    """An instruction that brings rows of the batch into a slot. ``batch`` are leaves of the batch;
+    ``microbatch`` numbers the parts that it was cut into."""
 
     slot: int
     microbatch: int
@@ -159,8 +160,8 @@ class Feed(_AnyInstruction):
 
 @dataclass(frozen=True)
 class Run(_AnyInstruction):
-    """``inputs`` are the argument groups of the program, each a tuple of slots; ``outputs`` the
-    slots of its results."""
+    """An instruction that runs a program. ``inputs`` are its argument groups, each a tuple of
+    slots; ``outputs`` the slots of its results."""
 
     program: str
     inputs: tuple[tuple[int, ...], ...]
@@ -192,8 +193,9 @@ class Run(_AnyInstruction):
 
 @dataclass(frozen=True)
 class Copy(_AnyInstruction):
-    """Out, in, or from device to device, as the places of the slots say. ``nbytes`` is what the
-    busier side sends or receives, per device; ``index`` selects an array of the source, or some."""
+    """An instruction that copies a slot out, in, or from device to device, as the places of the
+    slots say. ``nbytes`` is what the busier side sends or receives, per device; ``index`` selects
+    an array of the source, or some."""
 
     source: int
     target: int
@@ -290,7 +292,7 @@ class Step:
 
     @cached_property
     def users(self) -> dict[Memory, tuple[str, ...]]:
-        """Per memory, the places that use it."""
+        """The names of the places that use each memory."""
         found: defaultdict[Memory, list[str]] = defaultdict(list)
         for place in self.places:
             for memory in dict.fromkeys(place.memories):
@@ -300,14 +302,15 @@ class Step:
 
     @cached_property
     def standing_for(self) -> dict[Memory, Memory]:
-        """Per memory, the first that the same places use: they hold the same at every instant, and
-        their devices do the same."""
+        """The memory that stands for each one: the first that the same places use. They hold the
+        same at every instant, and their devices do the same."""
         first: dict[tuple[str, ...], Memory] = {}
         return {memory: first.setdefault(names, memory) for memory, names in self.users.items()}
 
     @cached_property
     def memories(self) -> dict[str, tuple[Memory, ...]]:
-        """Per place, what stands for its memories: a host's once for the part of each device."""
+        """The memories of each place, by what stands for them: a host's once for the part of each
+        device."""
         return {
             place.name: place.memories
             if place.host

@@ -53,7 +53,7 @@ class Room:
         return self._memories(self._step.slots[slot].place)
 
     def _memories(self, place: Place) -> tuple[int, ...]:
-        """Return the devices of a place, of which one may stand for others; none of a host."""
+        """Return the devices of a place, one for all that do the same; none of a host."""
         return tuple(filter(is_device, self._step.memories[place.name]))
 
     def _out(self, each: Instruction) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ def build_training(
 
 
 def _built(place: Place, tasks: Sequence[Task], state: Sequence[Value]) -> Step:
-    """Return the step of tasks on one place, of which the last is, or has, the update."""
+    """Return the step of tasks on one place; the last task is, or has, the update."""
     step = Step((place,))
     (turn,) = transfer(step, [Round(tasks)], state)
     step.instructions += [each for block in turn.body for each in block]

@@ -63,7 +63,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Work:
-    """Something that takes time, memory, or both. Its id is its position among the items.
+    """An item of a simulation, which takes time, memory, or both. Its id is its position among the
+    items.
 
     Attributes:
         label: For people.

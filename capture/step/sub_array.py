@@ -152,7 +152,7 @@ class ProgramFacts:
 
 
 class Programs(Protocol):
-    """The compiler of sub-arrays' programs, of which equal ones are compiled once."""
+    """The compiler of sub-arrays' programs, which compiles equal ones once."""
 
     def facts(self, sub_array: SubArray, call: Call) -> ProgramFacts: ...
 

@@ -17,7 +17,7 @@ Stream = Literal["compute", "in", "out"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something on a stream.
+    """A program or a copy that occupies a stream for some time.
 
     Attributes:
         stream: Programs, copies from the host, copies to it.

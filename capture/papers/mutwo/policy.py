@@ -96,8 +96,8 @@ class SwapPolicy:
 
 @dataclass(frozen=True)
 class CycleSchedule:
-    """The schedule of sub-arrays of which each one's backward pass runs beside the forward pass of
-    the next: of two, [BW_1, FW_2] and [BW_2, FW_1].
+    """The schedule of sub-arrays in a cycle: each one's backward pass runs beside the forward pass
+    of the next. Of two: [BW_1, FW_2] and [BW_2, FW_1].
 
     Attributes:
         policies: Of the merged graphs, by the sub-array of the backward pass.
