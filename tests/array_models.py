@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload
 from capture.plan.array import ArrayPlan, Member
+from capture.runtime.array_batches import stacked
+from capture.runtime.array_state import ArrayState
+from capture.runtime.asked import Training
+from capture.runtime.meter import Measurement, measure_step
+from capture.runtime.multiplexed import ArrayTraining
+from capture.runtime.training import follow
 
 VOCABULARY, SEQUENCE, WIDTH = 16, 8, 8
 BATCH = 2
@@ -169,3 +177,24 @@ def alone(num_steps: int = 3, **options) -> list[tuple[list[float], dict]]:
             losses.append(float(loss))
         found.append((losses, jax.tree.map(np.asarray, params)))
     return found
+
+
+def checked(training: ArrayTraining, num_steps: int = 2) -> dict[str, Any]:
+    """Return the document of a training under the meters, compared with each model alone."""
+    return follow(training, training.plan, Training(num_steps=num_steps, check=True))
+
+
+def measured(
+    training: ArrayTraining, batches: Sequence[Any]
+) -> tuple[Measurement, ArrayState, list[list[float]]]:
+    """Train with the ledger compared with live arrays before every instruction; what was measured of
+    all, the last state and the losses."""
+    state, found, losses = training.init(), None, []
+    turns = training.turns(0, 0, len(batches))
+    traced = [training.fuser(model).traced for model in range(training.plan.num_models)]
+    for number, turn in enumerate(turns):
+        batch = stacked(training.plan, traced, batches[number], number) if turn.batch else None
+        one = measure_step(turn.step, state, batch, strict=True)
+        state, losses = one.state, losses + ([] if one.loss is None else [one.loss])
+        found = one if found is None else found.then(one)
+    return found, state, losses

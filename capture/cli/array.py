@@ -24,7 +24,7 @@ from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.trust import remember
-from capture.model.workload import WorkloadSpec, named_workload
+from capture.model.workload import WorkloadSpec
 from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.asked import ArrayShape
@@ -228,45 +228,6 @@ def _ways(proof: ArrayResult) -> str:
     return table(["way", "models of each", "an update", "device", "fits"], rows)
 
 
-def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
-    """Train the array here.
-
-    Raises:
-        PlanError: ``array-run``, ``run-save-every`` and ``run-trace`` for options that arrays do
-            not have.
-    """
-    unread = {
-        "seed": ("models of an array have seeds of their own in the plan", "array-run"),
-        "save_every": ("the training of an array is saved at its end", "run-save-every"),
-        "trace": ("of the training of an array no trace is made", "run-trace"),
-    }
-    PlanError.check(
-        Violation(f"--{name.replace('_', '-')} {value}: {why}; leave it out.", code)
-        for name, (why, code) in unread.items()
-        if (value := getattr(options, name))
-    )
-    spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
-    from capture.cli.run import finish
-    from capture.runtime import checkpoint
-    from capture.runtime.array_check import run_array
-    from capture.runtime.multiplexed import train_array
-
-    workload = spec.load()
-    if options.restore is not None:
-        given = {"": workload}
-        each = [named_workload(task.workload, given, plan.named_by) for task in plan.trained]
-        checkpoint.check_restorable(options.restore, each, of_array=True)
-    document = run_array(
-        train_array(workload, plan),
-        options.steps,
-        check=options.check,
-        save=options.save,
-        restore=options.restore,
-        report=lambda text: say(options, text),
-    )
-    return finish(options, document, [_set(plan, m) for m in range(plan.num_models)])
-
-
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport, list[str]]:
     """Explain a plan of an array: what is fused and moved, and who needs the memory. A page or a
     trace needs the programs of the step, which are in the store or measured again."""
@@ -362,7 +323,7 @@ def diff(options: argparse.Namespace, *plans: ArrayPlan) -> DiffReport:
 
 def _decided(plan: ArrayPlan) -> dict[str, str]:
     return {
-        "models": "; ".join(_set(plan, model) for model in range(len(plan.models))),
+        "models": "; ".join(plan.model_names),
         "shared": ", ".join(plan.shared) or "-",
         "batch": f"{plan.batch_size}{' shared' if plan.shared_batches else ''}",
         "sub-arrays": " ".join(str(list(group)) for group in plan.partition),
@@ -381,15 +342,6 @@ def _named(plan: ArrayPlan, choice: str) -> str:
         if decision.choice == choice
     )
     return ", ".join(named) or "-"
-
-
-def _set(plan: ArrayPlan, model: int) -> str:
-    member = plan.models[model]
-    values = [f"{name} {value:g}" for name, value in member.hyperparameters.items()]
-    task = plan.trained[model]
-    values += [f"batch {task.batch_size}"] if task.batch_size != plan.batch_size else []
-    values += [task.workload] if task.workload else []
-    return ", ".join([f"seed {member.seed}", *values])
 
 
 def plan_lines(plan: ArrayPlan) -> list[str]:

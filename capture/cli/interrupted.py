@@ -20,20 +20,18 @@ class Progress:
         options: Options of the run.
         begin: The step that it goes on from.
         before: The checkpoints that were in its folder.
-        can_save_often: Whether plans of its kind save before their end, too.
     """
 
     options: argparse.Namespace
     begin: int
     before: frozenset[tuple[int, int]]
-    can_save_often: bool
 
     @classmethod
-    def of(cls, options: argparse.Namespace, *, can_save_often: bool) -> Progress:
+    def of(cls, options: argparse.Namespace) -> Progress:
         """Note where a run begins."""
         found = None if options.restore is None else latest(options.restore)
         begin = 0 if found is None else found[0]
-        return cls(options, begin, _checkpoints(options.save), can_save_often)
+        return cls(options, begin, _checkpoints(options.save))
 
     def __str__(self) -> str:
         """Return the sentence for the user."""
@@ -41,7 +39,7 @@ class Progress:
         if not saved:
             since = "" if options.restore is None else f" since step {self.begin}"
             said = f"interrupted; nothing was saved{since}"
-            if options.save_every is None and self.can_save_often:
+            if options.save_every is None:
                 said += " (--save DIR --save-every K saves as it goes)"
             return f"{said}. To start again: {command(options)}"
         step, _ = max(saved)

@@ -24,9 +24,7 @@ from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
 from capture.options import add, at_least, options_of, taken
-from capture.plan.kinds import AnyPlan, kind_of, load_plan, of_stages
-from capture.plan.packs import PacksPlan
-from capture.plan.sharding import ShardingPlan
+from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.asked import Training
@@ -111,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
             often=options.save_every is not None,
             num_models=plan.num_models,
         )
-    progress = Progress.of(options, can_save_often=kind_of(plan).saves_often)
+    progress = Progress.of(options)
     try:
         return _run(options, plan)
     except KeyboardInterrupt:
@@ -129,18 +127,17 @@ def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     if plan.host_memory_bytes:
         environment.prepare_host_memory(plan.host_memory_bytes)
     environment.prepare(num_devices=plan.num_devices)
-    code: int = kind_of(plan).verb("run")(options, plan)
-    return code
+    return _trained(options, plan)
 
 
-def trained(options: argparse.Namespace, plan: Plan | PacksPlan | ShardingPlan) -> int:
-    """Train one model by its plan, in this process."""
-    spec = asked.workload_of(options, plan)
+def _trained(options: argparse.Namespace, plan: AnyPlan) -> int:
+    """Train by a plan, in this process."""
+    spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
     from capture.runtime.training import train
 
     training = Training(**_training(options))
     document = train(plan, spec.load(), training, lambda text: say(options, text))
-    return finish(options, document)
+    return finish(options, document, plan.model_names)
 
 
 def finish(

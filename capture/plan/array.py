@@ -341,6 +341,17 @@ class ArrayPlan(PlanFile):
         found = self.prediction
         return None if found is None else (found.step_seconds, "simulated")
 
+    @property
+    def model_names(self) -> Sequence[str]:
+        """What is set for each model: its seed, hyperparameters, batch and workload."""
+        names = []
+        for member, task in zip(self.models, self.trained, strict=True):
+            values = [f"{name} {value:g}" for name, value in member.hyperparameters.items()]
+            values += [f"batch {task.batch_size}"] if task.batch_size != self.batch_size else []
+            values += [task.workload] if task.workload else []
+            names.append(", ".join([f"seed {member.seed}", *values]))
+        return names
+
     def admitted(self, trust: bool = False) -> ArrayPlan:
         """Return the plan, if what its models name beside its own workload may be loaded.
 

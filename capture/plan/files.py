@@ -266,6 +266,15 @@ class PlanFile:
         return 1
 
     @property
+    def model_names(self) -> Sequence[str]:
+        """What is set for each of several models; empty where a step trains one."""
+        return ()
+
+    def admitted(self, trust: bool = False) -> Self:
+        """Return the plan, if what it names beside its own workload may be loaded."""
+        return self
+
+    @property
     def made_from(self) -> str:
         """A phrase that says what the plan was made from, if it names no workload."""
         return "Python objects"

@@ -30,7 +30,6 @@ class Kind:
         verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
             is asked for.
         python: What runs it in Python.
-        saves_often: Whether its training can be saved before its end.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Kind:
     asks: Registered
     verbs: Mapping[str, Registered]
     python: str
-    saves_often: bool = False
 
     def verb(self, name: str) -> Registered:
         """Return what a verb of the command line does with plans of this kind.
@@ -53,7 +51,7 @@ class Kind:
 
     def refused(self) -> CaptureError:
         """The error of what takes plans of stages alone."""
-        *most, last = self.verbs
+        *most, last = ("run", *self.verbs)
         return PlanError.of(
             f"the plan is of kind {self.name!r}, and this is for plans of kind 'stages'. capture "
             f"{', '.join(most)} and {last} take it, and in Python {self.python}.",
@@ -75,13 +73,11 @@ KINDS: Mapping[str, Kind] = {
             Registered("capture.cli.stages:ASKS"),
             _verbs(
                 verify="verify:stages",
-                run="run:trained",
                 explain="explain:stages",
                 report="report:stages",
                 diff="diff:stages",
             ),
             "capture.pipeshard",
-            saves_often=True,
         ),
         Kind(
             "sharding",
@@ -90,13 +86,11 @@ KINDS: Mapping[str, Kind] = {
             Registered("capture.cli.osdp:ASKS"),
             _verbs(
                 verify="sharding:verify",
-                run="run:trained",
                 explain="sharding:explain",
                 report="sharding:report",
                 diff="sharding:diff",
             ),
             "capture.shard",
-            saves_often=True,
         ),
         Kind(
             "packs",
@@ -105,22 +99,18 @@ KINDS: Mapping[str, Kind] = {
             Registered("capture.cli.packs:ASKS"),
             _verbs(
                 verify="packs:verify",
-                run="run:trained",
                 explain="packs:explain",
                 report="packs:report",
                 diff="packs:diff",
             ),
             "capture.streamed",
-            saves_often=True,
         ),
         Kind(
             "array",
             "mutwo",
             ArrayPlan,
             Registered("capture.cli.array:ASKS"),
-            _verbs(
-                run="array:run", explain="array:explain", report="array:report", diff="array:diff"
-            ),
+            _verbs(explain="array:explain", report="array:report", diff="array:diff"),
             "capture.train_array",
         ),
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture.errors import ExecutionError, Violation
+from capture.model.workload import WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.array_state import check_count
 from capture.runtime.layerwise import KEYS
@@ -19,6 +20,23 @@ from capture.tracing import TracedModel
 def step_key(member: Member, update: int) -> jax.Array:
     """What a model draws with in an update, from 0 on: its own, whatever others there are."""
     return jax.random.fold_in(jax.random.split(jax.random.key(member.seed), 3)[2], update)
+
+
+def drawn(plan: ArrayPlan, workloads: Sequence[WorkloadProtocol], update: int) -> Any:
+    """Return the batch of each model of an array for an update, which it draws by its own seed; one
+    for all where the plan shares them, by the seed of the first.
+
+    Args:
+        plan: Of the array.
+        workloads: By model.
+        update: From 0 on.
+    """
+    found = [
+        workload.batch(jax.random.fold_in(jax.random.key(member.seed), 1 + update), task.batch_size)
+        for workload, member, task in zip(workloads, plan.models, plan.trained, strict=True)
+        if not plan.shared_batches or member is plan.models[0]
+    ]
+    return found[0] if plan.shared_batches else found
 
 
 def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: int) -> list[Any]:

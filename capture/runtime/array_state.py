@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from capture.errors import ExecutionError, Violation
+from capture.model.workload import PyTree
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import LayerwiseOptimizer
+from capture.runtime.state import initial_params, joined_params, param_leaves
 from capture.step.program import Place, Step
 
 #: Of one model, by index: parameters in the layer graph, and leaves of the optimizer's state.
@@ -23,6 +25,11 @@ Leaves = tuple[Mapping[int, Any], Mapping[int, Any]]
 _Arrays = tuple[dict[int, np.ndarray], dict[int, np.ndarray]]
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("slots", "ahead"),
+    meta_fields=("plan", "num_steps"),
+)
 @dataclass(frozen=True)
 class ArrayState:
     """Everything that an update changes. An update takes it over: use the one that it returns.
@@ -65,6 +72,29 @@ class Losses(Sequence[float]):
 
     def __repr__(self) -> str:
         return f"Losses({self._values})"
+
+    def block_until_ready(self) -> Losses:
+        """Wait for them."""
+        jax.block_until_ready(self._arrays)
+        return self
+
+
+@dataclass(frozen=True)
+class ArrayMetrics:
+    """What an execution of a list of instructions of an array reports.
+
+    Attributes:
+        losses: One per model; None of an update that is only begun.
+        dispatch_seconds: Processor time of the calling thread (``StepMetrics``).
+    """
+
+    losses: Losses | None
+    dispatch_seconds: float
+
+    @property
+    def loss(self) -> list[float] | None:
+        """One per model, on the host."""
+        return None if self.losses is None else list(self.losses)
 
 
 @dataclass(frozen=True)
@@ -155,6 +185,19 @@ class StateRows:
         )
 
 
+def first_params(models: Sequence[tuple[Fuser, Member]]) -> list[PyTree]:
+    """Return the parameters with which models begin, each by its own seed; what they share by that
+    of the first."""
+    first, found = list[np.ndarray](), list[PyTree]()
+    for fuser, member in models:
+        params = initial_params(fuser.workload, jax.random.key(member.seed))
+        own = param_leaves(fuser.traced, params)
+        first = first or own
+        own = [first[p] if p in fuser.optimizer.shared else x for p, x in enumerate(own)]
+        found.append(joined_params(fuser.traced, dict(enumerate(own))))
+    return found
+
+
 def begun(models: Sequence[tuple[Fuser, Member, Sequence[Any]]]) -> list[Leaves]:
     """What models begin with: their parameters, and optimizer states with their hyperparameters."""
     begin, found = dict[int, Any](), list[Leaves]()
@@ -193,3 +236,19 @@ def check_models(models: Sequence[int], count: int) -> None:
         for model in models
         if not 0 <= model < count
     )
+
+
+def check_array_state(state: ArrayState, step: Step) -> None:
+    """Refuse a state of another plan, and one that an update has taken over.
+
+    Raises:
+        ExecutionError: ``array-state``.
+    """
+    deleted = any(array.is_deleted() for own in state.slots.values() for array in own)
+    if set(state.slots) != set(step.persistent) or deleted:
+        said = "was already taken over by an update" if deleted else "is of another plan"
+        raise ExecutionError.of(
+            f"the state {said}; go on with the one that this training returned last, or begin with "
+            "train.init().",
+            "array-state",
+        )

@@ -24,8 +24,7 @@ import numpy as np
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
 from capture.runtime.process_memory import HeapMeter
-from capture.runtime.state import PipelineState
-from capture.runtime.train_step import StepMetrics, TrainStep
+from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, is_device
 from capture.step.program import Feed, Instruction, Place, Run, Step, begin, replay
 from capture.step.run_ahead import with_scratch
@@ -77,13 +76,13 @@ class HeapMeasurement:
 
 
 def measure_heap(
-    step: TrainStep,
-    state: PipelineState,
+    step: Metered,
+    state: Any,
     batch: PyTree,
     key: jax.Array | None = None,
     *,
     observer: Observer | None = None,
-) -> tuple[PipelineState, StepMetrics, HeapMeasurement | None]:
+) -> tuple[Any, Any, HeapMeasurement | None]:
     """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that
     knows neither ledger nor compiler.
 
@@ -120,21 +119,21 @@ def measure_heap(
     return state, metrics, measured
 
 
-def _runs(step: TrainStep) -> dict[str, Run]:
+def _runs(step: Metered) -> dict[str, Run]:
     """Return an instruction of this process per program."""
     programs, here = step.program.programs, _memories(step)
     runs = {each.program: each for each in step.program.runs}
     return {name: run for name, run in runs.items() if here & {*programs[name].place.memories}}
 
 
-def _memories(step: TrainStep) -> set[Memory]:
+def _memories(step: Metered) -> set[Memory]:
     """Return the memories of this process: its devices, and hosts where a step keeps something."""
     process = jax.process_index()
     devices = {n for n, device in enumerate(step.devices) if device.process_index == process}
     return devices | {memory for memory in step.program.users if not is_device(memory)}
 
 
-def _parts(step: TrainStep) -> dict[str, int]:
+def _parts(step: Metered) -> dict[str, int]:
     """Return what a step may add to malloc's bytes, in the parts of ``HeapMeasurement``."""
     program, memories, runs = step.program, _memories(step), _runs(step)
     ledger = Ledger(program.num_devices)
@@ -178,7 +177,7 @@ def _given_back(step: Step, run: Run) -> int:
     return max(0, step.programs[run.program].transient_bytes - made + donated)
 
 
-def _unbounded(step: TrainStep) -> tuple[str, ...]:
+def _unbounded(step: Metered) -> tuple[str, ...]:
     calls = (
         call for run in _runs(step).values() for call in step.executable(run).scratch.unbounded
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,8 +24,7 @@ from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.hosts.transport import Buffer, Transport
 from capture.runtime.process_memory import ResidentSetMeter
-from capture.runtime.state import PipelineState
-from capture.runtime.train_step import TrainStep
+from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
 
@@ -48,7 +47,7 @@ class Measurement:
             strict.
         waiting_peak_bytes: Of each of the devices of ``peak_bytes_per_device``, the most that was
             offered to other processes and not acknowledged; 0 unless strict.
-        loss: What the step returned.
+        loss: What the step returned; a list of several models, None of an update that only begins.
         state: After the step.
         host_peak_bytes: Of the slots of a step that keeps some on the host; else 0.
     """
@@ -59,15 +58,36 @@ class Measurement:
     resident_set_before_bytes: int | None
     resident_set_peak_bytes: int | None
     num_checks: int
-    loss: float
-    state: PipelineState
+    loss: Any
+    state: Any
     host_peak_bytes: int = 0
     waiting_peak_bytes: tuple[int, ...] = ()
 
+    def then(self, later: Measurement) -> Measurement:
+        """Return what both need together, the second after the first."""
+        return replace(
+            later,
+            peak_bytes_per_device=_most(self.peak_bytes_per_device, later.peak_bytes_per_device),
+            live_peak_bytes_per_device=_most(
+                self.live_peak_bytes_per_device, later.live_peak_bytes_per_device
+            ),
+            resident_set_before_bytes=self.resident_set_before_bytes,
+            resident_set_peak_bytes=None
+            if self.resident_set_peak_bytes is None or later.resident_set_peak_bytes is None
+            else max(self.resident_set_peak_bytes, later.resident_set_peak_bytes),
+            num_checks=self.num_checks + later.num_checks,
+            host_peak_bytes=max(self.host_peak_bytes, later.host_peak_bytes),
+            waiting_peak_bytes=_most(self.waiting_peak_bytes, later.waiting_peak_bytes),
+        )
+
+
+def _most(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(max, one, other))
+
 
 def measure_step(
-    step: TrainStep,
-    state: PipelineState,
+    step: Metered,
+    state: Any,
     batch: PyTree,
     key: jax.Array | None = None,
     *,
@@ -171,7 +191,7 @@ class LiveArrayMeter:
         self._baseline: Counter[Memory] | None = None
 
     @classmethod
-    def of(cls, step: TrainStep, *, strict: bool = False) -> LiveArrayMeter:
+    def of(cls, step: Metered, *, strict: bool = False) -> LiveArrayMeter:
         """For ``step(state, batch, observer=meter)``."""
         return cls(
             step.program,

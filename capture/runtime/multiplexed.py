@@ -13,22 +13,22 @@ completed without another; a loop that stops earlier leaves a state that is ahea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol, named_workload
 from capture.plan.array import ArrayPlan, ArrayTask, Member, member_violations
-from capture.quantities import format_bytes
-from capture.runtime.array_batches import stacked
+from capture.runtime.array_batches import drawn, stacked
 from capture.runtime.array_change import joined, without
+from capture.runtime.array_check import compared
+from capture.runtime.array_list import ArrayList, check_memory
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.array_state import (
     ArrayState,
@@ -36,22 +36,19 @@ from capture.runtime.array_state import (
     Losses,
     StateRows,
     begun,
+    check_array_state,
     check_count,
     check_models,
+    first_params,
 )
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
 from capture.runtime.dispatch import BoundStep, Observer
 from capture.runtime.fused import Fuser
-from capture.runtime.layout import check_device_memory, check_host_memory, first_devices
+from capture.runtime.layout import first_devices
 from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
+from capture.runtime.train_step import Turn
 from capture.step.ledger import Ledger
-from capture.step.multiplexed import (
-    HOST,
-    ArraySteps,
-    build_array,
-    lifetimes,
-    peak_of,
-)
+from capture.step.multiplexed import ArraySteps, build_array, lifetimes
 from capture.step.program import Run, Slot, Step
 
 
@@ -126,10 +123,15 @@ class ArrayTraining:
 
     Attributes:
         plan, device: As given.
+        devices, workload, optimizer: The device; those of the first model.
+        microbatch_sizes: The examples of one of its batches, which is not cut.
+        updates_last: Updates come with the backward passes.
         fusers: By what models train.
         programs: What is compiled.
         arrays: By sub-array, its models as one program.
     """
+
+    updates_last = False
 
     def __init__(
         self,
@@ -142,6 +144,8 @@ class ArrayTraining:
         self.fusers, self.programs, self.plan, self.device = fusers, programs, plan, device
         PlanError.check(self._wrong(plan.trained, plan.models))
         self.arrays = [self.fuser(group[0]).of(len(group)) for group in plan.partition]
+        self.devices, self.microbatch_sizes = [device], (plan.batch_size,)
+        self.workload, self.optimizer = self.fuser(0).workload, self.fuser(0).optimizer
         self._bound: dict[int, BoundStep] = {}
         #: This one, and those of states whose models came and went.
         self._family = [] if family is None else family
@@ -176,6 +180,11 @@ class ArrayTraining:
         limit = self.plan.memory_limit_bytes
         return build_array(decided, self.plan.order, self.programs, limit)
 
+    @property
+    def program(self) -> Step:
+        """The instructions of an update."""
+        return self.steps.body
+
     def replay(self) -> tuple[Ledger, ...]:
         """The ledgers of all steps, without running them."""
         return self.steps.replay()
@@ -185,16 +194,12 @@ class ArrayTraining:
     def init(self) -> ArrayState:
         """Fresh parameters and optimizer states, every model's by its own seed; what they share by
         that of the first."""
-        return self._begun(list(self.initial_leaves()))
+        return self.init_from(self.first_params())
 
-    def initial_leaves(self) -> Iterator[list[np.ndarray]]:
-        """Of every model, the parameters with which it begins, in the order of the layer graph."""
-        first: list[np.ndarray] = []
-        for model, member in enumerate(self.plan.models):
-            fuser = self.fuser(model)
-            own = param_leaves(fuser.traced, fuser.workload.init(jax.random.key(member.seed)))
-            first = first or own
-            yield [first[p] if p in fuser.optimizer.shared else x for p, x in enumerate(own)]
+    def first_params(self, seed: int = 0) -> list[PyTree]:
+        """Return the parameters with which every model begins, by its own seed; what they share by
+        that of the first."""
+        return first_params([(self.fuser(m), one) for m, one in enumerate(self.plan.models)])
 
     def init_from(self, params: Sequence[PyTree]) -> ArrayState:
         """The state of trainings that begin at the given parameters.
@@ -335,7 +340,7 @@ class ArrayTraining:
     def _settled(self, state: ArrayState) -> ArrayTraining:
         """The training of a state whose models may change."""
         train = self.of_state(state)
-        train._check_state(train.step_of(state), state)
+        check_array_state(state, train.step_of(state))
         if state.ahead is not None:
             raise ExecutionError.of(
                 "the state is ahead by the forward pass of an update that was begun; complete it "
@@ -398,11 +403,18 @@ class ArrayTraining:
             The state, and the losses of the update that is complete; None if it was only begun.
         """
         train = self.of_state(state)
-        known = [] if state.ahead is None else [state.ahead[0]]
-        update = state.num_steps + len(known)
-        traced = [train.fuser(model).traced for model in range(len(train.plan.models))]
-        batches = [*known, stacked(train.plan, traced, batch, update)]
-        return train._execute(train.step_of(state), state, batches, observer)
+        update = state.num_steps + (state.ahead is not None)
+        given = train._stacked(batch, update)
+        state, metrics = train._list(train.step_of(state))(state, given, observer=observer)
+        return state, metrics.losses
+
+    def _stacked(self, batch: Any, update: int) -> list[Any]:
+        return stacked(self.plan, [one.traced for one in self._each], batch, update)
+
+    @property
+    def _each(self) -> list[Fuser]:
+        """By model, what makes its programs."""
+        return [self.fuser(model) for model in range(len(self.plan.models))]
 
     def finish(
         self, state: ArrayState, *, observer: Observer | None = None
@@ -418,9 +430,33 @@ class ArrayTraining:
             raise ExecutionError.of(
                 "the state is not ahead: no update was begun that is not complete.", "array-state"
             )
-        state, losses = train._execute(epilogue, state, [state.ahead[0]], observer)
-        assert losses is not None, "an epilogue completes an update"
-        return state, losses
+        state, metrics = train._list(epilogue)(state, None, observer=observer)
+        assert metrics.losses is not None, "an epilogue completes an update"
+        return state, metrics.losses
+
+    def turns(self, seed: int, first: int, count: int) -> list[Turn]:
+        """Return the executions of a training of some updates, as of ``TrainStep``; every model
+        draws its batches by its own seed."""
+        steps, workloads = self.steps, [one.workload for one in self._each]
+        batches = [
+            self._stacked(drawn(self.plan, workloads, update), update)
+            for update in range(first, first + count)
+        ]
+        lists = [steps.prologue or steps.body, *[steps.body] * (count - 1)]
+        turns = [*map(Turn, map(self._list, lists), batches)]
+        return turns + ([Turn(self._list(steps.epilogue), None)] if steps.epilogue else [])
+
+    def comparison(
+        self, params: Sequence[PyTree], turns: Sequence[Turn]
+    ) -> Callable[[ArrayState], dict[str, Any]]:
+        """Return what compares a training with each model alone when it has ended."""
+        count = sum(turn.batch is not None for turn in turns)
+        return lambda state: compared(
+            self.plan, self._each, params, partial(self.params, state), count
+        )
+
+    def _list(self, program: Step) -> ArrayList:
+        return ArrayList(program, self.devices, self.executable, self._execute)
 
     def _execute(
         self,
@@ -429,7 +465,7 @@ class ArrayTraining:
         batches: Sequence[Sequence[Any]],
         observer: Observer | None,
     ) -> tuple[ArrayState, Losses | None]:
-        self._check_state(built, state)
+        check_array_state(state, built)
         slots, reported = self._bind(built)(
             state.slots,
             batches,
@@ -447,22 +483,11 @@ class ArrayTraining:
         done = Losses(self.plan.partition, [losses[a] for a in range(len(self.arrays))])
         return ArrayState(slots, self.plan, state.num_steps + 1, ahead), done
 
-    def _check_state(self, built: Step, state: ArrayState) -> None:
-        named = set(built.persistent)
-        deleted = [name for name, own in state.slots.items() for x in own if x.is_deleted()]
-        if set(state.slots) != named or deleted:
-            said = "was already taken over by an update" if deleted else "is of another plan"
-            raise ExecutionError.of(
-                f"the state {said}; go on with the one that this training returned last, or begin "
-                "with train.init().",
-                "array-state",
-            )
-
     # ---- binding ---------------------------------------------------------------------------------
 
     def _bind(self, built: Step) -> BoundStep:
         if id(built) not in self._bound:
-            self._check_memory()
+            check_memory(self.device, self.replay(), self.plan.memory_limit_bytes)
             self._bound[id(built)] = BoundStep(built, self.executable, self._layout)
         return self._bound[id(built)]
 
@@ -473,22 +498,3 @@ class ArrayTraining:
     def executable(self, run: Run) -> Executable:
         """The compiled program that an instruction runs."""
         return self.programs.executables[run.program]
-
-    def _check_memory(self) -> None:
-        """Refuse what the plan's limit does not hold, or the host may not.
-
-        Raises:
-            ExecutionError: ``array-device-memory``, ``run-device-memory``, ``run-host-memory``.
-        """
-        limit, ledgers = self.plan.memory_limit_bytes, self.replay()
-        check_host_memory(self.device, peak_of(ledgers, HOST)[0])
-        fullest = max((led.peak_of(0) for led in ledgers), key=lambda peak: peak.peak_bytes)
-        if limit is not None and fullest.peak_bytes > limit:
-            parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in fullest.parts.items())
-            raise ExecutionError.of(
-                f"the device needs {format_bytes(fullest.peak_bytes)} at {fullest.instant!r} "
-                f"({parts}), and the plan's limit is memory_limit_bytes={limit}; plan it again for "
-                "this machine, or raise the limit.",
-                "array-device-memory",
-            )
-        check_device_memory([self.device], [fullest.peak_bytes])

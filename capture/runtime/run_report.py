@@ -30,7 +30,7 @@ class RunReport:
         meter: How bytes were measured.
         ledger_checks: Instructions before which the ledger was compared with live arrays.
         host: ``predicted_``, ``replayed_`` and ``measured_peak_bytes`` of the host's memory.
-        moved_bytes: Copied ``to_host`` and ``to_device`` in an update.
+        moved_bytes: Copied ``to_host`` and ``to_device`` in an update, if a host holds anything.
         allocator: What an ordinary step added to malloc's bytes (``step_bytes``), and the most that
             it may (``bound_bytes``), with its parts (``booked_``, ``scratch_``, ``unreturned_``,
             ``fed_`` and ``object_bytes``), what is ``unbounded``, and the ``source``.
@@ -46,7 +46,6 @@ class RunReport:
             and what one rounding of its gradients makes of it (``rounding_error``).
         max_param_error_in_roundings: The largest error of a leaf, over that of a rounding.
         num_steps: Updates since the beginning of the training.
-        num_compiled, num_compiled_after_first_step: Programs.
         saved: The folder in which the state is.
         hosts: What each process says of itself.
         restarts: What broke, and when it went on.
@@ -85,8 +84,6 @@ class RunReport:
     worst_param: Mapping[str, Any] | None = None
     max_param_error_in_roundings: float | None = None
     num_steps: int | None = None
-    num_compiled: int | None = None
-    num_compiled_after_first_step: int | None = None
     saved: str | None = None
     hosts: Sequence[Mapping[str, Any]] | None = None
     restarts: Sequence[Mapping[str, Any]] | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from capture.runtime.train_step import TrainStep
+from capture.runtime.train_step import Metered
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Wait
 from capture.step.trace_events import MICROSECONDS, name_event, order_event
 
@@ -38,7 +38,7 @@ class StepTrace:
 
     def __init__(
         self,
-        step: TrainStep,
+        step: Metered,
         crossings: Mapping[int, Collection[tuple[int, int]]] | None = None,
         clock: Callable[[], float] = time.time,
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from capture.compiler.executable import Executable
-from capture.model.workload import PyTree, WorkloadProtocol
+from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.runtime.dispatch import BoundStep, Observer
 from capture.runtime.optimizer import SlicedOptimizer
+from capture.runtime.reference import ReferenceStep
 from capture.runtime.state import (
     PipelineState,
     check_state,
@@ -54,45 +55,113 @@ class StepMetrics:
         return float(np.average(losses, weights=self.examples))
 
 
-class TrainStep:
+class Metered:
+    """A list of instructions that can be executed, as meters ask of it.
+
+    Attributes:
+        devices: Device i of the plan is ``devices[i]``.
+        hosts: The processes that share it; None for one.
+        parts: What this one executes of lists that they share, by their id.
+    """
+
+    devices: list[Any]
+    hosts: Hosts | None = None
+    parts: Mapping[int, Part] = MappingProxyType({})
+
+    @property
+    def program(self) -> Step:
+        """The instructions; compiles the programs of this process."""
+        raise NotImplementedError
+
+    def executable(self, run: Run) -> Executable:
+        """Return the compiled program that an instruction runs."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        state: Any,
+        batch: Any,
+        key: jax.Array | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> tuple[Any, Any]:
+        """Execute the instructions, and return the new state and the metrics."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One execution in a training, with the batch and the random key that it is fed with."""
+
+    step: Metered
+    batch: Any
+    key: jax.Array | None = None
+
+
+class TrainStep(Metered):
     """What meters, checkpoints and training loops ask of a step.
 
     Attributes:
         workload: As given.
         traced: The loss.
-        devices: Device i of the plan is ``devices[i]``.
         optimizer: Cut as the plan cuts the model.
         microbatch_sizes: Examples of each, in order.
         bound_run_ahead: Whether the host waits where devices would else hold more than the replay
             books (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands
             out memory in the order of the programs.
-        hosts: The processes that share it; None for one.
-        parts: What this one executes of lists that they share, by their id.
         updates_last: Whether the updates come after all passes, whatever the plan says.
     """
 
     workload: WorkloadProtocol
     traced: TracedModel
-    devices: list[Any]
     optimizer: SlicedOptimizer
     microbatch_sizes: tuple[int, ...]
     bound_run_ahead: bool
-    hosts: Hosts | None = None
-    parts: Mapping[int, Part] = MappingProxyType({})
     updates_last = False
-
-    @property
-    def program(self) -> Step:
-        """The step's instructions; compiles the programs of this process."""
-        raise NotImplementedError
-
-    def executable(self, run: Run) -> Executable:
-        """The compiled program that an instruction runs."""
-        raise NotImplementedError
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
         return replay(self.program, record_timeline=record_timeline)
+
+    # ---- a training ------------------------------------------------------------------------------
+
+    def first_params(self, seed: int) -> PyTree:
+        """Return the parameters with which a training of a seed begins."""
+        return initial_params(self.workload, _keys(seed)[0])
+
+    def turns(self, seed: int, first: int, count: int) -> list[Turn]:
+        """Return the updates of a training, with the batches and keys that a seed draws.
+
+        Args:
+            seed: Of the training.
+            first: Updates before them; a training that goes on gets the data that come next.
+            count: Updates.
+        """
+        _, of_batches, of_steps = _keys(seed)
+        takes, size = takes_key(self.workload), sum(self.microbatch_sizes)
+        return [
+            Turn(
+                self,
+                self.workload.batch(jax.random.fold_in(of_batches, n), size),
+                jax.random.fold_in(of_steps, n) if takes else None,
+            )
+            for n in range(first, first + count)
+        ]
+
+    def comparison(
+        self, params: PyTree, turns: Sequence[Turn]
+    ) -> Callable[[PipelineState], dict[str, Any]]:
+        """Return what compares a training with one device when it has ended, and says by how much
+        losses and the gradients of the first update are off.
+
+        Args:
+            params: The parameters with which it begins.
+            turns: Its updates.
+        """
+        batches, keys = [turn.batch for turn in turns], [turn.key for turn in turns]
+        gradients = self.first_gradients(params, batches[0], keys[0])
+        reference = ReferenceStep(self.workload, self.traced, self.microbatch_sizes)
+        return lambda state: reference.compare(gradients, params, batches, keys)
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -235,3 +304,8 @@ class TrainStep:
     def _loss_examples(self) -> tuple[int, ...] | None:
         """As of ``StepMetrics``."""
         return None
+
+
+def _keys(seed: int) -> jax.Array:
+    """Return the keys of parameters, of batches and of steps."""
+    return jax.random.split(jax.random.key(seed), 3)

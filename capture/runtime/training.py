@@ -9,83 +9,102 @@ nor compiler stand beside the sum: malloc during an ordinary step, and the proce
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from capture import environment
+from capture.errors import PlanError
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, takes_key
+from capture.model.workload import WorkloadProtocol, named_workload
+from capture.options import listed
+from capture.plan.array import ArrayPlan
+from capture.plan.kinds import AnyPlan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
-from capture.runtime.heap import measure_heap
+from capture.runtime.heap import HeapMeasurement, measure_heap
 from capture.runtime.hosts.saved import check_folders, set_aside
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
-from capture.runtime.meter import measure_step
+from capture.runtime.meter import Measurement, measure_step
+from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.runtime.pipeline import PipelinedStep, pipeshard
-from capture.runtime.reference import ReferenceStep, max_relative_error
+from capture.runtime.reference import max_relative_error
 from capture.runtime.run_report import RunReport
 from capture.runtime.sharded.step import sharded_step
-from capture.runtime.state import PipelineState, initial_params
 from capture.runtime.streamed import streamed
 from capture.runtime.trace import StepTrace
-from capture.runtime.train_step import TrainStep
-from capture.step.program import replay
+from capture.runtime.train_step import TrainStep, Turn
+from capture.step.program import Step, replay
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
 
 
 def train(
-    plan: Plan | PacksPlan | ShardingPlan,
+    plan: AnyPlan,
     workload: WorkloadProtocol,
     training: Training,
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
-    stepped: Callable[[int, float, float], None] = lambda num_steps, loss, seconds: None,
+    stepped: Callable[[int, Any, float], None] = lambda num_steps, loss, seconds: None,
 ) -> dict[str, Any]:
-    """Run some steps, the first under the meters and, of several, the last under malloc's, or
-    traced; the document of ``capture run --json``.
+    """Compile a plan's step and run it; the document of ``capture run --json``.
 
     Args:
         plan, workload, training: What is executed.
         report: Takes lines of progress.
         hosts: The processes that share it.
-        stepped: Takes each step that is finished: its number in the training, loss, seconds.
+        stepped: As of ``follow``.
 
     Of several processes each runs this: what was measured is then of this one's devices, and host 0
     compares with one device (``capture.runtime.hosts.documents`` joins what they say).
 
     Raises:
+        PlanError: ``array-run`` for a seed of an array, whose models have their own.
         ExecutionError: For folders that cannot be used, before anything is compiled: those of
             ``checkpoint.check_restorable``, and ``checkpoint-exists`` if checkpoints of another
             training are where this one's would go.
     """
-    if training.restore is not None:
-        checkpoint.check_restorable(training.restore, [workload], hosts)
     check_folders(
         training.save,
         training.restore,
         training.num_steps,
         often=training.save_every is not None,
         until=training.until,
+        num_models=plan.num_models,
     )
     report("compiling the step")
-    step = _step(plan, workload, training.fast_compile, hosts)
+    return follow(_step(plan, workload, training, hosts), plan, training, report, hosts, stepped)
+
+
+def follow(
+    step: TrainStep | ArrayTraining,
+    plan: AnyPlan,
+    training: Training,
+    report: Callable[[str], None] = lambda text: None,
+    hosts: Hosts | None = None,
+    stepped: Callable[[int, Any, float], None] = lambda num_steps, loss, seconds: None,
+) -> dict[str, Any]:
+    """Run some steps under the meters (``_Meters``), and return the document of ``capture run
+    --json``.
+
+    Args:
+        step: Compiled, of the plan.
+        plan, training, report, hosts: As of ``train``.
+        stepped: Takes each step that is finished: its number in the training, its loss (of several
+            models, theirs), seconds.
+    """
     if step.updates_last:
         report(
             "the optimizer needs all gradients: they wait on the host, and every update comes last"
         )
-    keys = jax.random.split(jax.random.key(training.seed), 3)
-    params = initial_params(workload, keys[0])
     restored = (
         None
         if training.restore is None
@@ -95,85 +114,81 @@ def train(
     done = 0 if restored is None else restored.num_steps
     saves = None if training.save is None else _Saves(step, training, done)
     num_steps = training.num_steps if training.until is None else training.until - done
-    batches = [
-        workload.batch(jax.random.fold_in(keys[1], done + i), sum(step.microbatch_sizes))
-        for i in range(num_steps)
-    ]
-    step_keys = [
-        jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None
-        for i in range(num_steps)
-    ]
-    document: dict[str, Any] = {}
-    warnings = LossWarnings(report)
-    if hosts is None or hosts.process == 0:
-        warnings.check(workload, step.microbatch_sizes)
-    gradients = step.first_gradients(params, batches[0], step_keys[0]) if training.check else None
-    state = step.init_from(params) if restored is None else restored
-    losses, seconds, dispatch = [], [], []
-    measured = heap = None
-    for i, (batch, key) in enumerate(zip(batches, step_keys, strict=True)):
-        start = time.perf_counter()
-        if measured is None:
-            measured = measure_step(step, state, batch, key, strict=training.check)
-            state, loss = measured.state, measured.loss
-        elif i + 1 < num_steps:
-            state, metrics = step(state, batch, key)
-            loss = metrics.loss
-            dispatch.append(metrics.dispatch_seconds)
-        elif training.trace:
-            part = step.parts.get(id(step.program))
-            trace = StepTrace(step, part.crossings if part else None)
-            state, metrics = step(state, batch, key, observer=trace)
-            loss = metrics.loss
-            document["trace"] = trace.events()
-        else:
-            if saves is not None:  # what is written would be in malloc's count
-                saves.finish()
-            state, metrics, heap = measure_heap(step, state, batch, key)
-            loss = metrics.loss
+    turns = step.turns(training.seed, done, num_steps)
+    meters, warnings = _Meters(turns, training), LossWarnings(report)
+    is_first = hosts is None or hosts.process == 0
+    if is_first:
+        warnings.check(step.workload, step.microbatch_sizes)
+    if restored is None:
+        params = step.first_params(training.seed)
+        compare = step.comparison(params, turns) if training.check else None
+        state: Any = step.init_from(params)
+        del params
+    else:
+        compare, state = None, restored
+    losses, seconds = list[Any](), list[float]()
+    start = time.perf_counter()
+    for number, turn in enumerate(turns):
+        if saves is not None and meters.counts(number):  # what is written would be counted, too
+            saves.finish()
+        state, loss = meters.execute(number, turn, state)
+        if loss is None:
+            continue
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
-        report(f"step {done + i + 1}: loss {loss:.6f}")
-        warnings.step(done + i + 1, [loss])
-        stepped(done + i + 1, loss, seconds[-1])
+        count, several = done + len(losses), listed(loss)
+        said = "loss" if plan.num_models == 1 else "losses"
+        report(f"step {count}: {said} {' '.join(f'{each:.6f}' for each in several)}")
+        warnings.step(count, several)
+        stepped(count, loss, seconds[-1])
         if saves is not None:
-            saves.stepped(state, is_last=i + 1 == num_steps)
-    if gradients is not None and (hosts is None or hosts.process == 0):
+            saves.stepped(state, is_last=len(losses) == num_steps)
+        start = time.perf_counter()
+    document: dict[str, Any] = {}
+    if compare is not None and is_first:
         # Last, so that what one device needs for the whole model is in no measurement.
         report("comparing with one device")
-        reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
-        document |= reference.compare(gradients, params, batches, step_keys)
+        document |= compare(state)
+        document["max_relative_loss_error"] = max_relative_error(
+            losses, document["reference_losses"]
+        )
     if saves is not None and (saved := saves.finish()) is not None:
         document["saved"] = saved
-    replayed, target, predicted = step.replay(), plan.target_name, plan.predicted_bytes_per_device
-    platform = jax.devices()[0].platform
-    planned = target if plan.cluster is None else Target.load(plan.cluster.target).platform
-    document |= {
-        "kind": plan.FORMAT.kind,
-        "predicted_peak_bytes_per_device": predicted and list(predicted),
-        "replayed_peak_bytes_per_device": list(replayed.peak_bytes_per_device),
-        "measured_peak_bytes_per_device": None
-        if measured is None
-        else list(measured.peak_bytes_per_device),
-        "meter": None if measured is None else measured.meter,
-        "ledger_checks": 0 if measured is None else measured.num_checks,
-        "allocator": None if heap is None else heap.as_document(),
-        "resident_set_peak_bytes": None if measured is None else measured.resident_set_peak_bytes,
-        "resident_set_before_bytes": None
-        if measured is None
-        else measured.resident_set_before_bytes,
-        "losses": [float(np.float64(loss)) for loss in losses],
+    document |= meters.document() | {
+        "losses": losses,
         "warnings": warnings.said,
         "step_seconds": seconds,
-        # Of steps without a meter.
-        "dispatch_seconds": median(dispatch) if dispatch else None,
+        "num_steps": state.num_steps,
         "num_devices": len(step.devices),
+        "versions": environment.versions(),
+    }
+    return RunReport(**document, **_planned(step, plan, turns, meters.measured)).document()
+
+
+def _planned(
+    step: TrainStep | ArrayTraining,
+    plan: AnyPlan,
+    turns: Sequence[Turn],
+    measured: Measurement | None,
+) -> dict[str, Any]:
+    """Return what was predicted and booked."""
+    target, predicted = plan.target_name, plan.predicted_bytes_per_device
+    platform = jax.devices()[0].platform
+    planned = target if plan.cluster is None else Target.load(plan.cluster.target).platform
+    programs = {id(turn.step.program): turn.step.program for turn in turns} or {0: step.program}
+    ledgers = [replay(program) for program in programs.values()]
+    peaks = zip(*(ledger.peak_bytes_per_device for ledger in ledgers), strict=True)
+    fullest = max((ledger.peak_of(0) for ledger in ledgers), key=lambda peak: peak.peak_bytes)
+    document = {
+        "kind": plan.FORMAT.kind,
+        "predicted_peak_bytes_per_device": predicted and list(predicted),
+        "replayed_peak_bytes_per_device": list(map(max, peaks)),
+        "replayed_parts_bytes": dict(fullest.parts),
         "target": target,
         "platform": platform,
         # What one compiler reports says little about another's: such numbers stand beside each
         # other, and are not compared.
         "is_target": (planned == "cpu") == (platform == "cpu"),
-        "versions": environment.versions(),
     }
     if (together := checkpoint.shared(step)) is not None:
         document["offered_peak_bytes_per_device"] = _offered_bytes(together)
@@ -181,31 +196,128 @@ def train(
         waiting = () if measured is None else measured.waiting_peak_bytes
         document["waiting_peak_bytes_per_device"] = list(waiting)
     if names := {place.host.name for place in step.program.places if place.host}:
+        document["moved_bytes"] = _moved_bytes(step.program)
         document["host"] = {
             "predicted_peak_bytes": plan.host_peak_bytes,
-            "replayed_peak_bytes": max(replayed.peak_of(name).peak_bytes for name in names),
+            "replayed_peak_bytes": max(
+                ledger.peak_of(name).peak_bytes for ledger in ledgers for name in names
+            ),
             "measured_peak_bytes": None if measured is None else measured.host_peak_bytes,
         }
-    if "reference_losses" in document:
-        document["max_relative_loss_error"] = max_relative_error(
-            document["losses"], document["reference_losses"]
-        )
-    return RunReport(**document).document()
+    return document
+
+
+def _moved_bytes(step: Step) -> dict[str, int]:
+    """Return the bytes that a step copies to the memory of a host, and from there to devices."""
+    moved = {"to_host": 0, "to_device": 0}
+    for copy in step.copies:
+        source, target = (step.slots[slot].place.host for slot in (copy.source, copy.target))
+        if source != target:
+            moved["to_device" if target is None else "to_host"] += copy.nbytes
+    return moved
 
 
 def _step(
-    plan: Plan | PacksPlan | ShardingPlan,
-    workload: WorkloadProtocol,
-    fast_compile: bool,
-    hosts: Hosts | None,
-) -> TrainStep:
+    plan: AnyPlan, workload: WorkloadProtocol, training: Training, hosts: Hosts | None
+) -> TrainStep | ArrayTraining:
+    """Return the compiled step of a plan, once it is known that it can go on from what it is to."""
+    fast = training.fast_compile
+    if isinstance(plan, ArrayPlan):
+        if training.seed:
+            raise PlanError.of(
+                f"--seed {training.seed}: models of an array have seeds of their own in the plan; "
+                "leave it out.",
+                "array-run",
+            )
+        if training.restore is not None:
+            given = {"": workload}
+            each = [named_workload(one.workload, given, plan.named_by) for one in plan.trained]
+            checkpoint.check_restorable(training.restore, each, of_array=True)
+        return train_array(workload, plan, fast_compile=fast)
+    if training.restore is not None:
+        checkpoint.check_restorable(training.restore, [workload], hosts)
     match plan:
         case PacksPlan():
-            return streamed(workload, plan, fast_compile=fast_compile)
+            return streamed(workload, plan, fast_compile=fast)
         case ShardingPlan():
-            return sharded_step(workload, plan, fast_compile=fast_compile)
+            return sharded_step(workload, plan, fast_compile=fast)
         case Plan():
-            return pipeshard(workload, plan, fast_compile=fast_compile, hosts=hosts)
+            return pipeshard(workload, plan, fast_compile=fast, hosts=hosts)
+
+
+class _Meters:
+    """What is measured of a training: of each list of instructions the first execution under the
+    meter of live arrays; of those after it the last under malloc's, or traced.
+
+    Args:
+        turns: The executions.
+        training: With what is asked for.
+
+    Attributes:
+        measured: Of all that were measured; None if none was yet.
+
+    Raises:
+        PlanError: ``run-trace`` where a trace is asked for, and no list is executed again.
+    """
+
+    def __init__(self, turns: Sequence[Turn], training: Training):
+        self._check, self._trace = training.check, training.trace
+        seen, self._first, again = set[int](), list[int](), list[int]()
+        for number, turn in enumerate(turns):
+            (again if id(turn.step.program) in seen else self._first).append(number)
+            seen.add(id(turn.step.program))
+        self._last = again[-1] if again else None
+        if training.trace and training.until is None and not again:
+            raise PlanError.of(
+                f"--trace draws an ordinary step, and of --steps {training.num_steps} all are "
+                "under the meters: the first, and where models are multiplexed the last; run more.",
+                "run-trace",
+            )
+        self.measured: Measurement | None = None
+        self._heap: HeapMeasurement | None = None
+        self._events: list[dict[str, Any]] | None = None
+        self._dispatch: list[float] = []
+
+    def counts(self, number: int) -> bool:
+        """Whether malloc is watched in an execution."""
+        return number == self._last and not self._trace
+
+    def execute(self, number: int, turn: Turn, state: Any) -> tuple[Any, Any]:
+        """Execute one, and return the state and the loss of the update that is complete."""
+        step, batch, key = turn.step, turn.batch, turn.key
+        if number in self._first:
+            found = measure_step(step, state, batch, key, strict=self._check)
+            self.measured = found if self.measured is None else self.measured.then(found)
+            return found.state, found.loss
+        if number != self._last:
+            state, metrics = step(state, batch, key)
+            loss = metrics.loss
+            self._dispatch.append(metrics.dispatch_seconds)
+        elif self._trace:
+            part = step.parts.get(id(step.program))
+            trace = StepTrace(step, part.crossings if part else None)
+            state, metrics = step(state, batch, key, observer=trace)
+            loss = metrics.loss
+            self._events = trace.events()
+        else:
+            state, metrics, self._heap = measure_heap(step, state, batch, key)
+            loss = metrics.loss
+        return state, loss
+
+    def document(self) -> dict[str, Any]:
+        """Return what ``capture run --json`` says of it."""
+        found = self.measured
+        return {
+            "trace": self._events,
+            "measured_peak_bytes_per_device": found and list(found.peak_bytes_per_device),
+            "meter": found and found.meter,
+            "ledger_checks": found.num_checks if found else 0,
+            "allocator": self._heap and self._heap.as_document(),
+            "resident_set_peak_bytes": found and found.resident_set_peak_bytes,
+            "resident_set_before_bytes": found and found.resident_set_before_bytes,
+            # Of steps without a meter.
+            "dispatch_seconds": median(self._dispatch) if self._dispatch else None,
+        }
 
 
 class _Saves:
@@ -217,7 +329,7 @@ class _Saves:
         done: Steps with which it begins.
     """
 
-    def __init__(self, step: TrainStep, training: Training, done: int):
+    def __init__(self, step: TrainStep | ArrayTraining, training: Training, done: int):
         assert training.save is not None, "there is a directory"
         # Refuses some of parameters that a scan stacks, before anything is trained.
         assert step.optimizer.stages, "every parameter is updated"
@@ -231,7 +343,7 @@ class _Saves:
             set_aside(training.save, done)
         self._saver = None if together is None else Saver(together, training.save)
 
-    def stepped(self, state: PipelineState, *, is_last: bool) -> None:
+    def stepped(self, state: Any, *, is_last: bool) -> None:
         """After every step."""
         if self._saver is not None:
             self._saver.check()

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from array_models import BATCH, SEQUENCE, array_plan, mlp, tiny_gpt, tiny_lora
+from array_models import BATCH, SEQUENCE, array_plan, checked, measured, mlp, tiny_gpt, tiny_lora
 
 from capture.errors import CaptureError
 from capture.model.workload import takes_key
 from capture.plan.array import Decision, Member
 from capture.runtime import checkpoint
 from capture.runtime.array_batches import step_key
-from capture.runtime.array_check import ArrayMeter, run_array
 from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.step.multiplexed import peak_of
 from capture.step.sub_array import movable
@@ -102,19 +101,13 @@ def test_each_model_trains_as_it_does_alone(order):
     plan = replace(PLAN, order=order, decisions=decisions, memory_limit_bytes=1)
     (limit, *_) = peak_of(trained().of(plan).replay(), 0)
     train = trained().of(replace(plan, memory_limit_bytes=limit))
-    meter, state, losses = ArrayMeter(train, strict=True), train.init(), []
-    for batch in batches(train, 3):
-        state, found = meter.advance(state, batch)
-        losses += [] if found is None else [found]
-    if order == "multiplexed":
-        state, found = meter.finish(state)
-        losses.append(found)
+    found, state, losses = measured(train, batches(train, 3))
     for model in range(len(MEMBERS)):
         expected, params = alone(model, 3)
         assert [step[model] for step in losses] == pytest.approx(expected, rel=1e-6)
         assert same(train.params(state, model), params)
-    assert meter.num_checks > 0 and meter.peak_bytes == limit
-    assert meter.host_peak_bytes == peak_of(train.replay(), "host")[0] > 0
+    assert found.num_checks > 0 and found.peak_bytes_per_device == (limit,)
+    assert found.host_peak_bytes == peak_of(train.replay(), "host")[0] > 0
 
 
 def test_models_come_go_and_are_restored_as_what_they_are(tmp_path):
@@ -170,12 +163,12 @@ def test_what_is_alike_in_several_programs_is_there_once():
     plan = array_plan(models=members, partition=((0,), (1,)), shared_batches=True)
     tied = {"tied": tiny_gpt(3, tied=True)}
     train = train_array(tiny_gpt(2), plan, workloads=tied, fast_compile=True)
-    document = run_array(train, 2, check=True)
+    document = checked(train)
     leaf_bytes = BATCH * SEQUENCE * 4  # two leaves, and at most two updates at once
     assert document["replayed_parts_bytes"]["shared batch"] in (2 * leaf_bytes, 4 * leaf_bytes)
     members = tuple(Member(n, {"learning_rate": 0.1}, batch_size=2 + n) for n in range(2))
     plan = array_plan(models=members, partition=((0,), (1,)), shared=("base/*",))
-    adapters = run_array(train_array(tiny_lora(), plan, fast_compile=True), 2, check=True)
+    adapters = checked(train_array(tiny_lora(), plan, fast_compile=True))
     base = jax.tree.leaves(jax.eval_shape(tiny_lora().init, jax.random.key(0))["base"])
     shared = adapters["replayed_parts_bytes"]["shared parameters"]
     assert shared == sum(4 * leaf.size for leaf in base)
@@ -183,4 +176,3 @@ def test_what_is_alike_in_several_programs_is_there_once():
         assert one["max_relative_loss_error"] < 1e-6
         assert one["max_param_error_in_roundings"] < 2 and one["ledger_checks"] > 0
         assert one["measured_peak_bytes_per_device"] == one["replayed_peak_bytes_per_device"]
-        assert one["num_compiled_after_first_step"] == 0

@@ -11,12 +11,21 @@ import jax
 import numpy as np
 import optax
 import pytest
-from array_models import BATCH, MEMBERS, SEQUENCE, alone, array_plan, batches_of, tiny_gpt
+from array_models import (
+    BATCH,
+    MEMBERS,
+    SEQUENCE,
+    alone,
+    array_plan,
+    batches_of,
+    checked,
+    measured,
+    tiny_gpt,
+)
 from tracing_models import scanned
 
 from capture.errors import CaptureError
 from capture.plan.array import ArrayPlan, Decision
-from capture.runtime.array_check import ArrayMeter, run_array
 from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.step.multiplexed import peak_of
 from capture.step.sub_array import movable, recomputable
@@ -96,18 +105,13 @@ def test_device_and_host_hold_what_is_booked_before_every_instruction():
     plan = drawn(array_plan(), 2)
     ledgers = training.of(limited(plan, 1)).replay()
     tight = training.of(limited(plan, peak_of(ledgers, 0)[0]))
-    meter = ArrayMeter(tight, strict=True)
-    state, losses = tight.init(), []
-    for batch in batches_of(tight.fuser(0).workload, NUM_STEPS):
-        state, found = meter.advance(state, batch)
-        losses += [] if found is None else [found]
-    state, found = meter.finish(state)
+    found, state, losses = measured(tight, batches_of(tight.fuser(0).workload, NUM_STEPS))
     params = [tight.params(state, model) for model in range(len(MEMBERS))]
-    assert equal([[*losses, found], params], expected)
+    assert equal([losses, params], expected)
     counts = [len(built.instructions) + 1 for built in tight.steps.all]
-    assert meter.num_checks == counts[0] + 2 * counts[1] + counts[2]
-    assert meter.peak_bytes == peak_of(tight.replay(), 0)[0]
-    assert meter.host_peak_bytes == peak_of(tight.replay(), "host")[0] > 0
+    assert found.num_checks == counts[0] + 2 * counts[1] + counts[2]
+    assert found.peak_bytes_per_device == (peak_of(tight.replay(), 0)[0],)
+    assert found.host_peak_bytes == peak_of(tight.replay(), "host")[0] > 0
 
 
 def test_equal_layers_compile_once():
@@ -149,7 +153,9 @@ def test_batches_parameters_and_optimizer_states_are_of_each_model():
     what the loss does not read is updated, too."""
     workload = tiny_gpt(2, tied=True, dead=True)
     plan = array_plan(shared_batches=True, partition=((0, 2), (3,), (1,)))
-    document = run_array(train_array(workload, plan, fast_compile=True), 2, check=True)
+    training = train_array(workload, plan, fast_compile=True)
+    training.replay()
+    num_compiled, document = len(training.programs.executables), checked(training)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
     worst = document["worst_param"]
@@ -158,7 +164,7 @@ def test_batches_parameters_and_optimizer_states_are_of_each_model():
     assert document["measured_peak_bytes_per_device"] == document["replayed_peak_bytes_per_device"]
     leaf_bytes = BATCH * SEQUENCE * 4  # two leaves, and at most two updates at once
     assert document["replayed_parts_bytes"]["shared batch"] in (2 * leaf_bytes, 4 * leaf_bytes)
-    assert document["num_compiled_after_first_step"] == 0
+    assert len(training.programs.executables) == num_compiled
 
 
 @pytest.mark.parametrize(
