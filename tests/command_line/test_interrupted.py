@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-from array_models import array_plan
 from commands import run_here
 from planned_model import BATCH
 from processes import REPOSITORY, environment_apart, user_model
@@ -22,7 +21,7 @@ from timeouts import TIMEOUT_SECONDS
 
 import capture.runtime.multiplexed
 import capture.runtime.training
-from capture.cli import array, run
+from capture.cli import run
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
@@ -133,17 +132,6 @@ def test_what_was_saved_is_said(capsys, monkeypatch, options, saved, says):
     if "old" in options:
         checkpoint("old", 4)
     assert interrupted(monkeypatch, capsys, *options, saved=saved) == says
-
-
-def test_plans_that_save_at_the_end_alone(capsys, monkeypatch):
-    def train(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(array, "run", train)
-    array_plan().save(Path("other.json"))
-    code, _, err = run_here(capsys, "run", "other.json")
-    assert code == 130
-    assert err == "interrupted; nothing was saved. To start again: capture run other.json\n"
 
 
 @pytest.mark.parametrize(
