@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from array_models import array_plan
 from commands import run_here
 from planned_model import BATCH
 from processes import REPOSITORY, environment_apart, user_model
