@@ -29,7 +29,7 @@ _PLAIN = frozenset({*_NAMES, NoneType})
 
 
 class FieldError(ValueError):
-    """A field that is missing or of another type; the message names it."""
+    """An error of a field that is missing or of another type; the message names it."""
 
 
 def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T:
@@ -103,8 +103,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def but_empty(value: Any, *names: str) -> dict[str, Any]:
-    """Return the fields of a dataclass, converted for JSON, less those of ``names`` that are
-    empty."""
+    """Return the fields of a dataclass, converted for JSON, except ``names`` that are empty."""
     written = fields_of(value)
     return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
 
@@ -157,7 +156,7 @@ def _recognised(data: Any) -> str:
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of document, and how one that is not of it is refused.
+    """A kind of document, and how a document that is not of it is refused.
 
     Attributes:
         name: For sentences.

@@ -47,7 +47,7 @@ class Violation:
 
 
 class CaptureError(Exception):
-    """One or several violations, all reported at once.
+    """An error with one or several broken rules, all reported at once.
 
     Example:
         >>> message = "stage_id=4 is outside a pipeline of num_stages=4; stage ids run from 0 to 3."
@@ -80,35 +80,36 @@ class CaptureError(Exception):
 
 
 class WorkloadError(CaptureError):
-    """The model, its batch or its optimizer."""
+    """An error of the model, its batch or its optimizer."""
 
 
 class TracingError(CaptureError):
-    """Cutting the traced loss into layers."""
+    """An error while the traced loss is cut into layers."""
 
 
 class ClusterError(CaptureError):
-    """The description of the devices."""
+    """An error in the description of the devices."""
 
 
 class PlanError(CaptureError):
-    """A plan that breaks a rule, or does not belong to the model."""
+    """An error of a plan that breaks a rule, or does not belong to the model."""
 
 
 class ProfileError(CaptureError):
-    """A profile or a store that is corrupt, of another schema or of another model."""
+    """An error of a profile or a store that is corrupt, of another schema or of another model."""
 
 
 class TargetError(CaptureError):
-    """An unknown target, or one that this installation cannot compile for."""
+    """An error of a target that is unknown, or that this installation cannot compile for."""
 
 
 class ExecutionError(CaptureError):
-    """Running a plan on the devices of this process."""
+    """An error while a plan runs on the devices of this process."""
 
 
 class OptionError(CaptureError):
-    """The command line itself: an unknown verb or option, a value that an option does not take."""
+    """An error of the command line: an unknown verb or option, or a value that one does not
+    take."""
 
 
 def said_once(failures: Iterable[str], most: int = 3) -> str:

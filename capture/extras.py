@@ -32,7 +32,7 @@ def install_command(extra: str) -> str:
 
 
 def compilers_of(platform: str) -> tuple[str, ...]:
-    """Return the modules of which one compiles for a platform; none for virtual CPU devices.
+    """Return the modules that compile for a platform, one of which suffices; none for CPU devices.
 
     Example:
         >>> compilers_of("tpu"), compilers_of("cpu")

@@ -114,7 +114,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is given without a value."""
+        """Whether the option is given without a value."""
         return self.default is False or self.is_open
 
     def add_to(self, parser: Arguments) -> None:
@@ -270,12 +270,12 @@ def taken(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return the values of an option that may be given again, or the only one of another."""
+    """Return an option's value as a list: several of one that may be repeated, one of another."""
     return value if isinstance(value, list) else [value]
 
 
 def described(kind: type) -> dict[str, str]:
-    """Return what the docstring of a class says of each attribute."""
+    """Return what the docstring of a class says of each attribute, by name."""
     section = re.search(
         r"^(?:Attributes|Args):\n(.*?)(?=^\S|\Z)", inspect.getdoc(kind) or "", re.M | re.S
     )
@@ -349,7 +349,7 @@ Systems = Mapping[str, Collection[Option]]
 
 
 def merged(by_system: Systems) -> dict[str, tuple[Option, tuple[str, ...]]]:
-    """Return the options of several systems by name, with the systems that read each.
+    """Return the options of several systems by name, each with the systems that read it.
 
     One that several systems have takes what any of them does, and its default is theirs, if it is
     the same, else None: each system takes its own.

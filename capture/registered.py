@@ -24,7 +24,7 @@ class Registered:
     path: str
 
     def load(self) -> Any:
-        """Return the object itself."""
+        """Import the registered object and return it."""
         module, _, name = self.path.partition(":")
         return getattr(import_module(module), name)
 

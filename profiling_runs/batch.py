@@ -50,7 +50,7 @@ Watch = Callable[[Mapping[str, Any]], None]
 
 
 class Batch:
-    """Jobs of one model, and where what comes of them is kept.
+    """A batch of jobs of one model, and the store that keeps their results.
 
     Args:
         jobs: With different keys.
@@ -109,7 +109,7 @@ class Batch:
 
     @property
     def is_done(self) -> bool:
-        """Whether no job waits or runs."""
+        """Whether no job of the batch waits or runs."""
         return not (self._queue or self._running or self._set_aside)
 
     def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
@@ -243,7 +243,7 @@ class Batch:
 
 
 def _to_report(bugs: Sequence[Outcome]) -> CaptureError:
-    """Return the error that says what to report of faults of the library."""
+    """Return the error that tells a user which faults of the library to report."""
     first = bugs[0]
     of_others = f" (and of {len(bugs) - 1} others)" if len(bugs) > 1 else ""
     return ProfileError.of(

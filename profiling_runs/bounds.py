@@ -79,7 +79,7 @@ class ModelBounds:
 
     @cached_property
     def _learn_floors(self) -> None:
-        """Trace all that ``seconds`` needs, once."""
+        """The trace of all that ``seconds`` needs, made once; the value is None."""
         asked = [(c, n) for n, choices in self._floors.items() for c in measured_choices(choices)]
         self._learn(asked, longest=2 if self.facts.needs_pairs else 1)
 

@@ -254,7 +254,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
 def _draws(
     question: EvaluationQuestion, result: Profile, generator: np.random.Generator
 ) -> Iterator[Sequence[Stage]]:
-    """Return random stages, without end, of the choices that were profiled."""
+    """Return an endless iterator of random stages with the choices that were profiled."""
     asked, known = question.profile, set(result.choices)
     choices = sorted(c for c in asked.stage_choices if known.issuperset(c.measured))
     about = (asked.cluster, result.graph.num_layers, by_degree(choices))

@@ -115,7 +115,7 @@ def explain(
     told: Callable[[Explanation], None] = lambda explanation: None,
     trying: Callable[[str, int], None] = lambda change, num_missing: None,
 ) -> Explanation:
-    """Take the peaks of a plan apart, and try every single change of it.
+    """Take the compiled peaks of a plan apart, and try every single change of it.
 
     Changes whose stages the store has come first, then those that need few compiles.
 

@@ -71,7 +71,7 @@ class Setting:
 
 
 class Described(Protocol):
-    """A measurement that says itself what it is, such as ``StageConfig``."""
+    """A measurement that describes itself, such as ``StageConfig``."""
 
     @property
     def group(self) -> tuple[Any, ...]: ...
@@ -81,7 +81,7 @@ class Described(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement to make.
+    """A job: one measurement to make.
 
     Attributes:
         key: The measurement's, in the store.

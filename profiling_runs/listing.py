@@ -68,7 +68,7 @@ def counted_jobs(
     typical_seconds: Mapping[tuple[str, str], float],
     backend: str,
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Return the kinds and the guesses of a listing.
+    """Count jobs by kind, done and left, and say whose seconds are guessed, as ``Listing`` has it.
 
     Args:
         jobs: Those of a profile.

@@ -245,8 +245,8 @@ class Measurements:
         return self._live[0]
 
     def _lively(self) -> Iterator[Outcome | None]:
-        """Yield what is known of the jobs of kept workers as it is; they go on where nobody asks
-        for more."""
+        """Yield outcomes of the kept workers' jobs as they come, None between; nothing is ended
+        where nobody asks for more."""
         assert self._live is not None, "jobs were added"
         live, self._live = self._live, None  # whatever is raised ends it
         for outcome in live[1]:

@@ -103,7 +103,7 @@ class PackCompiler:
 
     @memo
     def _backend(self, target: str) -> PackBackend:
-        """The backend of this process, which loads the model and knows the programs' keys."""
+        """Return this process's backend for a target, which loads the model and knows keys."""
         from capture.profiler.packs import PackBackend
 
         return PackBackend(loaded(self.workload), Target.load(target), self.store)

@@ -19,7 +19,7 @@ S = TypeVar("S", bound="Proof")
 
 
 class Proof(Protocol):
-    """How a plan was found, and how far it is proven to be the best."""
+    """The proof of an answer: how a plan was found, and how far it is proven to be the best."""
 
     @property
     def algorithm(self) -> str: ...

@@ -142,17 +142,17 @@ class PlanQuestion:
 
     @property
     def microbatch_size(self) -> int:
-        """Examples in a micro-batch, over all replicas."""
+        """The examples in a micro-batch, over all replicas."""
         return self.global_batch_size // self.num_microbatches
 
     @property
     def search(self) -> tuple[str, str, str]:
-        """The entry of ``SEARCHES`` that answers it: (objective, mode, algorithm)."""
+        """The entry of ``SEARCHES`` that answers the question: (objective, mode, algorithm)."""
         return search_of(self.objective, self.mode, self.algorithm)
 
     @property
     def limit_bytes(self) -> int | None:
-        """The limit that is given, or that of the target; None without one."""
+        """The memory limit per device that is given, or that of the target; None without one."""
         memory = Target.load(self.cluster.target).memory
         return (
             memory.usable_bytes

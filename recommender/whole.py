@@ -101,8 +101,8 @@ class WholeQuestion:
         return replace(self, counts=counts, schedule=schedule, fixed=fixed)
 
     def of_sizes(self, takes: Callable[[int], bool]) -> WholeQuestion:
-        """Return the question without the numbers of micro-batches that nobody asked for and a
-        model does not take: their sizes are no multiples of the smallest that it takes.
+        """Return the question without numbers of micro-batches, unless asked for, whose sizes the
+        model does not take: those that are no multiples of the smallest that it takes.
 
         Args:
             takes: Whether the model takes micro-batches of a size.

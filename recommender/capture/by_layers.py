@@ -65,8 +65,8 @@ class LayerProof:
         self._least = dict[int, float]()
 
     def run(self) -> ByLayers | None:
-        """Compile layers until that is enough; None where tracing says enough, or compiled layers
-        nothing."""
+        """Compile layers until the bound is high enough, and return it. None where tracing alone is
+        enough, or compiled layers say nothing."""
         search = self._search
         while min(self._floors(), default=(inf, 0))[0] < self._enough:
             search.open(min(self._floors())[1])
@@ -84,9 +84,8 @@ class LayerProof:
         return ByLayers(least, self._num_layers, self._ratios.error) if is_nearer else None
 
     def ahead(self, begun: Sequence[StageConfig] = ()) -> Iterator[Sequence[StageConfig]]:
-        """Yield the layers that ``run`` is going to compile once stages that are begun are
-        compiled, round by round, if none of another part is among them and each takes as much more
-        than it is expected to as the fastest of those that are known."""
+        """Yield, round by round, the layers that ``run`` will compile once the ``begun`` stages are
+        compiled. Layers of unknown kinds are assumed to have the least known ratio."""
         self._learn_verified()
         self._ratios.assume(begun)
         while (wanted := self._next()) is not None:
@@ -181,7 +180,7 @@ class _Ratios:
         compiled: Mapping[StageConfig, StageCost],
         asked: Sequence[StageConfig] = (),
     ) -> None:
-        """Take what the compiler said; of what it refused, that nothing is said."""
+        """Learn ratios of compiled stages; kinds that were asked for and did not compile get 0."""
         for config, cost in compiled.items():
             times = part.expected.model.stage_times(cost)
             if config.microbatch_size == part.size and times is not None:
@@ -192,7 +191,7 @@ class _Ratios:
             self._least.setdefault(_kind(config.choice), 0.0)
 
     def assume(self, stages: Sequence[StageConfig]) -> None:
-        """Take kinds for known, with the least that is known of others."""
+        """Assume the least known ratio for kinds of stages that are not known."""
         least = min(self._least.values(), default=0.0)
         for kind in (_kind(choice) for each in stages for choice in each.choice.measured):
             self._least.setdefault(kind, least)

@@ -53,7 +53,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the question.
+    """A question that differs from another by one change.
 
     Attributes:
         text: What a user would do.

@@ -258,7 +258,7 @@ def with_sends(problem: SearchProblem, sent: Mapping[int, np.ndarray]) -> Search
 
 
 def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> np.ndarray:
-    """Return the seconds to the next stage by where a stage stops, (L + 1,).
+    """Return the seconds of what a stage sends to the next one, by where it stops, (L + 1,).
 
     Where it stands is not known, so the links between nodes are taken as often as stages of that
     size end at the end of a node.

@@ -164,8 +164,10 @@ def smallest_cluster(
 
 
 def check_limited(question: PlanQuestion) -> None:
-    """Raises:
-    PlanError: ``plan-extent`` for the largest batch without a limit.
+    """Refuse to look for the largest batch without a memory limit.
+
+    Raises:
+        PlanError: ``plan-extent``.
     """
     if question.limit_bytes is None:
         raise PlanError.of(

@@ -43,7 +43,7 @@ def floor(
     num_layers: int,
     seconds: Callable[[int], tuple[float, float]],
 ) -> tuple[float, float]:
-    """Return the seconds that no step is below, and those that a step is expected to take at least.
+    """Return a lower bound of the seconds of a step, and a lower bound of the expected seconds.
 
     Args:
         question: Of the part.
@@ -65,8 +65,8 @@ def floor(
 
 
 def least_seconds(part: OpenPart, question: PlanQuestion) -> float:
-    """Return the seconds that no step is below: all groups together work on every micro-batch and
-    update their stages, and the busiest no less than the mean.
+    """Return a lower bound of the seconds of a step: all groups together work on every micro-batch
+    and update their stages, and the busiest no less than the mean.
 
     Args:
         part: Open, with the question's number of micro-batches and any schedule.
@@ -121,7 +121,7 @@ def least_plan(problem: SearchProblem, question: PlanQuestion) -> tuple[float, l
 
 
 def _least_cut(stage: np.ndarray) -> tuple[float, list[int]]:
-    """Return the least sum over stages, (L, L + 1), and where it is cut."""
+    """Return the least sum of stages that cover all layers, of values (L, L + 1), and its cuts."""
     least, begins = np.zeros(stage.shape[1]), [0]
     for stop in range(1, len(least)):
         sums = least[:stop] + stage[:stop, stop]
@@ -154,8 +154,8 @@ def _step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int)
 
 
 def fastest(part: OpenPart, ratios: tuple[float, ...], limit: int | None) -> Sequence[Found]:
-    """Return the plan of an open part that is estimated to be fastest within a limit, or the
-    smallest where none is within it; of mixtures none.
+    """Return the plan of an open part that is estimated to be fastest within a limit, else the
+    smallest; plans have no mixtures.
 
     Args:
         part: Its bounds have split backward passes where the schedule does.
@@ -166,14 +166,13 @@ def fastest(part: OpenPart, ratios: tuple[float, ...], limit: int | None) -> Seq
 
 
 def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
-    """Return the plan of an open part that is expected to need least at most; arguments as of
-    ``fastest``."""
+    """Return the open part's plan that is expected to need least; arguments as of ``fastest``."""
     return _found(part, part.once(_tables, ratios).least_peak())
 
 
 def front(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
-    """Return a sample of the plans of an open part of which none is estimated to be both smaller
-    and faster than another, within the limit; arguments as of ``fastest``."""
+    """Return a sample of the estimated front of an open part within the limit: plans of which none
+    is both smaller and faster than another. Arguments as of ``fastest``."""
     return [each for found in part.once(_tables, ratios).front() for each in _found(part, found)]
 
 
@@ -191,9 +190,9 @@ def _found(part: OpenPart, found: TablePlan | None) -> Sequence[Found]:
 
 
 class _Estimated(TimePredictor):
-    """A predictor of estimated seconds: of stages that are not compiled by a ratio, of layers like
-    compiled ones as compiled, and of backward passes that were not compiled in two programs a part
-    each."""
+    """A predictor of estimated seconds: compiled stages, and layers like them, as compiled; the
+    others as expected times a ratio. Split backward passes not compiled have a fixed part for
+    weights."""
 
     def __init__(
         self, profile: Profile, devices_per_node: int, ratios: Mapping[StageChoice, float]

@@ -118,7 +118,8 @@ class Knowledge:
         known: StageAnswer | None = None,
         any_that_fits: bool = False,
     ) -> StageAnswer:
-        """Return the recommendation, compiled; the rest is as for ``recommend_verified``.
+        """Return the answer to a question, compiled; arguments and value as of
+        ``recommend_verified``.
 
         A plan is believed not to fit, without compiling, if the low end of its interval is above
         the limit.
@@ -137,7 +138,7 @@ class Knowledge:
         )
 
     def is_settled(self, result: StageAnswer) -> bool:
-        """Say whether an answer stands as it is: it is compiled, nothing may be compiled, or no
+        """Return whether an answer stands as it is: it is compiled, nothing may be compiled, or no
         plan fits, even at the low ends of intervals."""
         prediction, limit = result.prediction, result.memory_limit_bytes
         if self.compiled is None or result.compiled or prediction is None:

@@ -66,8 +66,8 @@ class LeastStep:
         self._num_rows = problem.num_positions
 
     def within(self, limit: int | None) -> tuple[float, int]:
-        """Return a lower bound of the step of every plan within a limit, infinite if there is none,
-        and the least limit for which the bound is known to be the same."""
+        """Return a lower bound of the step of every plan within a limit, infinite if there is none.
+        Return also the least limit for which the bound is known to be the same."""
         seconds, stages = self.plan(limit)
         return seconds, max((stage.peak_bytes for stage in stages), default=NEVER)
 
@@ -120,8 +120,8 @@ class LeastStep:
         return tuple(found)
 
     def plans(self, limit: int, below: float) -> Iterator[tuple[float, Sequence[PlacedStage]]]:
-        """Yield the plans within a limit whose bound is below some seconds, those of the least
-        first, each with its bound."""
+        """Yield the plans within a limit whose bound is below some seconds, by ascending bound,
+        each with its bound."""
         order, num_layers = count(), self._problem.num_layers
         tails = self._tails(self._tables(limit)[0])
         begun = [(0.0, next(order), _Beginning())]

@@ -198,8 +198,8 @@ class Named(Timed):
 
 
 def _open_smallest(search: Search) -> None:
-    """Open the part with the smallest micro-batches, and that with the smallest of which every
-    device can have an example: of all, their plans are expected to need least."""
+    """Open two parts whose plans are expected to need least: that with the smallest micro-batches,
+    and that with the smallest that give every device an example."""
     num_devices = search.questions[0].cluster.num_devices
     unopened = {n: part for n, part in search.unopened.items() if part.is_plain}
     sizes = {part.question.microbatch_size: n for n, part in unopened.items()}

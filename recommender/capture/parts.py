@@ -109,7 +109,7 @@ class OpenPart:
         return self._bases[of]
 
     def learn(self, said: Profile) -> Mapping[StageConfig, StageCost]:
-        """Take what was compiled at the part's micro-batch size, and return what of it is new."""
+        """Learn what was compiled at the part's micro-batch size, and return what of it is new."""
         known, size = self.known, self.size
         new = {
             config: cost
@@ -142,7 +142,7 @@ class OpenPart:
 
 
 class Found(NamedTuple):
-    """A plan of a part."""
+    """A plan that was found in a part, as an answer."""
 
     part: OpenPart
     answer: StageAnswer
@@ -160,8 +160,8 @@ def _is_new(cost: StageCost, known: StageCost | None) -> bool:
 
 
 def compiled_in(problem: SearchProblem, part: OpenPart) -> Iterator[tuple[int, int, int]]:
-    """Yield the place in the tables of a problem of every stage of a part that is compiled: its
-    degree, choice and number."""
+    """Yield the place in a problem's tables of each compiled stage of a part: degree, choice,
+    number."""
     for config in part.known.verified:
         choice, d = config.choice, config.choice.num_devices
         if config.microbatch_size == part.size and choice in problem.choices.get(d, ()):

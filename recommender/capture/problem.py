@@ -204,7 +204,7 @@ class SearchProblem:
 
     @cached_property
     def num_positions(self) -> int:
-        """K: the rows of the cost arrays."""
+        """The number K of rows of the cost arrays, one per position of a stage."""
         return next((self.cost[d].shape[1] for d in self.used_degrees), 1)
 
     @cached_property
@@ -243,6 +243,6 @@ class SearchProblem:
 
 
 def together(*problems: SearchProblem) -> list[SearchProblem]:
-    """Return problems of one model with the same numbers of stages."""
+    """Return problems of one model with their stages numbered alike."""
     kinds = Kinds(*(problem.kinds for problem in problems))
     return [problem.split(kinds) for problem in problems]

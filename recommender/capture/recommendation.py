@@ -89,7 +89,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
 def _searched(
     problem: SearchProblem, profile: Profile, question: PlanQuestion
 ) -> tuple[SearchResult, Plan | None]:
-    """Return what the search finds, and its plan."""
+    """Return the result of the search that a question asks for, and its plan."""
     *_, algorithm = question.search
     result = search(problem, algorithm)
     return result, plan_of(profile, question, result.stages) if result.stages else None

@@ -161,8 +161,8 @@ class Policy(ABC):
         return True
 
     def is_bounded(self, part: Part) -> bool:
-        """Return whether an answer is proven of the plans of a part, too; one of which it is not is
-        opened by the policy alone."""
+        """Return whether an answer is proven of the plans of a part, too; if not, the policy alone
+        opens the part."""
         return True
 
     def refuted_by(
@@ -342,8 +342,8 @@ class Search:
             self._learn(part.size, self._profiles[part.size])
 
     def _learn(self, size: int, profile: Profile) -> None:
-        """Take what was compiled. A kind of bound that it refutes is used no longer, and nothing is
-        said to be proven that rests on it."""
+        """Learn what was compiled. A kind of bound that it refutes is used no longer, and nothing
+        is said to be proven that rests on it."""
         self._profiles[size] = profile
         found = [
             each
@@ -428,9 +428,10 @@ class Search:
         ]
 
     def to_open(self) -> int | None:
-        """Return the part to open next: of those that may hold a plan farther than asked from the
-        compiled ones, and below what is known of open parts, the one expected to be fastest, or of
-        least floor. Parts of other schedules than plain ones have one floor, which says nothing."""
+        """Return the part to open next: the one expected to be fastest, or of least floor, that may
+        hold a plan farther than asked from compiled ones, and below what is known of open parts.
+        Schedules that are not plain have all the same floor, which says nothing. None if no part is
+        left."""
         known, values = self.open_corners, self.values
         left = [
             (self._all[number].expected_seconds, floor[::-1], number)

@@ -74,7 +74,7 @@ def refuted(
 
 
 def without_bounds(profile: Profile, parts: Collection[str]) -> Profile:
-    """Return a profile whose lower bounds say nothing of some parts."""
+    """Return a profile in which the lower bounds of some kinds are 0."""
     return replace(
         profile,
         measurements={c: _without(cost, parts) for c, cost in profile.measurements.items()},

@@ -11,7 +11,7 @@ from recommender.question import PlanQuestion
 
 
 def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]) -> str:
-    """Return what a proof holds for, as the end of its sentence.
+    """Return the space that a proof holds for, as the end of its sentence.
 
     Args:
         questions: What was asked, for several numbers of micro-batches and schedules; ``chosen``
@@ -69,11 +69,11 @@ def searched(questions: Sequence[PlanQuestion], choices: Collection[StageChoice]
 
 
 def _has_all(schedules: Collection[str]) -> bool:
-    """Say whether no other schedule can be faster: GPipe is never faster than 1F1B."""
+    """Return whether no other schedule can be faster: GPipe is never faster than 1F1B."""
     return {*SCHEDULES} - {"gpipe"} <= {*schedules}
 
 
 def _either(names: Iterable[str]) -> str:
-    """Return names as of a choice, such as ``2, 4 or 8``."""
+    """Join names with commas and "or", such as ``2, 4 or 8``."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last

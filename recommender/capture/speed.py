@@ -229,7 +229,7 @@ class Timed(Policy):
         return self.layer_proof(search).run()
 
     def layer_proof(self, search: Search) -> LayerProof:
-        """Return what compiled layers say once a plan that fits is compiled."""
+        """Return the second proof, from compiled layers, of the fastest compiled plan that fits."""
         fastest = min(map(seconds_of, search.fitting))
         enough = fastest / (1 + search.effort.within_fraction)
         return LayerProof(search, posed_both, enough)
@@ -362,7 +362,7 @@ def _next_possible(search: Search) -> Found | None:
 
 def _possible(search: Search) -> Iterator[Found]:
     """Yield the plans of open parts of plain schedules that bounds do not rule out and that were
-    not compiled, of each part those of the least bounds first."""
+    not compiled, those of the least bounds first in each part."""
     known = sorted(search.values)
     limits = [*(nbytes - 1 for nbytes, _ in known), inf]
     may_be = [

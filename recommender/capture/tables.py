@@ -252,7 +252,7 @@ def _rules(question: PlanQuestion) -> str:
 
 
 def several_groups(question: PlanQuestion, num_layers: int) -> Sequence[int]:
-    """Return the numbers of devices that a group may have: there are several groups, and as many
+    """Return the numbers of devices per group that make several groups, and no more groups than
     micro-batches. Of one group nothing waits; with fewer micro-batches some group always does."""
     num_devices, num_microbatches = question.cluster.num_devices, question.num_microbatches
     return [

@@ -20,7 +20,7 @@ _LARGEST_VALUE = 1 << 59
 
 @dataclass(frozen=True)
 class Ticks:
-    """Values of stages: ``unit`` x ticks of time, plus one per stage. So of two plans of equal
+    """The values of stages: ``unit`` x ticks of time, plus one per stage. So of two plans of equal
     time, the one of fewer stages is less.
 
     A tick is a power of two seconds, below 1e-11 of the longest stage time unless micro-batches and

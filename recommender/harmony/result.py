@@ -105,7 +105,7 @@ class PacksResult:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A step of another system.
+    """The step of another system, as estimated for comparison.
 
     Attributes:
         name: Of the system.

@@ -60,7 +60,7 @@ class _Instance:
 
     @property
     def crosses(self) -> bool:
-        """Whether they are used before they are made: by the body that follows."""
+        """Whether the feature maps are used before they are made: by the body that follows."""
         return self.used < self.made
 
 
@@ -214,8 +214,7 @@ class _Timeline:
 
 
 class _Rows:
-    """The rules as rows of a matrix: the sum of its entries times the variables is at most
-    ``upper``.
+    """The rules as rows of a matrix: entries times variables sum to at most ``upper``.
 
     Seconds are in those of all programs, and bytes in those of the limit. Spans of time are 2 k
     before program k and 2 k + 1 during it; what is still on its way then has the last.

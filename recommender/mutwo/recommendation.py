@@ -135,7 +135,7 @@ class ArrayQuestion(OfWorkload):
 
 @dataclass(frozen=True)
 class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
-    """A plan of an array, and what trains with it.
+    """The answer for a model array: its plan, and the workloads to train with it.
 
     Attributes:
         workload: The task.
@@ -250,7 +250,7 @@ def plan_array(
 
 
 def _traced(task: ArrayTask, profile: ArrayProfile) -> ArrayTask:
-    """Return what a model trains, with what its trace says of it."""
+    """Return a model's task with the number of layers and the hash of its trace."""
     graph = profile.fuser.traced.graph
     return replace(task, num_layers=graph.num_layers, model_hash=profile.model_hash)
 
@@ -258,7 +258,7 @@ def _traced(task: ArrayTask, profile: ArrayProfile) -> ArrayTask:
 def _searched(
     question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile], limit: int
 ) -> tuple[ArrayResult, set[SubArrayKind]]:
-    """Return what the search finds, and the kinds of sub-arrays that were profiled for it."""
+    """Return the result of the search, and the task and size of each kind of sub-array profiled."""
     tasks, (first, *others) = list(profiles), profiles.values()
     problem = ArrayProblem(
         first,
@@ -280,7 +280,8 @@ def _searched(
 
 
 def _check(question: ArrayQuestion, profiles: Mapping[ArrayTask, ArrayProfile]) -> None:
-    """Refuse models that their optimizers cannot have, and what several programs cannot share."""
+    """Refuse models with hyperparameters that their optimizer lacks, and parameters that several
+    programs cannot share."""
     from capture.runtime.array_tasks import unlike_shared, wrong_hyperparameters
 
     optimizers = {task: profile.fuser.optimizer for task, profile in profiles.items()}

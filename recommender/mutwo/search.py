@@ -76,7 +76,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class ArrayBaseline:
-    """A simple way of training the models.
+    """A simple way of training the models, to compare with.
 
     Attributes:
         name: For people.

@@ -76,7 +76,7 @@ def reserved_fraction(platform: str, dtype: str, checkpointed: bool = False) -> 
 def interval_of(
     nbytes: int, platform: str, dtype: str, checkpointed: bool = False
 ) -> tuple[int, int]:
-    """Return the fewest and the most bytes that a step of such an estimate may compile to.
+    """Return the fewest and the most bytes that a step estimated at ``nbytes`` may compile to.
 
     The high end is the limit below which the estimate would be planned with, and what any step
     needs. The ends are those of all steps that were compiled to see (``benchmarks/osdp_memory.py``

@@ -97,7 +97,7 @@ class ShardingQuestion:
 
     @property
     def _mesh(self) -> Any:
-        """The mesh that is given; None where a cluster is."""
+        """The mesh that the question gives; None where it gives a cluster."""
         return None if isinstance(self.where, Cluster) else self.where
 
     @cached_property
