@@ -219,9 +219,9 @@ class Memory:
         return there + self._rules.product_scratch_bytes * is_large
 
     def _groups(self, product: int) -> int:
-        """Return the bytes of what is read with a product or after it, or is a result: of products
-        before it, or what is computed from their results, at its narrowest on the widest way; and
-        operands, where they are computed from arguments.
+        """Return the bytes of what is read with a product or after it, or is a result. That comes
+        from products before it, at its narrowest on the widest way; operands may also be computed
+        from arguments.
 
         Nothing that depends on the product is there yet. Values that are computed from each other
         may stand for each other, so of those the largest counts.
@@ -259,8 +259,8 @@ class Memory:
 
     @cached_property
     def _left(self) -> Mapping[Any, int]:
-        """The bytes that have to be there for each value from where it is made until products or
-        the caller read it or what is computed from it, at its narrowest on the widest way."""
+        """The bytes that each value needs from where it is made on. Until products or the caller
+        read it, or what is computed from it, it may be at its narrowest on the widest way."""
         found: dict[Any, int] = {}
         for value, readers in self._opaque.leaving:
             own = self._nbytes[value]

@@ -104,9 +104,9 @@ class BoundStep:
 
     @cached_property
     def waits(self) -> list[tuple[int, ...]]:
-        """The slots, per instruction, whose arrays must be ready before it is issued, so that
-        devices that have finished nothing else hold no more than is booked, and together with the
-        scratch of their kernels no more than a step in program order takes."""
+        """The slots, per instruction, whose arrays must be ready before it is issued. Devices that
+        have finished nothing else then hold no more than is booked, and together with the scratch
+        of their kernels no more than a step in program order takes."""
         with_kernels = self._waits(self._scratch_bytes)
         return [
             tuple(dict.fromkeys((*arrays, *kernels)))
@@ -198,7 +198,7 @@ class BoundStep:
         return found
 
     def _issue_by_place(self, frame: Frame, actions: Sequence[Action]) -> None:
-        """Issue in order, but for waits of some devices and what comes behind these for them: that
+        """Issue in order, but for waits of some devices and what comes behind these for them. That
         is issued when the copies have ended, or when so much waits that the host does, too."""
         behind, busy = list[int](), set[int]()
         for number, action in enumerate(actions):

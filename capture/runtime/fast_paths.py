@@ -75,9 +75,9 @@ def _public_call(compiled: Any) -> FlatCall:
 
 
 def _fast_call(compiled: Any) -> FlatCall | None:
-    """Return the call that skips JAX's checks; None where this JAX has other insides, or where a
-    call is more than an execution: effects, callbacks, constants that are arguments, or random
-    keys, which are objects around arrays."""
+    """Return the call that skips JAX's checks; None where this JAX has other insides. None also
+    where a call is more than an execution: effects, callbacks, constants that are arguments, or
+    random keys, which are objects around arrays."""
     try:
         mesh_executable = compiled._executable
         replicated = mesh_executable.unsafe_call

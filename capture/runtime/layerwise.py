@@ -151,8 +151,7 @@ def _matches_nothing(what: str, paths: Sequence[str]) -> Violation:
 
 def _updated(update: TracedOptimizer, shared: Collection[int]) -> Iterator[Violation]:
     """Yield a violation for shared parameters that the optimizer would change, keeps state for, or
-    whose gradients it reads for others: of those that are trained with others' gradients, there
-    would be one value per model."""
+    whose gradients it reads for others. They would have one value per model."""
     program, num_params = update.update, len(update.params)
     of_state = update.params_of_state
     held = {p for owners in of_state for p in owners}

@@ -120,8 +120,8 @@ class _Updates:
         self._roles = dict(zip(self._program.inputs, roles, strict=True))
 
     def key(self, param: int) -> str | None:
-        """Return a hash of the operations that make the new parameter and its state of itself, its
-        gradient and scalars, shapes aside; None if one of them is not element by element, or reads
+        """Return a hash, shapes aside, of the operations that make the new parameter and its state
+        of itself, its gradient and scalars. None if one of them is not element by element, or reads
         another parameter."""
         mine = frozenset([param])
         states = [k for k, owners in enumerate(self._params_of_state) if owners == mine]

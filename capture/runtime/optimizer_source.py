@@ -15,8 +15,8 @@ from capture.model.workload import WorkloadProtocol
 
 
 def injecting_line(workload: WorkloadProtocol, name: str) -> str:
-    """Return what to write where, so that an optimizer injects a hyperparameter: of the file of the
-    loss, the line with a call of optax that takes it; without such a line, an example."""
+    """Return what to write where, so that an optimizer injects a hyperparameter. It is the line
+    with a call of optax that takes it, in the file of the loss; without such a line, an example."""
     try:
         source = inspect.getsourcefile(inspect.unwrap(workload.loss_fn)) or ""
         text = Path(source).read_text(encoding="utf-8")

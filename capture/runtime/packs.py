@@ -350,8 +350,8 @@ class PackPrograms:
         return _on_host(function), key
 
     def _conversion(self, run: Run) -> tuple[Callable[..., Any], Any]:
-        """Return a function that casts the arrays of a slot to what the result holds, on the host,
-        and its key; the result takes the place of what was there before, if that is given."""
+        """Return a function on the host that casts the arrays of a slot to what the result holds,
+        and its key. The result takes the place of what was there before, if that is given."""
         given, target = (of.ids for of in self._holds((run.inputs[0][0], *run.outputs)))
         dtypes = [struct.dtype for structs in self._of(run.outputs) for struct in structs]
         at = [given.index(param) for param in target]

@@ -153,8 +153,9 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _stored_shardings(self) -> list[Any]:
-        """The shardings of what is kept of the forward pass: what is marked, as the partition walk
-        says, so that it is known without a compiler; the rest, as the compiler has it (None)."""
+        """The shardings of what is kept of the forward pass. What is marked lies as the partition
+        walk says, so that it is known without a compiler; the rest as the compiler has it
+        (None)."""
         return [self._sharding_between(v) for v in self.residuals.stored]
 
     def _sharding_between(self, kept: Any) -> Any:
@@ -213,9 +214,9 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _in_turn(self) -> bool:
-        """Whether parameters in parts are gathered in their layer's turn because the program says
-        so: XLA's scheduler for TPUs, which devices of CPUs stand for, does it unasked and copies
-        what is told to wait; that for CPUs orders nothing."""
+        """Whether the program says that parameters in parts are gathered in their layer's turn.
+        XLA's scheduler for TPUs, which devices of CPUs stand for, does it unasked and copies what
+        is told to wait; that for CPUs orders nothing."""
         several = self.layers.stop - self.layers.first > 1
         platform = self.mesh.devices.flat[0].platform
         return self.choice.shard_params and several and platform in ("gpu", "cuda")

@@ -298,9 +298,9 @@ class Traffic:
             self._written[value] = max(self._written.get(value, 0), nbytes)
 
     def least(self) -> list[Kernel]:
-        """Return what is written and read at least: of what replicas split, and then of what is the
-        same on each (parameters and gradients), both of what tensor parallelism splits and of what
-        it does not, with a count of 0 where there is none of it."""
+        """Return what is written and read at least, in four parts: of what replicas split, and of
+        what is the same on each (parameters and gradients). Of both, first what tensor parallelism
+        splits, then what it does not; with a count of 0 where there is none of it."""
         products, written = frozenset(self.products), frozenset(self._written)
         steps = self.program.once(_steps, products, self._ends.made, written)
         read = self._read_once(steps)

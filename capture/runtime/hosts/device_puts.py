@@ -112,9 +112,9 @@ def _elsewhere(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> 
 def _put(
     arrays: Sequence[jax.Array], sources: Sequence[jax.Device], targets: Sequence[jax.Device]
 ) -> list[jax.Array]:
-    """Copy arrays with one call per pair of devices: jaxlib goes through the pairs of a call in an
-    order that is not the same in all processes (jax 0.10.2, four pairs in a call: values swapped in
-    10 of 12)."""
+    """Copy arrays with one call per pair of devices. Within a call, jaxlib goes through the pairs
+    in an order that is not the same in all processes (jax 0.10.2, four pairs: values swapped in 10
+    of 12)."""
     pairs = list(zip(sources, targets, strict=True))
     found: dict[int, jax.Array] = {}
     for pair in dict.fromkeys(pairs):

@@ -130,8 +130,8 @@ def watch(
 
 
 def is_settled(failures: Mapping[int, Failed], since: float, alive: Mapping[int, float]) -> bool:
-    """Return whether a failed host is sure to be the cause: one was killed or is frozen, which
-    follows from nothing; or each has failed, or was alive a moment after the first was heard.
+    """Return whether a failed host is sure to be the cause. Either one was killed or is frozen,
+    which follows from nothing; or each has failed, or was alive a moment after the first was heard.
 
     Args:
         failures: By host.
