@@ -18,7 +18,7 @@ from capture.tracing import TracedModel
 
 
 def step_key(member: Member, update: int) -> jax.Array:
-    """What a model draws with in an update, from 0 on: its own, whatever others there are."""
+    """Return a model's random key in an update, from 0 on: its own, whatever others there are."""
     return jax.random.fold_in(jax.random.split(jax.random.key(member.seed), 3)[2], update)
 
 
@@ -40,7 +40,7 @@ def drawn(plan: ArrayPlan, workloads: Sequence[WorkloadProtocol], update: int) -
 
 
 def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: int) -> list[Any]:
-    """Leaves of all sub-arrays, on the host, and keys of every model.
+    """Return the batch leaves of all sub-arrays, on the host, and keys of every model.
 
     Args:
         plan: Of the models.
@@ -74,7 +74,7 @@ def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: 
 
 
 def _checked(traced: TracedModel, batch: Any, name: str) -> list[np.ndarray]:
-    """The leaves that are no keys, which come last."""
+    """Return the leaves of a batch that are no keys, which come last."""
     tensors = [tensor for tensor in traced.graph.batch if tensor.dtype not in KEYS]
     try:
         known = traced.batch_leaves(batch, jax.eval_shape(lambda: jax.random.key(0)))

@@ -32,7 +32,7 @@ _Arrays = tuple[dict[int, np.ndarray], dict[int, np.ndarray]]
 )
 @dataclass(frozen=True)
 class ArrayState:
-    """Everything that an update changes. An update takes it over: use the one that it returns.
+    """The arrays that an update changes. An update takes a state over: use the one that it returns.
 
     Attributes:
         slots: Parameters, optimizer state and, of a state that is ahead, the feature maps of
@@ -50,7 +50,7 @@ class ArrayState:
 
 
 class Losses(Sequence[float]):
-    """Of an update, one per model; the first that is asked for waits until they are there."""
+    """The losses of an update, one per model; reading one waits until all are there."""
 
     def __init__(self, partition: Sequence[Sequence[int]], arrays: Sequence[Any]):
         self._partition, self._arrays = partition, arrays
@@ -74,14 +74,14 @@ class Losses(Sequence[float]):
         return f"Losses({self._values})"
 
     def block_until_ready(self) -> Losses:
-        """Wait for them."""
+        """Wait for the losses, and return them."""
         jax.block_until_ready(self._arrays)
         return self
 
 
 @dataclass(frozen=True)
 class ArrayMetrics:
-    """What an execution of a list of instructions of an array reports.
+    """The losses and the processor time that one list of instructions of an array reports.
 
     Attributes:
         losses: One per model; None of an update that is only begun.
@@ -93,13 +93,13 @@ class ArrayMetrics:
 
     @property
     def loss(self) -> list[float] | None:
-        """One per model, on the host."""
+        """The losses on the host, one per model; None of an update that is only begun."""
         return None if self.losses is None else list(self.losses)
 
 
 @dataclass(frozen=True)
 class StateRows:
-    """Where parameters and optimizer states of all models are in the slots of a state.
+    """The rows of all models' parameters and optimizer states in the slots of a state.
 
     Attributes:
         partition: Models of each sub-array.
@@ -116,7 +116,7 @@ class StateRows:
     sharding: Callable[[Place], NamedSharding]
 
     def placed(self, leaves: Sequence[Leaves]) -> dict[str, list[jax.Array]]:
-        """The slots that hold these, by model.
+        """Return the slots that hold the leaves of each model.
 
         Raises:
             ExecutionError: ``array-shared-values`` where what all share differs.
@@ -139,7 +139,7 @@ class StateRows:
     def read(
         self, slots: Mapping[str, Sequence[jax.Array]], models: Sequence[int]
     ) -> list[_Arrays]:
-        """Copies on the host of what is of some models; of what they share, one."""
+        """Return copies on the host of what is of some models; of what they share, one."""
         found: list[_Arrays] = [({}, {}) for _ in models]
         for name, a, bundle in self._slots:
             shared = self.arrays[a].bundles[bundle].shared
@@ -154,14 +154,15 @@ class StateRows:
 
     @cached_property
     def _slots(self) -> list[tuple[str, int, int]]:
-        """Of state: name, sub-array and bundle."""
+        """The slots of state: name, sub-array and bundle."""
         held = self.body.slots
         named = [(name, *held[n].holds) for name, n in self.body.persistent.items()]
         return [(name, a, n) for name, a, n in named if self.arrays[a].bundles[n].is_state]
 
     @cached_property
     def _origins(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """By sub-array and bundle of state: whether of the optimizer (1 or 0), and which leaf."""
+        """The origin of each array in a bundle of state, by (sub-array, bundle): the index of a
+        parameter (0) or of a leaf of the optimizer's state (1)."""
         found = {}
         for a, (array, optimizer) in enumerate(zip(self.arrays, self.optimizers, strict=True)):
             of = {value: (0, index) for index, value in enumerate(array.params)}
@@ -199,7 +200,7 @@ def first_params(models: Sequence[tuple[Fuser, Member]]) -> list[PyTree]:
 
 
 def begun(models: Sequence[tuple[Fuser, Member, Sequence[Any]]]) -> list[Leaves]:
-    """What models begin with: their parameters, and optimizer states with their hyperparameters."""
+    """Return the parameters and optimizer states, hyperparameters set, with which models begin."""
     begin, found = dict[int, Any](), list[Leaves]()
     for fuser, member, params in models:
         tree: Any = jax.tree.structure(fuser.traced.split_struct)  # JAX's stubs leave it out
@@ -211,7 +212,7 @@ def begun(models: Sequence[tuple[Fuser, Member, Sequence[Any]]]) -> list[Leaves]
 
 
 def check_count(what: str, given: Any, count: int) -> None:
-    """Refuse what is not one per model.
+    """Refuse a sequence that has not one element per model.
 
     Raises:
         ExecutionError: ``array-count``.

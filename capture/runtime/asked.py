@@ -12,7 +12,7 @@ from capture.options import Asked
 
 @dataclass(frozen=True)
 class Training:
-    """How a plan is executed.
+    """The options with which a plan is executed.
 
     Attributes:
         num_steps: Updates.

@@ -211,7 +211,7 @@ def check_restorable(
 
 
 def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> list[int]:
-    """Complete checkpoints that may be read, the best first.
+    """Return the steps of complete checkpoints that may be read, the best first.
 
     Raises:
         ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``.
@@ -224,7 +224,7 @@ def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> 
 def _read(
     step: Trained, path: Path, models: Sequence[int] | None
 ) -> tuple[Callable[[], Any] | None, str]:
-    """What makes the state of a checkpoint, or why it cannot be read.
+    """Return a function that makes the state of a checkpoint, or why the checkpoint cannot be read.
 
     Raises:
         ExecutionError: If it is of something else.
@@ -240,7 +240,7 @@ def _read(
 
 
 def _read_together(step: Trained, path: Path, models: Sequence[int] | None) -> Callable[[], Any]:
-    """Of what several processes wrote."""
+    """Return a function that makes the state that several processes wrote."""
     marker = read_marker(path)
     sources = _checked(step, marker, models, path)
     together = shared(step)
@@ -250,7 +250,7 @@ def _read_together(step: Trained, path: Path, models: Sequence[int] | None) -> C
 
 
 def _read_one(step: Trained, path: Path, models: Sequence[int] | None) -> Callable[[], Any]:
-    """Of what one process wrote."""
+    """Return a function that makes the state that one process wrote."""
     with _manager(path.parent, None) as manager:
         chosen = int(path.name)
         metadata = manager.restore(
@@ -271,7 +271,7 @@ def _read_one(step: Trained, path: Path, models: Sequence[int] | None) -> Callab
 def _whole(
     step: Trained, read: Leaves, sources: Sources, metadata: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """From all leaves of a checkpoint."""
+    """Return a function that makes a state from all leaves of a checkpoint."""
     trained = models_of(step)
     params, optimizer = (
         [
@@ -286,7 +286,7 @@ def _whole(
 def _write(
     directory: Path, keep: int, metadata: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> None:
-    """What stands in the two parts of a checkpoint.
+    """Write the two parts of a checkpoint, its state and its metadata.
 
     Raises:
         ExecutionError: ``checkpoint-exists``.
@@ -307,7 +307,7 @@ def _write(
 
 
 def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
-    """To write, keeping so many; None to read only."""
+    """Return Orbax's manager to write, which keeps so many checkpoints; None to read only."""
     if keep is not None:
         directory.mkdir(parents=True, exist_ok=True)
     # Orbax would wait for all processes; this one reads or writes alone.
@@ -334,8 +334,8 @@ def shared(step: Trained) -> PipelinedStep | None:
 
 
 def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """As Orbax stores them: typed random keys as their data, and nothing for arrays without
-    elements, which it refuses.
+    """Return leaves as Orbax stores them: typed random keys as their data, and nothing for arrays
+    without elements, which it refuses.
 
     Of structures instead of arrays, empty arrays to be read into.
     """
@@ -344,7 +344,7 @@ def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _structs(described: Mapping[str, Sequence[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of what a checkpoint holds."""
+    """Return the shapes and dtypes of what a checkpoint holds, by path."""
     key = jax.eval_shape(lambda: jax.random.key(0)).dtype
     return {
         path: jax.ShapeDtypeStruct(shape, key if dtype in KEY_IMPLS else dtype)
@@ -355,7 +355,7 @@ def _structs(described: Mapping[str, Sequence[Any]]) -> dict[str, jax.ShapeDtype
 def _checked(
     step: Trained, metadata: Mapping[str, Any], models: Sequence[int] | None, path: Path
 ) -> Sources:
-    """Where its leaves are.
+    """Return where the step's leaves are in a checkpoint, once that is known to have them all.
 
     Raises:
         ExecutionError: ``checkpoint-schema``, ``checkpoint-models``, ``checkpoint-other-model``,

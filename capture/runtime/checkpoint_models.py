@@ -33,19 +33,19 @@ CHECKPOINT = documents.Format(
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree."""
+    """Return the leaves of a tree, by path."""
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
 def described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Shape and dtype."""
+    """Return shape and dtype of each leaf, by path."""
     return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
 
 
 class OneModel:
-    """What a checkpoint holds of a step that trains one model.
+    """The content of a checkpoint of a step that trains one model.
 
     Attributes:
         count: Models that it trains; None of one alone, whose paths begin with no number.
@@ -64,7 +64,7 @@ class OneModel:
 
     @property
     def structs(self) -> tuple[list[Any], list[Any]]:
-        """Of each model its parameters, and the state of its optimizer."""
+        """The shapes of each model's parameters, and of the state of its optimizer."""
         return [self.step.traced.params_struct], [self.step.optimizer.state_struct]
 
     def restored(self, params: Sequence[Any], optimizer: Sequence[Any], num_steps: int) -> State:
@@ -73,7 +73,7 @@ class OneModel:
 
 
 class ModelsOfArray:
-    """The same of a step that trains several models together."""
+    """The content of a checkpoint of a step that trains several models together."""
 
     def __init__(self, step: ArrayTraining):
         self.step, self.count = step, len(step.plan.models)
@@ -98,7 +98,7 @@ class ModelsOfArray:
 
     @property
     def structs(self) -> tuple[list[Any], list[Any]]:
-        """Of each model its parameters, and the state of its optimizer."""
+        """The shapes of each model's parameters, and of the state of its optimizer."""
         return (
             [fuser.traced.params_struct for fuser in self._fusers],
             [fuser.optimizer.sliced.state_struct for fuser in self._fusers],
@@ -121,8 +121,8 @@ def is_key(leaf: Any) -> bool:
 
 
 def host_data(leaf: Any) -> np.ndarray:
-    """As it is stored: typed random keys as their data; of a structure, an empty array to be read
-    into."""
+    """Return a leaf as it is stored: typed random keys as their data; for a structure, an empty
+    array to be read into."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         struct = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         return np.empty(struct.shape, struct.dtype)
@@ -130,7 +130,7 @@ def host_data(leaf: Any) -> np.ndarray:
 
 
 def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:
-    """What was stored of a leaf; nothing is of one without elements, or which is zero."""
+    """Return a leaf as it was stored; zeros if nothing was, as it has no elements or is zero."""
     if read is None:
         return np.zeros(struct.shape, struct.dtype)
     if is_key(struct):
@@ -139,14 +139,14 @@ def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:
 
 
 def filled(struct: Any, read: Mapping[str, np.ndarray | None]) -> Any:
-    """The arrays that were read, in the tree and with the keys of ``struct``."""
+    """Return the arrays that were read, in the tree and with the keys of ``struct``."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: filled_leaf(leaf, read.get(jax.tree_util.keystr(path))), struct
     )
 
 
 class Sources:
-    """Where the leaves of the models of a step are in a checkpoint.
+    """The places in a checkpoint of the leaves of a step's models.
 
     Args:
         trained: The models that are to go on.

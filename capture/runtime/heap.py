@@ -35,8 +35,8 @@ OBJECT_BYTES = 700_000
 
 @dataclass(frozen=True)
 class HeapMeasurement:
-    """What the allocator gave out during one ordinary step, in which nothing but the runtime itself
-    waits for a device.
+    """The bytes that malloc gave out during one ordinary step, in which nothing but the runtime
+    itself waits for a device.
 
     Attributes:
         source: The counter.
@@ -59,12 +59,12 @@ class HeapMeasurement:
 
     @property
     def step_bytes(self) -> int:
-        """What the step added."""
+        """The bytes that the step added."""
         return self.peak_bytes - self.before_bytes
 
     @property
     def bound_bytes(self) -> int:
-        """The most that the step may add."""
+        """The most bytes that the step may add."""
         beyond = self.unreturned_bytes + self.fed_bytes + self.object_bytes
         return self.booked_bytes + self.scratch_bytes + beyond
 

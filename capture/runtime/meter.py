@@ -33,7 +33,7 @@ from capture.step.program import Instruction, Run, Step, begin, book
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one executed step needed.
+    """The memory, the loss and the state of one executed step.
 
     Attributes:
         peak_bytes_per_device: By device id of the plan; where several processes share the step,
@@ -139,8 +139,8 @@ def measure_step(
 
 
 class LiveArrayMeter:
-    """Peak per memory from the arrays that are alive and the buffer assignment of the program that
-    is about to run.
+    """The peak per memory, from the arrays that are alive and the buffer assignment of the program
+    that is about to run.
 
     An observer of the execution of any step; then ``meter.finish()``. Arrays that were alive before
     the step and are not its state (the caller's batch, other models) are left out.
@@ -192,7 +192,7 @@ class LiveArrayMeter:
 
     @classmethod
     def of(cls, step: Metered, *, strict: bool = False) -> LiveArrayMeter:
-        """For ``step(state, batch, observer=meter)``."""
+        """Return a meter for ``step(state, batch, observer=meter)``."""
         return cls(
             step.program,
             step.devices,
@@ -216,7 +216,7 @@ class LiveArrayMeter:
 
     @property
     def waiting_peak_bytes(self) -> tuple[int, ...]:
-        """Of each of this process's devices."""
+        """The most bytes that each of this process's devices had on offer to other processes."""
         return tuple(
             self._waiting_peak[number]
             for number, device in enumerate(self._devices)
@@ -229,7 +229,7 @@ class LiveArrayMeter:
         return {*self._host.values()}
 
     def peak_bytes_of(self, memory: Memory) -> int:
-        """Peak of a device's memory or of a host's."""
+        """Return the peak of a device's memory or of a host's, in bytes."""
         return self._peak[memory]
 
     def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
@@ -276,7 +276,7 @@ class LiveArrayMeter:
             self._transport.waiting = None
 
     def _look(self, label: str) -> dict[Memory, int]:
-        """Bytes of the step that are alive, noted and checked."""
+        """Return the bytes of the step that are alive, by memory, noted and checked."""
         found = self._live()
         live, before, booked = (
             self._per_memory(found),
@@ -303,7 +303,7 @@ class LiveArrayMeter:
         return own
 
     def _look_at_offers(self, label: str, live: Mapping[Buffer, int]) -> None:
-        """What waits to be pulled is in arrays that are alive, so what is booked has it."""
+        """Check that what waits to be pulled is in arrays that are alive, and therefore booked."""
         offers = (self._transport and self._transport.waiting) or {}
         waiting = {buffer: size for offer in offers.values() for buffer, size in offer.items()}
         for memory, nbytes in self._per_memory(waiting).items():
@@ -320,7 +320,7 @@ class LiveArrayMeter:
         )
 
     def _live(self) -> dict[Buffer, int]:
-        """Bytes of all buffers that arrays hold."""
+        """Return the bytes of all buffers that arrays hold."""
         found: dict[Buffer, int] = {}
         others = {id(array) for array in (self._transport.held if self._transport else ())}
         for array in jax.live_arrays():
@@ -334,7 +334,7 @@ class LiveArrayMeter:
         return found
 
     def _per_memory(self, sizes: dict[Buffer, int]) -> Counter[Memory]:
-        """On devices, and on hosts, of the step."""
+        """Sum up bytes per memory of the step, of devices and of hosts."""
         total: Counter[Memory] = Counter()
         for (device, kind, _), nbytes in sizes.items():
             if kind == device.default_memory().kind:
@@ -345,12 +345,12 @@ class LiveArrayMeter:
 
 
 def _is_here(device: jax.Device) -> bool:
-    """Whether it is this process's."""
+    """Return whether a device is this process's."""
     return device.process_index == jax.process_index()
 
 
 def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
-    """Bytes of the distinct buffers of some arrays.
+    """Return the bytes of the distinct buffers of some arrays.
 
     Looking at a shard makes an array of it, which is alive as well, so buffers are told apart by
     their address.
@@ -389,6 +389,6 @@ class AllocatorMeter:
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...] | None:
-        """None where the platform keeps no such statistics (CPU)."""
+        """The peaks; None where the platform keeps no such statistics (CPU)."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
         return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)

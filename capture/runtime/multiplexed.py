@@ -152,7 +152,7 @@ class ArrayTraining:
         self._family.append(self)
 
     def fuser(self, model: int) -> Fuser:
-        """Of what a model trains: its workload, its loss and its optimizer."""
+        """Return the maker of a model's programs, with its workload, loss and optimizer."""
         return self.fusers[self.plan.trained[model]]
 
     def _wrong(self, tasks: Sequence[ArrayTask], models: Sequence[Member]) -> Iterator[Violation]:
@@ -160,7 +160,7 @@ class ArrayTraining:
         return wrong_hyperparameters(optimizers, tasks, models)
 
     def of(self, plan: ArrayPlan) -> ArrayTraining:
-        """That of another plan for the same models and batches: what is compiled, is."""
+        """Return the training of another plan of these models and batches: what is compiled, is."""
         same = ("batch_size", "shared", "shared_batches", "bundle_bytes", "num_layers")
         other = [name for name in same if getattr(plan, name) != getattr(self.plan, name)]
         assert not other, f"plans that share programs differ in {other}"
@@ -186,14 +186,14 @@ class ArrayTraining:
         return self.steps.body
 
     def replay(self) -> tuple[Ledger, ...]:
-        """The ledgers of all steps, without running them."""
+        """Return the ledgers of all steps, without running them."""
         return self.steps.replay()
 
     # ---- state -----------------------------------------------------------------------------------
 
     def init(self) -> ArrayState:
-        """Fresh parameters and optimizer states, every model's by its own seed; what they share by
-        that of the first."""
+        """Return fresh parameters and optimizer states, every model's by its own seed; what they
+        share by that of the first."""
         return self.init_from(self.first_params())
 
     def first_params(self, seed: int = 0) -> list[PyTree]:
@@ -202,7 +202,7 @@ class ArrayTraining:
         return first_params([(self.fuser(m), one) for m, one in enumerate(self.plan.models)])
 
     def init_from(self, params: Sequence[PyTree]) -> ArrayState:
-        """The state of trainings that begin at the given parameters.
+        """Return the state of trainings that begin at the given parameters.
 
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so,
@@ -221,8 +221,8 @@ class ArrayTraining:
     def restore(
         self, params: Sequence[PyTree], optimizer_states: Sequence[PyTree], num_steps: int = 0
     ) -> ArrayState:
-        """The state with the given parameters and optimizer states, of any array or of models that
-        were trained alone.
+        """Return the state with the given parameters and optimizer states, of any array or of
+        models that were trained alone.
 
         Raises:
             ExecutionError: ``run-optimizer``, and those of ``init_from``.
@@ -247,12 +247,12 @@ class ArrayTraining:
         return StateRows(self.plan.partition, self.arrays, optimizers, body, sharding)
 
     def params(self, state: ArrayState, model: int) -> PyTree:
-        """One model's parameters, as the workload's ``init`` returns them."""
+        """Return one model's parameters, as the workload's ``init`` returns them."""
         ((found, _),) = self._read(state, [model])
         return joined_params(self.of_state(state).fuser(model).traced, found)
 
     def optimizer_state(self, state: ArrayState, model: int) -> PyTree:
-        """One model's optimizer state, as optax holds it over ``TracedModel.split_struct``."""
+        """Return one model's optimizer state, as optax has it over ``TracedModel.split_struct``."""
         ((_, found),) = self._read(state, [model])
         optimizer = self.of_state(state).fuser(model).optimizer
         return optimizer.sliced.unflatten_state([found[n] for n in sorted(found)])
@@ -265,8 +265,8 @@ class ArrayTraining:
     # ---- models that come and go -----------------------------------------------------------------
 
     def drop(self, state: ArrayState, models: Collection[int]) -> ArrayState:
-        """Without some models, such as those that do not learn. The others keep their order and
-        their sub-arrays, and are numbered from 0 on again; ``state.plan`` says who they are.
+        """Drop some models, such as those that do not learn. The others keep their order and their
+        sub-arrays, and are numbered from 0 on again; ``state.plan`` says who they are.
 
         Args:
             state: Is taken over; not ahead.
@@ -288,7 +288,7 @@ class ArrayTraining:
         models: Sequence[Member | Mapping[str, Any]],
         params: Sequence[PyTree] | None = None,
     ) -> ArrayState:
-        """With more models, which get the next numbers and begin now, each in the sub-array that is
+        """Add models, which get the next numbers and begin now, each in the sub-array that is
         smallest then of those that are its program.
 
         Args:
@@ -322,8 +322,8 @@ class ArrayTraining:
         return train._changed(state, plan, [*found, *begun(given)])
 
     def of_state(self, state: ArrayState) -> ArrayTraining:
-        """The training of the models of a state: this one, or that of what ``drop`` and ``add``
-        left.
+        """Return the training of the models of a state: this one, or that of what ``drop`` and
+        ``add`` left.
 
         Raises:
             ExecutionError: ``array-state``.
@@ -338,7 +338,7 @@ class ArrayTraining:
         )
 
     def _settled(self, state: ArrayState) -> ArrayTraining:
-        """The training of a state whose models may change."""
+        """Return the training of a state whose models may change."""
         train = self.of_state(state)
         check_array_state(state, train.step_of(state))
         if state.ahead is not None:
@@ -350,7 +350,7 @@ class ArrayTraining:
         return train
 
     def _changed(self, state: ArrayState, plan: ArrayPlan, leaves: Sequence[Leaves]) -> ArrayState:
-        """The state of another plan, from what was read of this one, which ends."""
+        """Return the state of another plan, from what was read of this one, which ends."""
         train = next((one for one in self._family if one.plan == plan), None)
         if train is None:
             train = ArrayTraining(self.fusers, self.programs, plan, self.device, self._family)
@@ -364,7 +364,7 @@ class ArrayTraining:
     def __call__(
         self, state: ArrayState, batches: Iterable[Any]
     ) -> Iterator[tuple[ArrayState, Losses]]:
-        """One update of every model per batch.
+        """Make one update of every model per batch.
 
         Args:
             state: Consumed by the first update, as each one's by the next.
@@ -386,7 +386,7 @@ class ArrayTraining:
             yield self.finish(state)
 
     def step_of(self, state: ArrayState) -> Step:
-        """The instructions that ``advance`` executes."""
+        """Return the instructions that ``advance`` executes."""
         steps = self.of_state(state).steps
         return steps.body if state.ahead is not None or not steps.prologue else steps.prologue
 
@@ -413,7 +413,7 @@ class ArrayTraining:
 
     @property
     def _each(self) -> list[Fuser]:
-        """By model, what makes its programs."""
+        """The maker of the programs of each model."""
         return [self.fuser(model) for model in range(len(self.plan.models))]
 
     def finish(
@@ -449,7 +449,7 @@ class ArrayTraining:
     def comparison(
         self, params: Sequence[PyTree], turns: Sequence[Turn]
     ) -> Callable[[ArrayState], dict[str, Any]]:
-        """Return what compares a training with each model alone when it has ended."""
+        """Return a function that compares an ended training with each model trained alone."""
         count = sum(turn.batch is not None for turn in turns)
         return lambda state: compared(
             self.plan, self._each, params, partial(self.params, state), count
@@ -496,5 +496,5 @@ class ArrayTraining:
         return self.programs.structs(self.arrays[slot.holds.array], slot.holds.bundle, sharding)
 
     def executable(self, run: Run) -> Executable:
-        """The compiled program that an instruction runs."""
+        """Return the compiled program that an instruction runs."""
         return self.programs.executables[run.program]

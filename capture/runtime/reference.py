@@ -46,14 +46,14 @@ class ReferenceStep:
         return jax.jit(update)
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state."""
+        """Return parameters and optimizer state."""
         params = jax.tree.map(jnp.asarray, params)
         return params, self.workload.optimizer.init(params)
 
     def loss_and_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[float, PyTree]:
-        """Mean loss and mean gradients over the examples."""
+        """Return the mean loss and the mean gradients over the examples."""
         losses: list[float] = []
         tree: Any = jax.tree.structure(batch)  # JAX's stubs leave its methods out
         total, examples = None, sum(self.sizes)
@@ -75,7 +75,7 @@ class ReferenceStep:
         *,
         roundings: int = 0,
     ) -> tuple[PyTree, PyTree, float]:
-        """One update; with gradients that are off by so many roundings (``rounded``)."""
+        """Make one update; with gradients that are off by so many roundings (``rounded``)."""
         loss, grads = self.loss_and_gradients(params, batch, key)
         params, state = self._update(params, state, rounded(grads, roundings))
         return params, state, loss
@@ -83,7 +83,7 @@ class ReferenceStep:
     def compare(
         self, gradients: PyTree, params: PyTree, batches: Sequence[PyTree], keys: Sequence[Any]
     ) -> dict[str, Any]:
-        """Loss of every step here, and by how much gradients of the first are off.
+        """Return the loss of every step here, and by how much gradients of the first are off.
 
         Args:
             gradients: Of the first step, by what is checked.
@@ -107,13 +107,13 @@ class ReferenceStep:
 
 @lru_cache(maxsize=1)
 def _gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for several trainings of a loss, one after the other."""
+    """Compile a loss's gradients once for several trainings, one after the other."""
     return jax.jit(jax.value_and_grad(loss_fn))
 
 
 def rounded(gradients: PyTree, roundings: int) -> PyTree:
-    """Gradients as sums in another order may be: each element off, up or down, by so many times eps
-    of the largest value of its leaf; but for zeros, which are sums of nothing.
+    """Return gradients as sums in another order may be. Each element is off, up or down, by so many
+    times eps of the largest value of its leaf; but for zeros, which are sums of nothing.
 
     What a training makes of this says how exactly it can be compared at all. Momentum keeps such an
     error as it is; Adam divides every element by its own size, so that one of almost no gradient is
@@ -133,8 +133,8 @@ def rounded(gradients: PyTree, roundings: int) -> PyTree:
 
 
 def rounding_floor(graph: LayerGraph) -> float:
-    """The size, as a fraction of the largest value of a gradient, below which a leaf is measured
-    against that size: sqrt(eps).
+    """Return the size, as a fraction of the largest value of a gradient, below which a leaf is
+    measured against that size: sqrt(eps).
 
     ``eps`` is that of the least precise floating-point numbers among the parameters and what passes
     between layers. Sums in another order differ by some eps times the largest value that they may
@@ -155,8 +155,8 @@ def rounding_floor(graph: LayerGraph) -> float:
 
 
 def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str, float]:
-    """By leaf, max |value - reference| / max(max |reference|, floor * max |reference| over all
-    leaves); infinite where one is no number.
+    """Return, by leaf, max |value - reference| / max(max |reference|, floor * max |reference| over
+    all leaves); infinite where one is no number.
 
     Args:
         value, reference: Pytrees of one structure.
@@ -185,5 +185,5 @@ def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str,
 
 
 def max_relative_error(value: PyTree, reference: PyTree, floor: float = 1e-6) -> float:
-    """The largest of ``relative_errors``."""
+    """Return the largest of ``relative_errors``."""
     return max(relative_errors(value, reference, floor).values(), default=0.0)

@@ -18,8 +18,8 @@ from capture.tracing import TracedModel
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PipelineState:
-    """Everything a step changes, on the devices of the stages or in the memory of their hosts. A
-    step takes it over: use the one that it returns.
+    """The arrays that a step changes, on the devices of the stages or in the memory of their hosts.
+    A step takes a state over: use the one that it returns.
 
     Attributes:
         slots: Per persistent slot of the step program, its arrays: parameters and optimizer state.
@@ -34,8 +34,8 @@ class PipelineState:
 
 
 def initial_params(workload: WorkloadProtocol, key: jax.Array) -> PyTree:
-    """The parameters that a training begins at, made by the host where devices are accelerators: no
-    device need hold the whole model, nor any of it twice."""
+    """Return the parameters that a training begins at, made by the host where devices are
+    accelerators: no device need hold the whole model, nor any of it twice."""
     if jax.default_backend() == "cpu":
         return workload.init(key)
     try:
@@ -47,7 +47,7 @@ def initial_params(workload: WorkloadProtocol, key: jax.Array) -> PyTree:
 
 
 def param_leaves(traced: TracedModel, params: PyTree) -> list[np.ndarray]:
-    """Host arrays in the order of the layer graph.
+    """Return parameters as host arrays in the order of the layer graph.
 
     Raises:
         ExecutionError: ``run-params`` naming every parameter that the model does not have so.
@@ -58,7 +58,7 @@ def param_leaves(traced: TracedModel, params: PyTree) -> list[np.ndarray]:
 
 
 def optimizer_leaves(structs: Sequence[Any], optimizer_state: PyTree) -> list[Any]:
-    """Those of a whole model's optimizer state.
+    """Return the leaves of a whole model's optimizer state.
 
     Raises:
         ExecutionError: ``run-optimizer`` naming every leaf that the model does not have so.
@@ -69,7 +69,7 @@ def optimizer_leaves(structs: Sequence[Any], optimizer_state: PyTree) -> list[An
 
 
 def joined_params(traced: TracedModel, leaves: Mapping[int, np.ndarray]) -> PyTree:
-    """A tree as the workload's ``init`` returns it.
+    """Return parameters in a tree as the workload's ``init`` returns it.
 
     Args:
         traced: The model.
@@ -123,7 +123,7 @@ def check_state(state: PipelineState, planned: Mapping[str, Sequence[Any]]) -> N
 def _leaf_violations(
     what: str, expected: Sequence[Any], given: Sequence[Any], code: str
 ) -> list[Violation]:
-    """Which leaves of a tree that a user gives are not those of the model."""
+    """Return which leaves of a tree that a user gives are not those of the model."""
     if len(expected) != len(given):
         return [
             Violation(

@@ -28,7 +28,7 @@ _SHORTEST_SECONDS = 1e-6
 
 
 class StepTrace:
-    """An observer of one step.
+    """An observer of one step, which notes when its instructions began and ended.
 
     Args:
         step: That it will observe.
@@ -69,16 +69,16 @@ class StepTrace:
         self._watchers[where].put(number, made)
 
     def _stream_of(self, instruction: Instruction) -> tuple[str, ...]:
-        """On which instructions end one after the other."""
+        """Return the stream of an instruction: on one, instructions end one after the other."""
         program = self._step.program
         slots = (*instruction.made[:1], *instruction.copied)
         places = [program.slots[slot].place.name for slot in slots]
         return (type(instruction).__name__, *places)
 
     def events(self) -> list[dict[str, Any]]:
-        """Of this process's devices, once the step is over: of each a lane for what it computes,
-        one for what comes to it, and one for what it offers. Arrows lead from an offer to what was
-        pulled."""
+        """Return the events of this process's devices, once the step is over: of each a lane for
+        what it computes, one for what comes to it, and one for what it offers. Arrows lead from an
+        offer to what was pulled."""
         self._watch_last(self._slots)
         for watcher in self._watchers.values():
             watcher.finish()
@@ -123,7 +123,7 @@ class StepTrace:
 
 
 class _Watcher:
-    """Notes in a thread of its own when arrays are there, those that were given first at first."""
+    """A thread that notes when arrays are there, those that were given first at first."""
 
     def __init__(self, clock: Callable[[], float], ended: dict[int, float]):
         self._given: queue.SimpleQueue[tuple[int, list[jax.Array]] | None] = queue.SimpleQueue()
@@ -147,8 +147,8 @@ class _Watcher:
 
 
 def _await(arrays: Iterable[jax.Array]) -> None:
-    """One is enough: those of an instruction are there together. A later program may have taken
-    some of them over."""
+    """Wait for one array, which is enough: those of an instruction are there together. A later
+    program may have taken some of them over."""
     for array in arrays:
         try:
             array.block_until_ready()
@@ -158,7 +158,7 @@ def _await(arrays: Iterable[jax.Array]) -> None:
 
 
 class _Lanes:
-    """Events of devices of this process, by host and device.
+    """The events of this process's devices, by host and device.
 
     Args:
         devices: By device id of the step.
@@ -180,8 +180,8 @@ class _Lanes:
     def add(
         self, place: Place, what: str, span: tuple[float, float], label: str, kind: str
     ) -> tuple[float, float]:
-        """An event of all devices of a place that are here; one lane shows one thing at a time.
-        When it is drawn, on the first of them."""
+        """Add an event of all devices of a place that are here; one lane shows one thing at a time.
+        Return when it is drawn, on the first of them."""
         drawn: list[tuple[float, float]] = []
         for device in place.devices:
             if device in self._own:
@@ -211,7 +211,7 @@ class _Lanes:
         number: int,
         ends: Sequence[tuple[tuple[int, int], str, float]],
     ) -> None:
-        """Ends of those of a copy between hosts: which hosts, the phase, and when."""
+        """Add ends of arrows of a copy between hosts: which hosts, the phase, and when."""
         device = next(device for device in place.devices if device in self._own)
         pid, tid = self._lane(device, what)
         for (sender, receiver), phase, seconds in ends:
@@ -229,7 +229,7 @@ class _Lanes:
             )
 
     def _lane(self, device: int, what: str) -> tuple[int, int]:
-        """Process and thread of the format; named when first used."""
+        """Return process and thread of the format; they are named when first used."""
         host, tid = self._own[device], len(_LANES) * device + _LANES.index(what) + 1
         if (device, what) not in self._ended:
             name = f"device {device} {what}".rstrip()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step reports.
+    """The losses and the processor time that a step reports.
 
     Attributes:
         losses: Per micro-batch, still on the device; ``loss`` waits for them.
@@ -50,7 +50,7 @@ class StepMetrics:
 
     @property
     def loss(self) -> float:
-        """Mean over the examples."""
+        """The mean loss over the examples; waits for it."""
         losses = [np.asarray(loss) for loss in self.losses]
         return float(np.average(losses, weights=self.examples))
 
@@ -99,7 +99,7 @@ class Turn:
 
 
 class TrainStep(Metered):
-    """What meters, checkpoints and training loops ask of a step.
+    """A compiled step that trains one model, as meters, checkpoints and training loops ask of it.
 
     Attributes:
         workload: As given.
@@ -120,7 +120,7 @@ class TrainStep(Metered):
     updates_last = False
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
-        """The ledger of a step, without running it."""
+        """Return the ledger of a step, without running it."""
         return replay(self.program, record_timeline=record_timeline)
 
     # ---- a training ------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class TrainStep(Metered):
     def comparison(
         self, params: PyTree, turns: Sequence[Turn]
     ) -> Callable[[PipelineState], dict[str, Any]]:
-        """Return what compares a training with one device when it has ended, and says by how much
-        losses and the gradients of the first update are off.
+        """Return a function that compares an ended training with one device: by how much losses and
+        the gradients of the first update are off.
 
         Args:
             params: The parameters with which it begins.
@@ -166,11 +166,11 @@ class TrainStep(Metered):
     # ---- state -----------------------------------------------------------------------------------
 
     def init(self, key: jax.Array) -> PipelineState:
-        """Fresh parameters and optimizer state from the workload's ``init``."""
+        """Return fresh parameters and optimizer state from the workload's ``init``."""
         return self.init_from(initial_params(self.workload, key))
 
     def init_from(self, params: PyTree) -> PipelineState:
-        """The state of a training that begins at the given parameters (a pytree as
+        """Return the state of a training that begins at the given parameters (a pytree as
         ``workload.init`` returns).
 
         Raises:
@@ -179,8 +179,8 @@ class TrainStep(Metered):
         return self.state_from(param_leaves(self.traced, params), None, 0)
 
     def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
-        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of a plan of any
-        kind for this model return them.
+        """Return the state from whole-model trees, as ``params`` and ``optimizer_state`` of a plan
+        of any kind for this model return them.
 
         Raises:
             ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
@@ -193,7 +193,7 @@ class TrainStep(Metered):
     def state_from(
         self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
     ) -> PipelineState:
-        """The state from host arrays: copies, since a step takes its state over.
+        """Return the state from host arrays: copies, since a step takes its state over.
 
         Args:
             leaves: By parameter of the layer graph; of several processes, those that it reads.
@@ -203,7 +203,7 @@ class TrainStep(Metered):
         raise NotImplementedError
 
     def params(self, state: PipelineState) -> PyTree:
-        """The whole model's parameters on the host, as the workload's ``init`` returns them.
+        """Return the whole model's parameters on the host, as the workload's ``init`` returns them.
 
         Several processes ask together, and each gets all; so of ``optimizer_state`` and
         ``first_gradients``.
@@ -211,7 +211,7 @@ class TrainStep(Metered):
         raise NotImplementedError
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
-        """The whole model's optimizer state on the host, as optax holds it over
+        """Return the whole model's optimizer state on the host, as optax holds it over
         ``TracedModel.split_struct``.
 
         That of parameters that the loss does not read is zero.
@@ -225,7 +225,7 @@ class TrainStep(Metered):
         )
 
     def state_leaves(self, state: PipelineState) -> Mapping[int, Any]:
-        """Leaves of the optimizer state that the step changes, on the host, by index."""
+        """Return the leaves of the optimizer state that the step changes, on the host, by index."""
         raise NotImplementedError
 
     # ---- execution -------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ class TrainStep(Metered):
     def first_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> PyTree:
-        """With which a training that begins at the given parameters makes its first update, on the
-        host."""
+        """Return the gradients, on the host, with which a training that begins at the given
+        parameters makes its first update."""
         raise NotImplementedError
 
     def __call__(
@@ -245,7 +245,7 @@ class TrainStep(Metered):
         *,
         observer: Observer | None = None,
     ) -> tuple[PipelineState, StepMetrics]:
-        """One update.
+        """Make one update.
 
         Args:
             state: Consumed: its arrays are donated.
@@ -277,7 +277,7 @@ class TrainStep(Metered):
         observer: Observer | None = None,
         stop: int | None = None,
     ) -> tuple[dict[str, list[jax.Array]], StepMetrics]:
-        """The slots that are left, and the metrics."""
+        """Return the slots that are left, and the metrics."""
         start = time.thread_time()
         check_state(state, bound.state_shardings)
         slots, losses = bound(
@@ -297,12 +297,12 @@ class TrainStep(Metered):
         raise NotImplementedError
 
     def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
-        """The parts of a batch that the step is fed."""
+        """Return the parts of a batch that the step is fed."""
         raise NotImplementedError
 
     @property
     def _loss_examples(self) -> tuple[int, ...] | None:
-        """As of ``StepMetrics``."""
+        """The examples of each loss in ``StepMetrics``; None if all have as many."""
         return None
 
 

@@ -55,7 +55,7 @@ def train(
     hosts: Hosts | None = None,
     stepped: Callable[[int, Any, float], None] = lambda num_steps, loss, seconds: None,
 ) -> dict[str, Any]:
-    """Compile a plan's step and run it; the document of ``capture run --json``.
+    """Compile a plan's step and run it; return the document of ``capture run --json``.
 
     Args:
         plan, workload, training: What is executed.
@@ -246,7 +246,7 @@ def _step(
 
 
 class _Meters:
-    """What is measured of a training: of each list of instructions the first execution under the
+    """The measurements of a training: of each list of instructions the first execution under the
     meter of live arrays; of those after it the last under malloc's, or traced.
 
     Args:
@@ -279,11 +279,11 @@ class _Meters:
         self._dispatch: list[float] = []
 
     def counts(self, number: int) -> bool:
-        """Whether malloc is watched in an execution."""
+        """Return whether malloc is watched in an execution."""
         return number == self._last and not self._trace
 
     def execute(self, number: int, turn: Turn, state: Any) -> tuple[Any, Any]:
-        """Execute one, and return the state and the loss of the update that is complete."""
+        """Execute one turn, and return the state and the loss of the update that is complete."""
         step, batch, key = turn.step, turn.batch, turn.key
         if number in self._first:
             found = measure_step(step, state, batch, key, strict=self._check)
@@ -305,7 +305,7 @@ class _Meters:
         return state, loss
 
     def document(self) -> dict[str, Any]:
-        """Return what ``capture run --json`` says of it."""
+        """Return what ``capture run --json`` says of the measurements."""
         found = self.measured
         return {
             "trace": self._events,
@@ -344,7 +344,7 @@ class _Saves:
         self._saver = None if together is None else Saver(together, training.save)
 
     def stepped(self, state: Any, *, is_last: bool) -> None:
-        """After every step."""
+        """Save the state where that is due; raise the error of a save that has failed."""
         if self._saver is not None:
             self._saver.check()
         if is_last or (self._every and state.num_steps % self._every == 0):
@@ -354,14 +354,14 @@ class _Saves:
                 self._last = checkpoint.save(self._step, state, self._directory)
 
     def finish(self) -> str | None:
-        """The last one, once it is complete."""
+        """Wait until the last checkpoint is complete, and return its path, if there is one."""
         if self._saver is not None:
             self._saver.finish()
         return None if self._last is None else str(self._last)
 
 
 def _offered_bytes(step: PipelinedStep) -> list[int]:
-    """By how much the replayed peaks are above those of one process: what waits to be pulled."""
+    """Return, per device, the bytes that wait to be pulled: replayed peaks less one process's."""
     alone = replay(step.program_of_one_process).peak_bytes_per_device
     return [
         peak - before
