@@ -23,8 +23,15 @@ from recommender.capture import grouped
 from recommender.capture.estimates import Ratios, estimates, proposed, ratios, slowness
 from recommender.capture.lowest_peak import between, expected, open_others
 from recommender.capture.minmax import least_peak
-from recommender.capture.parts import Found, OpenPart, Part, posed, posed_at_most
-from recommender.capture.problem import SearchProblem
+from recommender.capture.parts import (
+    Found,
+    OpenPart,
+    Part,
+    compiled_in,
+    posed,
+    posed_at_most,
+)
+from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.refine import Look, Search
 from recommender.capture.speed import (
     NEARLY,
@@ -88,6 +95,8 @@ class Named(Timed):
     def _next_faster(self, search: Search, look: Look) -> Found | None:
         if search.effort.within_fraction and self._num_missed(search) >= MOST_MISSED:
             self._knows_fastest, self.nothing_left = True, "missed"
+        if (known := _of_compiled_stages(search)) is not None:
+            return known
         found = None if self._knows_fastest else self._faster(search, look)
         self._knows_fastest = found is None and bool(search.fitting)
         return found
@@ -195,6 +204,35 @@ class Named(Timed):
         points[-1] = replace(points[-1], name=FASTEST)
         why = replace(found.why, front=Front(tuple(points), False, False, search.seconds))
         return replace(found, why=why, plan=found.plan.with_(why=why))
+
+
+def _of_compiled_stages(search: Search) -> Found | None:
+    """Return a plan that is faster than all compiled ones and whose stages are compiled, each for
+    one of them: nothing is left to compile of it, and estimates do not decide. None without one."""
+    known = {part.size: part.once(slowness) for part in search.parts.values()}
+    best = min(map(seconds_of, search.fitting), default=0.0)
+    plans = (
+        found
+        for part in search.plain_parts
+        if part.known.verified
+        for found in part.once(_fastest_compiled, ratios(part, known))
+    )
+    faster = [found for found in plans if seconds_of(found) < best and not search.is_asked(found)]
+    return min(faster, key=seconds_of, default=None)
+
+
+def _fastest_compiled(part: OpenPart, known: Ratios) -> Sequence[Found]:
+    """Return a part's fastest plan that fits, of compiled stages alone; () if they make none."""
+    problem = part.once(estimates, known)
+    stages = list(compiled_in(problem, part))
+    of = {d: sorted({choice for n, choice, _ in stages if n == d}) for d, _, _ in stages}
+    few = _chosen(problem, of)
+    cost = {d: np.full_like(table, NEVER) for d, table in few.cost.items()}
+    for d, choice, kind in stages:
+        at = of[d].index(choice), slice(None), kind
+        cost[d][at] = few.cost[d][at]
+    result = throughput(replace(few, cost=cost))
+    return [Found(part, expected(part, result))] if result.status == "ok" else []
 
 
 def _open_smallest(search: Search) -> None:
