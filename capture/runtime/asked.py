@@ -22,6 +22,8 @@ class Training:
         save_every: Save it after every so many steps, too; the next steps do not wait for the disk.
         restore: Folder of a saved state to continue from, also of another plan of the model.
         until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
+        log_every: Report a line for each of so many steps.
+        metrics: Append the record of every step to this file, a line of JSON each.
         trace: Note what the devices do when in the last step, instead of malloc's bytes.
         fast_compile: See ``Compiler``.
         transport: With --hosts or --ray: how arrays get from host to host; device_put: by JAX, NCCL
@@ -39,6 +41,8 @@ class Training:
     save: Annotated[Path | None, Asked(metavar="DIR")] = None
     restore: Annotated[Path | None, Asked(metavar="DIR")] = None
     save_every: Annotated[int | None, Asked(metavar="K", least=1)] = None
+    log_every: Annotated[int, Asked(metavar="K", least=1)] = 1
+    metrics: Annotated[Path | None, Asked(metavar="FILE")] = None
     until: int | None = None
     trace: bool = False
     fast_compile: bool = False

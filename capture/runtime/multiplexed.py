@@ -124,7 +124,8 @@ class ArrayTraining:
     Attributes:
         plan, device: As given.
         devices, workload, optimizer: The device; those of the first model.
-        microbatch_sizes: The examples of one of its batches, which is not cut.
+        graphs: The layer graph of each model, with its examples in an update.
+        microbatch_sizes: The examples of a batch of the first model, which is not cut.
         updates_last: Updates come with the backward passes.
         fusers: By what models train.
         programs: What is compiled.
@@ -144,6 +145,7 @@ class ArrayTraining:
         self.fusers, self.programs, self.plan, self.device = fusers, programs, plan, device
         PlanError.check(self._wrong(plan.trained, plan.models))
         self.arrays = [self.fuser(group[0]).of(len(group)) for group in plan.partition]
+        self.graphs = [(self.fusers[task].traced.graph, task.batch_size) for task in plan.trained]
         self.devices, self.microbatch_sizes = [device], (plan.batch_size,)
         self.workload, self.optimizer = self.fuser(0).workload, self.fuser(0).optimizer
         self._bound: dict[int, BoundStep] = {}
@@ -450,10 +452,8 @@ class ArrayTraining:
         self, params: Sequence[PyTree], turns: Sequence[Turn]
     ) -> Callable[[ArrayState], dict[str, Any]]:
         """Return a function that compares an ended training with each model trained alone."""
-        count = sum(turn.batch is not None for turn in turns)
-        return lambda state: compared(
-            self.plan, self._each, params, partial(self.params, state), count
-        )
+        n, each = sum(turn.batch is not None for turn in turns), self._each
+        return lambda state: compared(self.plan, each, params, partial(self.params, state), n)
 
     def _list(self, program: Step) -> ArrayList:
         return ArrayList(program, self.devices, self.executable, self._execute)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from capture.compiler.executable import Executable
+from capture.model.graph import LayerGraph
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.runtime.dispatch import BoundStep, Observer
 from capture.runtime.optimizer import SlicedOptimizer
@@ -124,6 +125,11 @@ class TrainStep(Metered):
         return replay(self.program, record_timeline=record_timeline)
 
     # ---- a training ------------------------------------------------------------------------------
+
+    @property
+    def graphs(self) -> list[tuple[LayerGraph, int]]:
+        """The layer graph of each model that is trained, with its examples in a step."""
+        return [(self.traced.graph, sum(self.microbatch_sizes))]
 
     def first_params(self, seed: int) -> PyTree:
         """Return the parameters with which a training of a seed begins."""

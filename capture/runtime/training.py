@@ -18,6 +18,7 @@ import jax
 
 from capture import environment
 from capture.errors import PlanError
+from capture.machine.rates import Rates
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, named_workload
 from capture.options import listed
@@ -38,6 +39,7 @@ from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import max_relative_error
 from capture.runtime.run_report import RunReport
 from capture.runtime.sharded.step import sharded_step
+from capture.runtime.step_record import Records, StepRecord, StepWork
 from capture.runtime.streamed import streamed
 from capture.runtime.trace import StepTrace
 from capture.runtime.train_step import TrainStep, Turn
@@ -53,7 +55,7 @@ def train(
     training: Training,
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
-    stepped: Callable[[int, Any, float], None] = lambda num_steps, loss, seconds: None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Compile a plan's step and run it; return the document of ``capture run --json``.
 
@@ -61,7 +63,7 @@ def train(
         plan, workload, training: What is executed.
         report: Takes lines of progress.
         hosts: The processes that share it.
-        stepped: As of ``follow``.
+        on_step: Takes the record of each step that is finished.
 
     Of several processes each runs this: what was measured is then of this one's devices, and host 0
     compares with one device (``capture.runtime.hosts.documents`` joins what they say).
@@ -81,7 +83,12 @@ def train(
         num_models=plan.num_models,
     )
     report("compiling the step")
-    return follow(_step(plan, workload, training, hosts), plan, training, report, hosts, stepped)
+    step = _step(plan, workload, training, hosts)
+    if step.updates_last:
+        report(
+            "the optimizer needs all gradients: they wait on the host, and every update comes last"
+        )
+    return follow(step, plan, training, report, hosts, on_step)
 
 
 def follow(
@@ -90,26 +97,18 @@ def follow(
     training: Training,
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
-    stepped: Callable[[int, Any, float], None] = lambda num_steps, loss, seconds: None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run some steps under the meters (``_Meters``), and return the document of ``capture run
     --json``.
 
     Args:
         step: Compiled, of the plan.
-        plan, training, report, hosts: As of ``train``.
-        stepped: Takes each step that is finished: its number in the training, its loss (of several
-            models, theirs), seconds.
+        plan, training, report, hosts, on_step: As of ``train``.
     """
-    if step.updates_last:
-        report(
-            "the optimizer needs all gradients: they wait on the host, and every update comes last"
-        )
-    restored = (
-        None
-        if training.restore is None
-        else checkpoint.restore(step, training.restore, report=report)
-    )
+    restored = None
+    if training.restore is not None:
+        restored = checkpoint.restore(step, training.restore, report=report)
     # A restored training goes on with the data that come next.
     done = 0 if restored is None else restored.num_steps
     saves = None if training.save is None else _Saves(step, training, done)
@@ -117,16 +116,12 @@ def follow(
     turns = step.turns(training.seed, done, num_steps)
     meters, warnings = _Meters(turns, training), LossWarnings(report)
     is_first = hosts is None or hosts.process == 0
+    metrics = training.metrics if is_first else None
+    records = Records(report, training.log_every, metrics, on_step)
+    work = StepWork.of(step.graphs, len(step.devices), _rates(plan))
     if is_first:
         warnings.check(step.workload, step.microbatch_sizes)
-    if restored is None:
-        params = step.first_params(training.seed)
-        compare = step.comparison(params, turns) if training.check else None
-        state: Any = step.init_from(params)
-        del params
-    else:
-        compare, state = None, restored
-    losses, seconds = list[Any](), list[float]()
+    state, compare = (restored, None) if restored is not None else _begun(step, training, turns)
     start = time.perf_counter()
     for number, turn in enumerate(turns):
         if saves is not None and meters.counts(number):  # what is written would be counted, too
@@ -134,35 +129,39 @@ def follow(
         state, loss = meters.execute(number, turn, state)
         if loss is None:
             continue
-        losses.append(loss)
-        seconds.append(time.perf_counter() - start)
-        count, several = done + len(losses), listed(loss)
-        said = "loss" if plan.num_models == 1 else "losses"
-        report(f"step {count}: {said} {' '.join(f'{each:.6f}' for each in several)}")
-        warnings.step(count, several)
-        stepped(count, loss, seconds[-1])
+        count, seconds = done + len(records.told) + 1, time.perf_counter() - start
+        is_last = count == done + num_steps
+        records.add(work.record(count, loss, seconds, meters.peak_bytes), is_last=is_last)
+        warnings.step(count, listed(loss))
         if saves is not None:
-            saves.stepped(state, is_last=len(losses) == num_steps)
+            saves.stepped(state, is_last=is_last)
         start = time.perf_counter()
-    document: dict[str, Any] = {}
+    losses = [record.loss for record in records.told]
+    facts = meters.document() | {
+        "losses": losses,
+        "warnings": warnings.said,
+        "step_seconds": [record.seconds for record in records.told],
+        "num_steps": state.num_steps,
+        "num_devices": len(step.devices),
+        "saved": None if saves is None else saves.finish(),
+        "versions": environment.versions(),
+    }
     if compare is not None and is_first:
         # Last, so that what one device needs for the whole model is in no measurement.
         report("comparing with one device")
-        document |= compare(state)
-        document["max_relative_loss_error"] = max_relative_error(
-            losses, document["reference_losses"]
-        )
-    if saves is not None and (saved := saves.finish()) is not None:
-        document["saved"] = saved
-    document |= meters.document() | {
-        "losses": losses,
-        "warnings": warnings.said,
-        "step_seconds": seconds,
-        "num_steps": state.num_steps,
-        "num_devices": len(step.devices),
-        "versions": environment.versions(),
-    }
-    return RunReport(**document, **_planned(step, plan, turns, meters.measured)).document()
+        facts |= compare(state)
+        facts["max_relative_loss_error"] = max_relative_error(losses, facts["reference_losses"])
+    return RunReport(**facts, **_planned(step, plan, turns, meters.measured)).document()
+
+
+def _begun(
+    step: TrainStep | ArrayTraining, training: Training, turns: Sequence[Turn]
+) -> tuple[Any, Callable[[Any], dict[str, Any]] | None]:
+    """Return the state with which a training begins, and what compares it in the end; None where
+    that is not asked for."""
+    params = step.first_params(training.seed)
+    compare = step.comparison(params, turns) if training.check else None
+    return step.init_from(params), compare
 
 
 def _planned(
@@ -172,9 +171,7 @@ def _planned(
     measured: Measurement | None,
 ) -> dict[str, Any]:
     """Return what was predicted and booked."""
-    target, predicted = plan.target_name, plan.predicted_bytes_per_device
-    platform = jax.devices()[0].platform
-    planned = target if plan.cluster is None else Target.load(plan.cluster.target).platform
+    predicted = plan.predicted_bytes_per_device
     programs = {id(turn.step.program): turn.step.program for turn in turns} or {0: step.program}
     ledgers = [replay(program) for program in programs.values()]
     peaks = zip(*(ledger.peak_bytes_per_device for ledger in ledgers), strict=True)
@@ -184,11 +181,11 @@ def _planned(
         "predicted_peak_bytes_per_device": predicted and list(predicted),
         "replayed_peak_bytes_per_device": list(map(max, peaks)),
         "replayed_parts_bytes": dict(fullest.parts),
-        "target": target,
-        "platform": platform,
+        "target": plan.target_name,
+        "platform": jax.devices()[0].platform,
         # What one compiler reports says little about another's: such numbers stand beside each
         # other, and are not compared.
-        "is_target": (planned == "cpu") == (platform == "cpu"),
+        "is_target": _is_target(plan),
     }
     if (together := checkpoint.shared(step)) is not None:
         document["offered_peak_bytes_per_device"] = _offered_bytes(together)
@@ -205,6 +202,21 @@ def _planned(
             "measured_peak_bytes": None if measured is None else measured.host_peak_bytes,
         }
     return document
+
+
+def _is_target(plan: AnyPlan) -> bool:
+    """Tell whether the devices here are of the plan's platform."""
+    planned = plan.target_name
+    if plan.cluster is not None:
+        planned = Target.load(plan.cluster.target).platform
+    return (planned == "cpu") == (jax.devices()[0].platform == "cpu")
+
+
+def _rates(plan: AnyPlan) -> Rates | None:
+    """Return the rates of the devices here, if they are the plan's and have some."""
+    if plan.cluster is None or not _is_target(plan):
+        return None
+    return Target.load(plan.cluster.target).rates
 
 
 def _moved_bytes(step: Step) -> dict[str, int]:
@@ -277,6 +289,12 @@ class _Meters:
         self._heap: HeapMeasurement | None = None
         self._events: list[dict[str, Any]] | None = None
         self._dispatch: list[float] = []
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of a device so far; None before the first measurement."""
+        found = self.measured
+        return None if found is None else max(found.peak_bytes_per_device, default=None)
 
     def counts(self, number: int) -> bool:
         """Return whether malloc is watched in an execution."""

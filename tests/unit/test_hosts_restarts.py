@@ -12,10 +12,11 @@ from plan_examples import two_stages
 
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.runtime.hosts.process import Alive, Done, Failed, Stepped
+from capture.runtime.hosts.process import Alive, Done, Failed
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps
 from capture.runtime.hosts.watching import lost
+from capture.runtime.step_record import StepRecord
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
 
@@ -24,7 +25,7 @@ class Attempt:
     """What two processes say: steps of the training, then how it ends."""
 
     def __init__(self, steps: range, broken: Failed | None = None, host: int = 1):
-        self.said = [[(0, Stepped(i, 1.0 / i, 0.5))] for i in steps]
+        self.said = [[(0, StepRecord(i, 1.0 / i, 0.5, 8.0))] for i in steps]
         self.said.append([(host, broken)] if broken else [(h, Done(dict(ALONE))) for h in (0, 1)])
         self.ended = False
 

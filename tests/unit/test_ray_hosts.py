@@ -16,10 +16,11 @@ from capture.machine.demand import Demand
 from capture.machine.ray_cluster import ProcessLostError
 from capture.model.workload import WorkloadSpec
 from capture.runtime.hosts import ray_hosts, watching
-from capture.runtime.hosts.process import Alive, Done, Said, Stepped
+from capture.runtime.hosts.process import Alive, Done, Said
 from capture.runtime.hosts.ray_hosts import Greeting, RayStarter, unplaced, versions_here
 from capture.runtime.hosts.restarts import Restarts, train_over_hosts
 from capture.runtime.hosts.watching import HostError, watch
+from capture.runtime.step_record import StepRecord
 
 PLAN = two_stages(cluster=Cluster((2, 2)))
 NODE = {"CPU": 8.0, "memory": 64e9}
@@ -119,7 +120,7 @@ def starter(cluster: Any, **options: Any) -> RayStarter:
 
 
 def test_all_are_heard_and_ended(cluster, monkeypatch):
-    said = [[Said("trains"), Stepped(1, 0.5, 0.1), Done({"host": n})] for n in (0, 1)]
+    said = [[Said("trains"), StepRecord(1, 0.5, 0.1, 8.0), Done({"host": n})] for n in (0, 1)]
     monkeypatch.setattr(FakeHost, "said", said, raising=False)
     processes, noted = starter(cluster).start(PLAN, {}), []
     assert watch(processes, 2, noted.append) == [{"host": 0}, {"host": 1}]

@@ -20,6 +20,7 @@ from capture import environment
 from capture.errors import Violation, users_traceback, violations_of
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
+from capture.runtime.step_record import StepRecord
 
 if TYPE_CHECKING:  # it loads JAX, whose flags are set first
     from capture.runtime.asked import Training
@@ -79,21 +80,6 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """A step that is finished.
-
-    Attributes:
-        num_steps: Of the training, this one included.
-        loss: Before its update.
-        seconds: That it took.
-    """
-
-    num_steps: int
-    loss: float
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Done:
     """The message that a process is done: the document of the training, for its devices."""
 
@@ -116,7 +102,7 @@ class Failed:
     crashed: bool = False
 
 
-Message = Alive | Said | Stepped | Done | Failed
+Message = Alive | Said | StepRecord | Done | Failed
 
 
 def serve(job: HostJob, connection: Connection, parent: int) -> None:
@@ -181,9 +167,8 @@ def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
         secret=job.secret,
         on_silence=voice.give_up,
     )
-    return train(
-        job.plan, job.workload.load(), training, voice.report, hosts, stepped=voice.stepped
-    )
+    workload = job.workload.load()
+    return train(job.plan, workload, training, voice.report, hosts, on_step=voice.say)
 
 
 class Voice:
@@ -207,9 +192,6 @@ class Voice:
 
     def report(self, text: str) -> None:
         self.say(Said(text))
-
-    def stepped(self, num_steps: int, loss: float, seconds: float) -> None:
-        self.say(Stepped(num_steps, loss, seconds))
 
     def give_up(self, sentence: str) -> None:
         self.say(Failed((Violation(sentence, "run-hosts-silent"),)))

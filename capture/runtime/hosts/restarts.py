@@ -16,9 +16,10 @@ from typing import Any
 from capture.errors import ExecutionError
 from capture.plan.stages import Plan
 from capture.runtime.hosts.documents import joined
-from capture.runtime.hosts.process import Said, Stepped
+from capture.runtime.hosts.process import Said
 from capture.runtime.hosts.saved import complete_steps
 from capture.runtime.hosts.watching import SILENT_SECONDS, HostError, Starter, watch
+from capture.runtime.step_record import StepRecord
 
 #: What may not be there the next time. A broken rule is broken again.
 _PASSING = {
@@ -105,7 +106,7 @@ class _Run:
     restarts: Restarts
     report: Callable[[str], None]
     first: int | None = None
-    steps: dict[int, tuple[float, float]] = field(default_factory=dict)
+    steps: dict[int, tuple[Any, float]] = field(default_factory=dict)
     breaks: list[dict[str, Any]] = field(default_factory=list)
     in_a_row: list[int | None] = field(default_factory=list)
     broken_at: float | None = None
@@ -116,15 +117,15 @@ class _Run:
         if save is not None and save != restore:
             self.others = frozenset(complete_steps(save))
 
-    def note(self, said: Said | Stepped) -> None:
+    def note(self, said: Said | StepRecord) -> None:
         if isinstance(said, Said):
             self.report(said.text)
             return
         if self.first is None:
-            self.first = said.num_steps
-        if said.num_steps not in self.steps:
+            self.first = said.step
+        if said.step not in self.steps:
             self.in_a_row.clear()
-        self.steps[said.num_steps] = said.loss, said.seconds
+        self.steps[said.step] = said.loss, said.seconds
         if self.broken_at is not None:
             self.breaks[-1]["seconds_to_next_step"] = time.monotonic() - self.broken_at
             self.broken_at = None

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from capture import environment
 from capture.errors import ExecutionError, Violation, plain
 from capture.plan.stages import Plan
-from capture.runtime.hosts.process import Alive, Done, Failed, Message, Said, Stepped
+from capture.runtime.hosts.process import Alive, Done, Failed, Message, Said
+from capture.runtime.step_record import StepRecord
 
 #: Most that a process of an idle machine may give no sign of life.
 SILENT_SECONDS = 10.0
@@ -82,7 +83,7 @@ def lost(how: str, *, crashed: bool = False) -> Failed:
 def watch(
     processes: Processes,
     count: int,
-    note: Callable[[Said | Stepped], None] = lambda said: None,
+    note: Callable[[Said | StepRecord], None] = lambda said: None,
     silent_seconds: float = SILENT_SECONDS,
 ) -> list[dict[str, Any]]:
     """Hear the processes until all are done, and return the document of each, by host.
@@ -106,7 +107,7 @@ def watch(
         for host, message in processes.hear(_TURN_SECONDS):
             heard[host] = time.monotonic()
             match message:
-                case Said() | Stepped() if host == 0:
+                case Said() | StepRecord() if host == 0:
                     note(message)
                 case Alive(at):
                     alive[host] = at

@@ -1,0 +1,62 @@
+"""The records of finished steps: what a step has done, by its layer graph, and where it is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from synthetic_graphs import chain
+
+from capture.machine.target import Target
+from capture.model.graph import Tensor
+from capture.runtime.step_record import Records, StepRecord, StepWork
+
+
+def graph(**changes):
+    """Return a chain of layers with some FLOPs, of ids of sequences of 16."""
+    given = chain(2)
+    layers = tuple(replace(layer, flops=10**12) for layer in given.layers)
+    size = given.microbatch_size
+    batch = (Tensor("ids", (size, 16), "int32", 0), Tensor("label", (size,), "int32", 0))
+    return replace(given, **{"layers": layers, "batch": batch} | changes)
+
+
+def test_work_is_that_of_all_models_and_devices():
+    """Three passes of FLOPs over the rate of what passes between the layers, and not of the
+    parameters; a graph of any micro-batch size counts for the examples of the step."""
+    rates, of = Target.load("h100").rates, graph()
+    values = tuple(replace(value, dtype="bfloat16") for value in of.values)
+    of = replace(of, values=values)
+    size = of.microbatch_size
+    work = StepWork.of([(of, 2 * size), (of, size)], 4, rates)
+    assert (work.examples, work.tokens) == (3 * size, 3 * size * 16)
+    rate = rates.flops_per_second["bfloat16"].value
+    assert work.least_seconds == pytest.approx(3 * 3 * 2 * 10**12 / rate / 4)
+    record = work.record(7, 0.5, 2 * work.least_seconds, 10**9)
+    assert record.model_flops_utilization == pytest.approx(0.5)
+    assert record.examples_per_second == pytest.approx(work.examples / record.seconds)
+    assert str(record).startswith("step 7: loss 0.500000, ") and "tokens/s, MFU 50.0%" in str(
+        record
+    )
+    assert str(record).endswith(", peak 1 GB")
+
+
+def test_what_is_not_known_is_not_said():
+    size = graph().microbatch_size
+    batch = (Tensor("x", (size, 16), "float32", 0), Tensor("label", (size,), "int32", 0))
+    record = StepWork.of([(graph(batch=batch), 8)], 1, None).record(1, [0.5, 0.25], 2.0, None)
+    assert record == StepRecord(1, [0.5, 0.25], 2.0, 4.0)
+    assert str(record) == "step 1: losses 0.500000 0.250000, 2 s, 4 examples/s"
+
+
+def test_every_record_is_in_the_file_and_some_are_reported(tmp_path):
+    lines, given, path = [], [], tmp_path / "metrics.jsonl"
+    path.write_text("{}\n")
+    records = Records(lines.append, 3, path, given.append)
+    for step in range(1, 6):
+        records.add(StepRecord(step, 1.0 / step, 0.1, 10.0), is_last=step == 5)
+    assert [line.split(":")[0] for line in lines] == ["step 3", "step 5"]
+    assert given == records.told and len(given) == 5
+    _, *written = map(json.loads, path.read_text().splitlines())
+    assert [StepRecord(**row) for row in written] == given
