@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -72,6 +73,16 @@ def write(value: Any) -> Any:
     if is_dataclass(value):
         return fields_of(value)
     return mapped(value, lambda item: item, write)
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """Return a dataclass as a JSON text; what is infinite or no number becomes null, as JSON has
+    neither."""
+
+    def finite(each: Any) -> Any:
+        return None if isinstance(each, float) and not math.isfinite(each) else each
+
+    return json.dumps(mapped(write(value), finite), indent=indent, allow_nan=False)
 
 
 def mapped(

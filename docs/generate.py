@@ -53,7 +53,10 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     "capture report --json": ("capture.report.explanation:PageReport",),
     "capture verify --json": ("capture.report.verification:VerifyReport",),
     "capture predict --json": ("capture.report.verification:PredictReport",),
-    "capture run --json": ("capture.runtime.run_report:RunReport",),
+    "capture run --json": (
+        "capture.runtime.run_report:RunReport",
+        "capture.runtime.step_record:StepRecord",
+    ),
     "capture diff --json": ("capture.report.difference:DiffReport",),
     "capture profile --json": ("profiling_runs.profile_report:ProfileReport",),
     "capture jobs --json": ("profiling_runs.listing:Listing",),

@@ -199,7 +199,7 @@ def check_outputs(options: argparse.Namespace) -> None:
     Raises:
         OptionError: ``option-output``, as ``check_output``.
     """
-    for name, flag in (("output", "-o"), ("trace", "--trace")):
+    for name, flag in (("output", "-o"), ("trace", "--trace"), ("metrics", "--metrics")):
         if (path := getattr(options, name, None)) is not None:
             check_output(path, flag)
     # Ray's hosts may have folders that this one has not.

@@ -4,14 +4,12 @@ goes to standard error."""
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from capture.documents import mapped, write
+from capture.documents import as_json, write
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
 from capture.plan.strategy import strategy
@@ -27,7 +25,7 @@ def emit(options: argparse.Namespace, report: Any, *lines: str) -> None:
     lines, with the files that were written, and warnings and failures. A number that is none (the
     loss of a training that diverged) becomes null."""
     if options.json:
-        print(json.dumps(mapped(write(report), _finite), indent=2, allow_nan=False))
+        print(as_json(report, indent=2))
         return
     written = [f"{what} -> {path}" for what, path in (getattr(report, "written", {}) or {}).items()]
     print("\n".join([*lines, *written, *beyond_lines(report)]))
@@ -56,10 +54,6 @@ def write_files(
         save_trace(step.simulation, options.trace, step.processes)
         written["trace"] = str(options.trace)
     return written
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -322,7 +322,7 @@ def _beside(document: dict[str, Any]) -> Iterator[str]:
             "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
             "capture verify PLAN -o PLAN the peaks"
         )
-    if moved := document["moved_bytes"]:
+    if any((moved := document["moved_bytes"] or {}).values()):
         yield (
             f"an update copies {format_bytes(moved['to_host'])} to the host and "
             f"{format_bytes(moved['to_device'])} back"

@@ -3,11 +3,11 @@ a function that the user gives."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from capture.documents import as_json
 from capture.machine.rates import Rates
 from capture.model.graph import LayerGraph
 from capture.options import listed
@@ -162,5 +162,5 @@ class Records:
             self._report(str(record))
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
+                file.write(as_json(record) + "\n")
         self._on_step(record)

@@ -204,7 +204,9 @@ def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_read(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     both = ["-o", "--trace"]
-    flags = {"report": both, "explain": both, "run": ["--trace", "--save"]}.get(verb, ["-o"])
+    flags = {"report": both, "explain": both, "run": ["--trace", "--metrics", "--save"]}.get(
+        verb, ["-o"]
+    )
     wrong = {
         "missing/x": "there is no folder missing",
         ".": "it is a folder",
@@ -230,7 +232,7 @@ def test_every_verb_that_writes_is_among_them():
     writers = {
         name
         for name, parser in verbs.items()
-        if {"output", "trace", "save"} & {action.dest for action in parser._actions}
+        if {"output", "trace", "metrics", "save"} & {action.dest for action in parser._actions}
     }
     assert writers == set(WRITERS)
 

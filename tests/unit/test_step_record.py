@@ -60,3 +60,10 @@ def test_every_record_is_in_the_file_and_some_are_reported(tmp_path):
     assert given == records.told and len(given) == 5
     _, *written = map(json.loads, path.read_text().splitlines())
     assert [StepRecord(**row) for row in written] == given
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = Records(lambda line: None, 1, path, lambda record: None)
+    records.add(StepRecord(1, [float("nan"), 1.0], 0.1, 10.0), is_last=True)
+    assert '"loss": [null, 1.0]' in path.read_text()
