@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload
 from capture.plan.array import ArrayPlan, Member
-from capture.runtime.array_batches import stacked
 from capture.runtime.array_state import ArrayState
 from capture.runtime.asked import Training
 from capture.runtime.meter import Measurement, measure_step
 from capture.runtime.multiplexed import ArrayTraining
+from capture.runtime.train_step import Fed
 from capture.runtime.training import follow
 
 VOCABULARY, SEQUENCE, WIDTH = 16, 8, 8
@@ -190,11 +190,10 @@ def measured(
     """Train with the ledger compared with live arrays before every instruction; what was measured of
     all, the last state and the losses."""
     state, found, losses = training.init(), None, []
-    turns = training.turns(0, 0, len(batches))
-    traced = [training.fuser(model).traced for model in range(training.plan.num_models)]
-    for number, turn in enumerate(turns):
-        batch = stacked(training.plan, traced, batches[number], number) if turn.batch else None
-        one = measure_step(turn.step, state, batch, strict=True)
+    fed = training.fed(batches, 0, 0)
+    for execution in training.executions(len(batches)):
+        batch, key = next(fed) if execution.reads_batch else Fed()
+        one = measure_step(execution, state, batch, key, strict=True)
         state, losses = one.state, losses + ([] if one.loss is None else [one.loss])
         found = one if found is None else found.then(one)
     return found, state, losses

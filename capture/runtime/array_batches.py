@@ -14,6 +14,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.array_state import check_count
 from capture.runtime.layerwise import KEYS
+from capture.runtime.state import made_by_host
 from capture.tracing import TracedModel
 
 
@@ -32,7 +33,10 @@ def drawn(plan: ArrayPlan, workloads: Sequence[WorkloadProtocol], update: int) -
         update: From 0 on.
     """
     found = [
-        workload.batch(jax.random.fold_in(jax.random.key(member.seed), 1 + update), task.batch_size)
+        made_by_host(
+            lambda key, workload=workload, size=task.batch_size: workload.batch(key, size),
+            jax.random.fold_in(jax.random.key(member.seed), 1 + update),
+        )
         for workload, member, task in zip(workloads, plan.models, plan.trained, strict=True)
         if not plan.shared_batches or member is plan.models[0]
     ]

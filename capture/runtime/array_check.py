@@ -7,7 +7,7 @@ from typing import Any
 
 from capture.model.workload import PyTree, takes_key
 from capture.plan.array import ArrayPlan
-from capture.runtime.array_batches import drawn, step_key
+from capture.runtime.array_batches import step_key
 from capture.runtime.fused import Fuser
 from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
 
@@ -22,7 +22,7 @@ def compared(
     fusers: Sequence[Fuser],
     begins: Sequence[PyTree],
     params_of: Callable[[int], PyTree],
-    num_steps: int,
+    batches: Sequence[Any],
 ) -> dict[str, Any]:
     """Return the losses of each model alone, and by how much trained parameters of the array are
     off; also by how much they would be, trained alone, were their gradients off by a rounding.
@@ -32,13 +32,12 @@ def compared(
         fusers: By model, its programs.
         begins: By model, the parameters with which it begins.
         params_of: Gives those with which a model of the array ends.
-        num_steps: Updates, from the first on.
+        batches: Batches of the models, of every update from the first on.
     """
     references = {
         task: ReferenceStep(fuser.workload, fuser.traced, [task.batch_size])
         for task, fuser in zip(plan.trained, fusers, strict=True)
     }
-    batches = [drawn(plan, [one.workload for one in fusers], n) for n in range(num_steps)]
     expected: list[list[float]] = []
     # (array, rounded) by model and leaf.
     errors: dict[tuple[int, str], tuple[float, float]] = {}

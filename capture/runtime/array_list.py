@@ -35,6 +35,7 @@ class ArrayList(Metered):
         devices: The device of the array.
         executable: Gives what an instruction runs.
         execute: Executes them.
+        reads_batch: Whether they begin an update.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class ArrayList(Metered):
         devices: list[Any],
         executable: Callable[[Run], Executable],
         execute: Execute,
+        reads_batch: bool = True,
     ):
-        self._program, self.devices = program, devices
+        self._program, self.devices, self.reads_batch = program, devices, reads_batch
         self._executable, self._execute = executable, execute
 
     @property

@@ -17,7 +17,12 @@ from capture.model.workload import PyTree
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import LayerwiseOptimizer
-from capture.runtime.state import initial_params, joined_params, param_leaves
+from capture.runtime.state import (
+    initial_params,
+    joined_params,
+    optimizer_leaves,
+    param_leaves,
+)
 from capture.step.program import Place, Step
 
 #: Of one model, by index: parameters in the layer graph, and leaves of the optimizer's state.
@@ -196,6 +201,22 @@ def first_params(models: Sequence[tuple[Fuser, Member]]) -> list[PyTree]:
         first = first or own
         own = [first[p] if p in fuser.optimizer.shared else x for p, x in enumerate(own)]
         found.append(joined_params(fuser.traced, dict(enumerate(own))))
+    return found
+
+
+def leaves_of(
+    fusers: Sequence[Fuser], params: Sequence[PyTree], optimizer_states: Sequence[PyTree]
+) -> list[Leaves]:
+    """Return the leaves of whole-model trees, by model.
+
+    Raises:
+        ExecutionError: ``run-params``, ``run-optimizer``.
+    """
+    found = list[Leaves]()
+    for fuser, own, state in zip(fusers, params, optimizer_states, strict=True):
+        given = param_leaves(fuser.traced, own)
+        leaves = optimizer_leaves(fuser.optimizer.sliced.state_structs, state)
+        found.append((dict(enumerate(given)), dict(enumerate(leaves))))
     return found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -40,13 +41,14 @@ from capture.runtime.array_state import (
     check_count,
     check_models,
     first_params,
+    leaves_of,
 )
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
 from capture.runtime.dispatch import BoundStep, Observer
 from capture.runtime.fused import Fuser
 from capture.runtime.layout import first_devices
-from capture.runtime.state import joined_params, optimizer_leaves, param_leaves
-from capture.runtime.train_step import Turn
+from capture.runtime.state import joined_params, param_leaves
+from capture.runtime.train_step import Fed, Metered
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import ArraySteps, build_array, lifetimes
 from capture.step.program import Run, Slot, Step
@@ -231,13 +233,7 @@ class ArrayTraining:
         """
         check_count("params", params, len(self.plan.models))
         check_count("optimizer_states", optimizer_states, len(self.plan.models))
-        leaves = []
-        for model, (own, state) in enumerate(zip(params, optimizer_states, strict=True)):
-            fuser = self.fuser(model)
-            found = optimizer_leaves(fuser.optimizer.sliced.state_structs, state)
-            given = param_leaves(fuser.traced, own)
-            leaves.append((dict(enumerate(given)), dict(enumerate(found))))
-        return self._placed(leaves, num_steps)
+        return self._placed(leaves_of(self._each, params, optimizer_states), num_steps)
 
     def _placed(self, leaves: Sequence[Leaves], num_steps: int = 0) -> ArrayState:
         return ArrayState(self._rows.placed(leaves), self.plan, num_steps)
@@ -436,27 +432,31 @@ class ArrayTraining:
         assert metrics.losses is not None, "an epilogue completes an update"
         return state, metrics.losses
 
-    def turns(self, seed: int, first: int, count: int) -> list[Turn]:
-        """Return the executions of a training of some updates, as of ``TrainStep``; every model
-        draws its batches by its own seed."""
-        steps, workloads = self.steps, [one.workload for one in self._each]
-        batches = [
-            self._stacked(drawn(self.plan, workloads, update), update)
-            for update in range(first, first + count)
-        ]
-        lists = [steps.prologue or steps.body, *[steps.body] * (count - 1)]
-        turns = [*map(Turn, map(self._list, lists), batches)]
-        return turns + ([Turn(self._list(steps.epilogue), None)] if steps.epilogue else [])
+    def executions(self, num_steps: int) -> list[Metered]:
+        """Return the lists of instructions that a training of some updates executes."""
+        steps = self.steps
+        lists = [steps.prologue or steps.body, *[steps.body] * (num_steps - 1)]
+        ends = [] if steps.epilogue is None else [self._list(steps.epilogue, reads_batch=False)]
+        return [*map(self._list, lists), *ends]
+
+    def drawn(self, seed: int, first: int) -> Iterator[Any]:
+        """Yield the batches that the models draw, each by its own seed, without an end."""
+        workloads = [one.workload for one in self._each]
+        return (drawn(self.plan, workloads, n) for n in count(first))
+
+    def fed(self, batches: Iterable[Any], seed: int, first: int) -> Iterator[Fed]:
+        """Yield what each update is fed with, from the batches of the models."""
+        return (Fed(self._stacked(batch, n)) for n, batch in enumerate(batches, first))
 
     def comparison(
-        self, params: Sequence[PyTree], turns: Sequence[Turn]
+        self, params: Sequence[PyTree], batches: Sequence[Any], seed: int
     ) -> Callable[[ArrayState], dict[str, Any]]:
-        """Return a function that compares an ended training with each model trained alone."""
-        n, each = sum(turn.batch is not None for turn in turns), self._each
-        return lambda state: compared(self.plan, each, params, partial(self.params, state), n)
+        """Return what compares a training with each model alone when it has ended."""
+        plan, each = self.plan, self._each
+        return lambda state: compared(plan, each, params, partial(self.params, state), batches)
 
-    def _list(self, program: Step) -> ArrayList:
-        return ArrayList(program, self.devices, self.executable, self._execute)
+    def _list(self, program: Step, reads_batch: bool = True) -> ArrayList:
+        return ArrayList(program, self.devices, self.executable, self._execute, reads_batch)
 
     def _execute(
         self,

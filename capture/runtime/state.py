@@ -3,7 +3,7 @@ and joined again, and the checks of what a user gives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,16 +34,22 @@ class PipelineState:
 
 
 def initial_params(workload: WorkloadProtocol, key: jax.Array) -> PyTree:
-    """Return the parameters that a training begins at, made by the host where devices are
-    accelerators: no device need hold the whole model, nor any of it twice."""
+    """Return the parameters that a training begins at, made by the host: no device need hold the
+    whole model, nor any of it twice."""
+    return made_by_host(workload.init, key)
+
+
+def made_by_host(make: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:
+    """Return what a function makes of a random key, made by the host where devices are
+    accelerators."""
     if jax.default_backend() == "cpu":
-        return workload.init(key)
+        return make(key)
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
-        return jax.device_get(workload.init(key))
+        return jax.device_get(make(key))
     with jax.default_device(host):
-        return jax.device_get(workload.init(jax.device_put(key, host)))
+        return jax.device_get(make(jax.device_put(key, host)))
 
 
 def param_leaves(traced: TracedModel, params: PyTree) -> list[np.ndarray]:

@@ -155,6 +155,10 @@ class Records:
         self._report, self._every, self._path, self._on_step = report, every, path, on_step
         self.told = list[StepRecord]()
 
+    def say(self, text: str) -> None:
+        """Report a line of its own."""
+        self._report(text)
+
     def add(self, record: StepRecord, *, is_last: bool) -> None:
         """Tell a record."""
         self.told.append(record)

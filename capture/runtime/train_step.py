@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from capture.runtime.state import (
     PipelineState,
     check_state,
     initial_params,
+    made_by_host,
     optimizer_leaves,
     param_leaves,
 )
@@ -63,8 +65,10 @@ class Metered:
         devices: Device i of the plan is ``devices[i]``.
         hosts: The processes that share it; None for one.
         parts: What this one executes of lists that they share, by their id.
+        reads_batch: Whether it is fed with a batch.
     """
 
+    reads_batch = True
     devices: list[Any]
     hosts: Hosts | None = None
     parts: Mapping[int, Part] = MappingProxyType({})
@@ -90,12 +94,10 @@ class Metered:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One execution in a training, with the batch and the random key that it is fed with."""
+class Fed(NamedTuple):
+    """What an execution is fed with: a batch, and a random key if the loss takes one."""
 
-    step: Metered
-    batch: Any
+    batch: Any = None
     key: jax.Array | None = None
 
 
@@ -135,39 +137,52 @@ class TrainStep(Metered):
         """Return the parameters with which a training of a seed begins."""
         return initial_params(self.workload, _keys(seed)[0])
 
-    def turns(self, seed: int, first: int, count: int) -> list[Turn]:
-        """Return the updates of a training, with the batches and keys that a seed draws.
+    def executions(self, num_steps: int) -> list[Metered]:
+        """Return the lists of instructions that a training of some updates executes."""
+        return [self] * num_steps
+
+    def drawn(self, seed: int, first: int) -> Iterator[PyTree]:
+        """Yield the global batches that a training draws from the workload, without an end.
 
         Args:
-            seed: Of the training.
+            seed: Seed of the training.
             first: Updates before them; a training that goes on gets the data that come next.
-            count: Updates.
         """
-        _, of_batches, of_steps = _keys(seed)
-        takes, size = takes_key(self.workload), sum(self.microbatch_sizes)
-        return [
-            Turn(
-                self,
-                self.workload.batch(jax.random.fold_in(of_batches, n), size),
-                jax.random.fold_in(of_steps, n) if takes else None,
-            )
-            for n in range(first, first + count)
-        ]
+        key, size = _keys(seed)[1], sum(self.microbatch_sizes)
+
+        def batch(key: jax.Array) -> PyTree:
+            return self.workload.batch(key, size)
+
+        return (made_by_host(batch, jax.random.fold_in(key, n)) for n in count(first))
+
+    def fed(self, batches: Iterable[PyTree], seed: int, first: int) -> Iterator[Fed]:
+        """Yield what each update is fed with, from its global batch.
+
+        Args:
+            batches: Global batches, of the updates from ``first`` on.
+            seed, first: As of ``drawn``.
+        """
+        return (Fed(batch, self._key(seed, n)) for n, batch in enumerate(batches, first))
 
     def comparison(
-        self, params: PyTree, turns: Sequence[Turn]
+        self, params: PyTree, batches: Sequence[PyTree], seed: int
     ) -> Callable[[PipelineState], dict[str, Any]]:
-        """Return a function that compares an ended training with one device: by how much losses and
-        the gradients of the first update are off.
+        """Return what compares a training with one device when it has ended, and says by how much
+        losses and the gradients of the first update are off.
 
         Args:
             params: The parameters with which it begins.
-            turns: Its updates.
+            batches: Its global batches.
+            seed: As of ``drawn``.
         """
-        batches, keys = [turn.batch for turn in turns], [turn.key for turn in turns]
+        keys = [self._key(seed, n) for n in range(len(batches))]
         gradients = self.first_gradients(params, batches[0], keys[0])
         reference = ReferenceStep(self.workload, self.traced, self.microbatch_sizes)
         return lambda state: reference.compare(gradients, params, batches, keys)
+
+    def _key(self, seed: int, update: int) -> jax.Array | None:
+        """Return the random key of an update, if the loss takes one."""
+        return jax.random.fold_in(_keys(seed)[2], update) if takes_key(self.workload) else None
 
     # ---- state -----------------------------------------------------------------------------------
 

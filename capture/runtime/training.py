@@ -8,10 +8,9 @@ nor compiler stand beside the sum: malloc during an ordinary step, and the proce
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +20,6 @@ from capture.errors import PlanError
 from capture.machine.rates import Rates
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, named_workload
-from capture.options import listed
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan
 from capture.plan.packs import PacksPlan
@@ -29,11 +27,11 @@ from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
-from capture.runtime.heap import HeapMeasurement, measure_heap
 from capture.runtime.hosts.saved import check_folders, set_aside
 from capture.runtime.hosts.saving import Saver
+from capture.runtime.loop import Loop, Meters
 from capture.runtime.losses import LossWarnings
-from capture.runtime.meter import Measurement, measure_step
+from capture.runtime.meter import Measurement
 from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import max_relative_error
@@ -41,8 +39,7 @@ from capture.runtime.run_report import RunReport
 from capture.runtime.sharded.step import sharded_step
 from capture.runtime.step_record import Records, StepRecord, StepWork
 from capture.runtime.streamed import streamed
-from capture.runtime.trace import StepTrace
-from capture.runtime.train_step import TrainStep, Turn
+from capture.runtime.train_step import Metered, TrainStep
 from capture.step.program import Step, replay
 
 if TYPE_CHECKING:
@@ -56,23 +53,28 @@ def train(
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    data: Iterable[Any] | None = None,
 ) -> dict[str, Any]:
-    """Compile a plan's step and run it; return the document of ``capture run --json``.
+    """Compile a plan's step, run it, and return the document of ``capture run --json``.
 
     Args:
         plan, workload, training: What is executed.
         report: Takes lines of progress.
         hosts: The processes that share it.
         on_step: Takes the record of each step that is finished.
+        data: Global batches as ``workload.batch`` returns them; of an array, of each a sequence of
+            one per model, or one for all where the plan shares them. A training that goes on takes
+            them from the first on. By default the workload draws them.
 
     Of several processes each runs this: what was measured is then of this one's devices, and host 0
     compares with one device (``capture.runtime.hosts.documents`` joins what they say).
 
     Raises:
-        PlanError: ``array-run`` for a seed of an array, whose models have their own.
-        ExecutionError: For folders that cannot be used, before anything is compiled: those of
-            ``checkpoint.check_restorable``, and ``checkpoint-exists`` if checkpoints of another
-            training are where this one's would go.
+        PlanError: ``array-run`` for a seed of an array, whose models have their own; ``run-trace``
+            where no step is an ordinary one.
+        ExecutionError: ``run-data`` for no batch at all; for folders that cannot be used, before
+            anything is compiled: those of ``checkpoint.check_restorable``, and
+            ``checkpoint-exists`` if checkpoints of another training are where this one's would go.
     """
     check_folders(
         training.save,
@@ -88,7 +90,7 @@ def train(
         report(
             "the optimizer needs all gradients: they wait on the host, and every update comes last"
         )
-    return follow(step, plan, training, report, hosts, on_step)
+    return follow(step, plan, training, report, hosts, on_step, data)
 
 
 def follow(
@@ -98,13 +100,14 @@ def follow(
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    data: Iterable[Any] | None = None,
 ) -> dict[str, Any]:
-    """Run some steps under the meters (``_Meters``), and return the document of ``capture run
+    """Run some steps under the meters (``Meters``), and return the document of ``capture run
     --json``.
 
     Args:
         step: Compiled, of the plan.
-        plan, training, report, hosts, on_step: As of ``train``.
+        plan, training, report, hosts, on_step, data: As of ``train``.
     """
     restored = None
     if training.restore is not None:
@@ -113,29 +116,23 @@ def follow(
     done = 0 if restored is None else restored.num_steps
     saves = None if training.save is None else _Saves(step, training, done)
     num_steps = training.num_steps if training.until is None else training.until - done
-    turns = step.turns(training.seed, done, num_steps)
-    meters, warnings = _Meters(turns, training), LossWarnings(report)
-    is_first = hosts is None or hosts.process == 0
-    metrics = training.metrics if is_first else None
-    records = Records(report, training.log_every, metrics, on_step)
-    work = StepWork.of(step.graphs, len(step.devices), _rates(plan))
+    executions, is_first = step.executions(num_steps), hosts is None or hosts.process == 0
+    meters, warnings = Meters(executions, training), LossWarnings(report)
     if is_first:
         warnings.check(step.workload, step.microbatch_sizes)
-    state, compare = (restored, None) if restored is not None else _begun(step, training, turns)
-    start = time.perf_counter()
-    for number, turn in enumerate(turns):
-        if saves is not None and meters.counts(number):  # what is written would be counted, too
-            saves.finish()
-        state, loss = meters.execute(number, turn, state)
-        if loss is None:
-            continue
-        count, seconds = done + len(records.told) + 1, time.perf_counter() - start
-        is_last = count == done + num_steps
-        records.add(work.record(count, loss, seconds, meters.peak_bytes), is_last=is_last)
-        warnings.step(count, listed(loss))
-        if saves is not None:
-            saves.stepped(state, is_last=is_last)
-        start = time.perf_counter()
+    batches = iter(step.drawn(training.seed, done) if data is None else data)
+    state, compare = restored, None
+    if state is None:
+        params = step.first_params(training.seed)
+        if training.check:  # with the same batches
+            given = list(islice(batches, num_steps))
+            batches, compare = iter(given), step.comparison(params, given, training.seed)
+        state = step.init_from(params)
+        del params
+    records = Records(report, training.log_every, training.metrics if is_first else None, on_step)
+    work = StepWork.of(step.graphs, len(step.devices), _rates(plan))
+    loop = Loop(meters, records, warnings, saves, done + num_steps)
+    state = loop.run(executions, work, step.fed(batches, training.seed, done), state)
     losses = [record.loss for record in records.told]
     facts = meters.document() | {
         "losses": losses,
@@ -143,7 +140,7 @@ def follow(
         "step_seconds": [record.seconds for record in records.told],
         "num_steps": state.num_steps,
         "num_devices": len(step.devices),
-        "saved": None if saves is None else saves.finish(),
+        "saved": None if saves is None else saves.finish(state),
         "versions": environment.versions(),
     }
     if compare is not None and is_first:
@@ -151,28 +148,18 @@ def follow(
         report("comparing with one device")
         facts |= compare(state)
         facts["max_relative_loss_error"] = max_relative_error(losses, facts["reference_losses"])
-    return RunReport(**facts, **_planned(step, plan, turns, meters.measured)).document()
-
-
-def _begun(
-    step: TrainStep | ArrayTraining, training: Training, turns: Sequence[Turn]
-) -> tuple[Any, Callable[[Any], dict[str, Any]] | None]:
-    """Return the state with which a training begins, and what compares it in the end; None where
-    that is not asked for."""
-    params = step.first_params(training.seed)
-    compare = step.comparison(params, turns) if training.check else None
-    return step.init_from(params), compare
+    return RunReport(**facts, **_planned(step, plan, executions, meters.measured)).document()
 
 
 def _planned(
     step: TrainStep | ArrayTraining,
     plan: AnyPlan,
-    turns: Sequence[Turn],
+    executions: Sequence[Metered],
     measured: Measurement | None,
 ) -> dict[str, Any]:
     """Return what was predicted and booked."""
     predicted = plan.predicted_bytes_per_device
-    programs = {id(turn.step.program): turn.step.program for turn in turns} or {0: step.program}
+    programs = {id(each.program): each.program for each in executions} or {0: step.program}
     ledgers = [replay(program) for program in programs.values()]
     peaks = zip(*(ledger.peak_bytes_per_device for ledger in ledgers), strict=True)
     fullest = max((ledger.peak_of(0) for ledger in ledgers), key=lambda peak: peak.peak_bytes)
@@ -257,87 +244,6 @@ def _step(
             return pipeshard(workload, plan, fast_compile=fast, hosts=hosts)
 
 
-class _Meters:
-    """The measurements of a training: of each list of instructions the first execution under the
-    meter of live arrays; of those after it the last under malloc's, or traced.
-
-    Args:
-        turns: The executions.
-        training: With what is asked for.
-
-    Attributes:
-        measured: Of all that were measured; None if none was yet.
-
-    Raises:
-        PlanError: ``run-trace`` where a trace is asked for, and no list is executed again.
-    """
-
-    def __init__(self, turns: Sequence[Turn], training: Training):
-        self._check, self._trace = training.check, training.trace
-        seen, self._first, again = set[int](), list[int](), list[int]()
-        for number, turn in enumerate(turns):
-            (again if id(turn.step.program) in seen else self._first).append(number)
-            seen.add(id(turn.step.program))
-        self._last = again[-1] if again else None
-        if training.trace and training.until is None and not again:
-            raise PlanError.of(
-                f"--trace draws an ordinary step, and of --steps {training.num_steps} all are "
-                "under the meters: the first, and where models are multiplexed the last; run more.",
-                "run-trace",
-            )
-        self.measured: Measurement | None = None
-        self._heap: HeapMeasurement | None = None
-        self._events: list[dict[str, Any]] | None = None
-        self._dispatch: list[float] = []
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The most bytes of a device so far; None before the first measurement."""
-        found = self.measured
-        return None if found is None else max(found.peak_bytes_per_device, default=None)
-
-    def counts(self, number: int) -> bool:
-        """Return whether malloc is watched in an execution."""
-        return number == self._last and not self._trace
-
-    def execute(self, number: int, turn: Turn, state: Any) -> tuple[Any, Any]:
-        """Execute one turn, and return the state and the loss of the update that is complete."""
-        step, batch, key = turn.step, turn.batch, turn.key
-        if number in self._first:
-            found = measure_step(step, state, batch, key, strict=self._check)
-            self.measured = found if self.measured is None else self.measured.then(found)
-            return found.state, found.loss
-        if number != self._last:
-            state, metrics = step(state, batch, key)
-            loss = metrics.loss
-            self._dispatch.append(metrics.dispatch_seconds)
-        elif self._trace:
-            part = step.parts.get(id(step.program))
-            trace = StepTrace(step, part.crossings if part else None)
-            state, metrics = step(state, batch, key, observer=trace)
-            loss = metrics.loss
-            self._events = trace.events()
-        else:
-            state, metrics, self._heap = measure_heap(step, state, batch, key)
-            loss = metrics.loss
-        return state, loss
-
-    def document(self) -> dict[str, Any]:
-        """Return what ``capture run --json`` says of the measurements."""
-        found = self.measured
-        return {
-            "trace": self._events,
-            "measured_peak_bytes_per_device": found and list(found.peak_bytes_per_device),
-            "meter": found and found.meter,
-            "ledger_checks": found.num_checks if found else 0,
-            "allocator": self._heap and self._heap.as_document(),
-            "resident_set_peak_bytes": found and found.resident_set_peak_bytes,
-            "resident_set_before_bytes": found and found.resident_set_before_bytes,
-            # Of steps without a meter.
-            "dispatch_seconds": median(self._dispatch) if self._dispatch else None,
-        }
-
-
 class _Saves:
     """The checkpoints of a training.
 
@@ -353,6 +259,7 @@ class _Saves:
         assert step.optimizer.stages, "every parameter is updated"
         self._step, self._directory, self._every = step, training.save, training.save_every
         self._last: Path | None = None
+        self._begin, self._saved = done, -1
         together = checkpoint.shared(step)
         goes_on = training.restore is not None and (
             training.restore.resolve() == training.save.resolve()
@@ -361,20 +268,30 @@ class _Saves:
             set_aside(training.save, done)
         self._saver = None if together is None else Saver(together, training.save)
 
-    def stepped(self, state: Any, *, is_last: bool) -> None:
-        """Save the state where that is due; raise the error of a save that has failed."""
+    def stepped(self, state: Any) -> None:
+        """Save the state of a step, if it is one of those that are saved."""
         if self._saver is not None:
             self._saver.check()
-        if is_last or (self._every and state.num_steps % self._every == 0):
-            if self._saver is not None:
-                self._last = self._saver.save(state)
-            else:
-                self._last = checkpoint.save(self._step, state, self._directory)
+        if self._every and state.num_steps % self._every == 0:
+            self._save(state)
 
-    def finish(self) -> str | None:
-        """Wait until the last checkpoint is complete, and return its path, if there is one."""
+    def _save(self, state: Any) -> None:
+        self._saved = state.num_steps
+        if self._saver is not None:
+            self._last = self._saver.save(state)
+        else:
+            self._last = checkpoint.save(self._step, state, self._directory)
+
+    def wait(self) -> None:
+        """Wait until what is saved is complete."""
         if self._saver is not None:
             self._saver.finish()
+
+    def finish(self, state: Any) -> str | None:
+        """Save the last state, and return where it is once it is complete."""
+        if state.num_steps not in (self._saved, self._begin):
+            self._save(state)
+        self.wait()
         return None if self._last is None else str(self._last)
 
 

@@ -1,0 +1,199 @@
+"""The loop over the steps of a training of any kind of plan, and what it measures.
+
+The first execution of each list of instructions is under the meter of live arrays; of those after
+it the last is under malloc's, or traced. Batches are drawn one ahead where nothing is measured.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from capture.errors import ExecutionError, PlanError
+from capture.options import listed
+from capture.runtime.asked import Training
+from capture.runtime.heap import HeapMeasurement, measure_heap
+from capture.runtime.losses import LossWarnings
+from capture.runtime.meter import Measurement, measure_step
+from capture.runtime.step_record import Records, StepWork
+from capture.runtime.trace import StepTrace
+from capture.runtime.train_step import Fed, Metered
+
+
+class Saves(Protocol):
+    """The checkpoints of a training."""
+
+    def stepped(self, state: Any) -> None:
+        """Save the state of a step, if it is one of those that are saved."""
+
+    def wait(self) -> None:
+        """Wait until what is saved is complete."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop over the steps of a training.
+
+    Attributes:
+        meters, records, warnings, saves: What follows it.
+        last: Number of the last step.
+    """
+
+    meters: Meters
+    records: Records
+    warnings: LossWarnings
+    saves: Saves | None
+    last: int
+
+    def run(
+        self, executions: Sequence[Metered], work: StepWork, fed: Iterator[Fed], state: Any
+    ) -> Any:
+        """Execute all lists of instructions, and return the last state. Where the data end before,
+        those are left out that would be fed.
+
+        Raises:
+            ExecutionError: ``run-data``.
+        """
+        ahead, count = _Ahead(fed), self.last - sum(each.reads_batch for each in executions)
+        start = time.perf_counter()
+        for number, execution in enumerate(executions):
+            given = ahead.take() if execution.reads_batch else Fed()
+            if given is None:
+                continue
+            if self.saves is not None and self.meters.counts(number):
+                self.saves.wait()  # what is written would be counted, too
+            if self.meters.leaves_alone(number):
+                ahead.begin()
+            state, loss = self.meters.execute(number, execution, given, state)
+            if loss is None:
+                continue
+            count, seconds = count + 1, time.perf_counter() - start
+            record = work.record(count, loss, seconds, self.meters.peak_bytes)
+            self.records.add(record, is_last=count == self.last)
+            self.warnings.step(count, listed(loss))
+            if self.saves is not None:
+                self.saves.stepped(state)
+            start = time.perf_counter()
+        if count < self.last:
+            said = f"the data have ended after step {count}, of {self.last} that were asked for"
+            if not self.records.told:
+                raise ExecutionError.of(f"{said}; give one batch for each step.", "run-data")
+            self.records.say(said)
+        return state
+
+
+class _Ahead:
+    """What executions are fed with; where it is asked to, a thread draws the next beside a step."""
+
+    def __init__(self, fed: Iterator[Fed]):
+        self._fed, self._next = fed, Future[Fed | None]()
+        self._has_begun = False
+
+    def take(self) -> Fed | None:
+        """Return the next; None where the data have ended."""
+        if not self._has_begun:
+            return next(self._fed, None)
+        self._has_begun = False
+        return self._next.result()
+
+    def begin(self) -> None:
+        """Begin to draw the next. A process that ends does not wait for it."""
+        self._has_begun, self._next = True, Future()
+        threading.Thread(target=self._draw, args=(self._next,), daemon=True).start()
+
+    def _draw(self, found: Future[Fed | None]) -> None:
+        try:
+            found.set_result(next(self._fed, None))
+        except BaseException as error:
+            found.set_exception(error)
+
+
+class Meters:
+    """The measurements of a training: of each list of instructions the first execution under the
+    meter of live arrays; of those after it the last under malloc's, or traced.
+
+    Args:
+        executions: What is executed, in order.
+        training: With what is asked for.
+
+    Attributes:
+        measured: Of all that were measured; None if none was yet.
+
+    Raises:
+        PlanError: ``run-trace`` where a trace is asked for, and no list is executed again.
+    """
+
+    def __init__(self, executions: Sequence[Metered], training: Training):
+        self._check, self._trace = training.check, training.trace
+        seen, self._first, again = set[int](), list[int](), list[int]()
+        for number, each in enumerate(executions):
+            (again if id(each.program) in seen else self._first).append(number)
+            seen.add(id(each.program))
+        self._last = again[-1] if again else None
+        if training.trace and training.until is None and not again:
+            raise PlanError.of(
+                f"--trace draws an ordinary step, and of --steps {training.num_steps} all are "
+                "under the meters: the first, and where models are multiplexed the last; run more.",
+                "run-trace",
+            )
+        self.measured: Measurement | None = None
+        self._heap: HeapMeasurement | None = None
+        self._events: list[dict[str, Any]] | None = None
+        self._dispatch: list[float] = []
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of a device so far; None before the first measurement."""
+        found = self.measured
+        return None if found is None else max(found.peak_bytes_per_device, default=None)
+
+    def counts(self, number: int) -> bool:
+        """Return whether malloc is watched in an execution."""
+        return number == self._last and not self._trace
+
+    def leaves_alone(self, number: int) -> bool:
+        """Return whether nothing is measured in an execution."""
+        return number not in self._first and number != self._last
+
+    def execute(self, number: int, step: Metered, fed: Fed, state: Any) -> tuple[Any, Any]:
+        """Execute a list of instructions, and return the state and the loss of the update that is
+        complete."""
+        batch, key = fed
+        if number in self._first:
+            found = measure_step(step, state, batch, key, strict=self._check)
+            self.measured = found if self.measured is None else self.measured.then(found)
+            return found.state, found.loss
+        if number != self._last:
+            state, metrics = step(state, batch, key)
+            loss = metrics.loss
+            self._dispatch.append(metrics.dispatch_seconds)
+        elif self._trace:
+            part = step.parts.get(id(step.program))
+            trace = StepTrace(step, part.crossings if part else None)
+            state, metrics = step(state, batch, key, observer=trace)
+            loss = metrics.loss
+            self._events = trace.events()
+        else:
+            state, metrics, self._heap = measure_heap(step, state, batch, key)
+            loss = metrics.loss
+        return state, loss
+
+    def document(self) -> dict[str, Any]:
+        """Return what ``capture run --json`` says of the measurements."""
+        found = self.measured
+        return {
+            "trace": self._events,
+            "measured_peak_bytes_per_device": found and list(found.peak_bytes_per_device),
+            "meter": found and found.meter,
+            "ledger_checks": found.num_checks if found else 0,
+            "allocator": self._heap and self._heap.as_document(),
+            "resident_set_peak_bytes": found and found.resident_set_peak_bytes,
+            "resident_set_before_bytes": found and found.resident_set_before_bytes,
+            # Of steps without a meter.
+            "dispatch_seconds": median(self._dispatch) if self._dispatch else None,
+        }
