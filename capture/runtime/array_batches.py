@@ -32,11 +32,13 @@ def drawn(plan: ArrayPlan, workloads: Sequence[WorkloadProtocol], update: int) -
         workloads: By model.
         update: From 0 on.
     """
+
+    def batch(workload: WorkloadProtocol, member: Member, size: int) -> Any:
+        key = jax.random.fold_in(jax.random.key(member.seed), 1 + update)
+        return made_by_host(lambda key: workload.batch(key, size), key)
+
     found = [
-        made_by_host(
-            lambda key, workload=workload, size=task.batch_size: workload.batch(key, size),
-            jax.random.fold_in(jax.random.key(member.seed), 1 + update),
-        )
+        batch(workload, member, task.batch_size)
         for workload, member, task in zip(workloads, plan.models, plan.trained, strict=True)
         if not plan.shared_batches or member is plan.models[0]
     ]
