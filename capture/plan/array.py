@@ -58,7 +58,7 @@ from typing import Any, ClassVar, Literal
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, named_workload
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.plan.why import Why
@@ -343,7 +343,7 @@ class ArrayPlan(PlanFile):
 
     @property
     def model_names(self) -> Sequence[str]:
-        """What is set for each model: its seed, hyperparameters, batch and workload."""
+        """The names of the models: the seed, hyperparameters, batch and workload."""
         names = []
         for member, task in zip(self.models, self.trained, strict=True):
             values = [f"{name} {value:g}" for name, value in member.hyperparameters.items()]
@@ -351,6 +351,15 @@ class ArrayPlan(PlanFile):
             values += [task.workload] if task.workload else []
             names.append(", ".join([f"seed {member.seed}", *values]))
         return names
+
+    def workloads(self, workload: WorkloadProtocol) -> list[WorkloadProtocol]:
+        """Return what each model trains, given the plan's own workload.
+
+        Raises:
+            WorkloadError: As ``named_workload``.
+        """
+        given = {"": workload}
+        return [named_workload(one.workload, given, self.named_by) for one in self.trained]
 
     def admitted(self, trust: bool = False) -> ArrayPlan:
         """Return the plan, if what its models name beside its own workload may be loaded.

@@ -14,7 +14,7 @@ from capture import documents
 from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, relative_target, resolved_target
-from capture.model.workload import WorkloadSpec, name_of, of_document
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, name_of, of_document
 from capture.plan.headroom import Headroom, Peaks
 
 T = TypeVar("T")
@@ -267,8 +267,12 @@ class PlanFile:
 
     @property
     def model_names(self) -> Sequence[str]:
-        """What is set for each of several models; empty where a step trains one."""
+        """The names of several models, by what is set for each; none where a step trains one."""
         return ()
+
+    def workloads(self, workload: WorkloadProtocol) -> list[WorkloadProtocol]:
+        """Return what each model trains, given the plan's own workload."""
+        return [workload]
 
     def admitted(self, trust: bool = False) -> Self:
         """Return the plan, if what it names beside its own workload may be loaded."""

@@ -30,6 +30,7 @@ class Kind:
         verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
             is asked for.
         python: What runs it in Python.
+        train: The same: makes the compiled step of a workload and a plan.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Kind:
     asks: Registered
     verbs: Mapping[str, Registered]
     python: str
+    train: Registered
 
     def verb(self, name: str) -> Registered:
         """Return what a verb of the command line does with plans of this kind.
@@ -78,6 +80,7 @@ KINDS: Mapping[str, Kind] = {
                 diff="diff:stages",
             ),
             "capture.pipeshard",
+            Registered("capture.runtime.pipeline:pipeshard"),
         ),
         Kind(
             "sharding",
@@ -91,6 +94,7 @@ KINDS: Mapping[str, Kind] = {
                 diff="sharding:diff",
             ),
             "capture.shard",
+            Registered("capture.runtime.sharded.step:sharded_step"),
         ),
         Kind(
             "packs",
@@ -104,6 +108,7 @@ KINDS: Mapping[str, Kind] = {
                 diff="packs:diff",
             ),
             "capture.streamed",
+            Registered("capture.runtime.streamed:streamed"),
         ),
         Kind(
             "array",
@@ -112,6 +117,7 @@ KINDS: Mapping[str, Kind] = {
             Registered("capture.cli.array:ASKS"),
             _verbs(explain="array:explain", report="array:report", diff="array:diff"),
             "capture.train_array",
+            Registered("capture.runtime.multiplexed:train_array"),
         ),
     )
 }

@@ -88,7 +88,7 @@ class Loop:
 
 
 class _Ahead:
-    """What executions are fed with; where it is asked to, a thread draws the next beside a step."""
+    """The batches of a training; where it is asked to, a thread draws the next one beside a step."""
 
     def __init__(self, fed: Iterator[Fed]):
         self._fed, self._next = fed, Future[Fed | None]()

@@ -133,7 +133,7 @@ def _tokens_per_example(graph: LayerGraph) -> int:
 
 
 class Records:
-    """Where the records of a training go.
+    """The records of a training, and where they go.
 
     Args:
         report: Takes lines of progress.

@@ -95,7 +95,7 @@ class Metered:
 
 
 class Fed(NamedTuple):
-    """What an execution is fed with: a batch, and a random key if the loss takes one."""
+    """The input of an execution: a batch, and a random key if the loss takes one."""
 
     batch: Any = None
     key: jax.Array | None = None

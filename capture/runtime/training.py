@@ -19,12 +19,8 @@ from capture import environment
 from capture.errors import PlanError
 from capture.machine.rates import Rates
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol, named_workload
-from capture.plan.array import ArrayPlan
-from capture.plan.kinds import AnyPlan
-from capture.plan.packs import PacksPlan
-from capture.plan.sharding import ShardingPlan
-from capture.plan.stages import Plan
+from capture.model.workload import WorkloadProtocol
+from capture.plan.kinds import AnyPlan, kind_of
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
 from capture.runtime.hosts.saved import check_folders, set_aside
@@ -32,13 +28,11 @@ from capture.runtime.hosts.saving import Saver
 from capture.runtime.loop import Loop, Meters
 from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import Measurement
-from capture.runtime.multiplexed import ArrayTraining, train_array
-from capture.runtime.pipeline import PipelinedStep, pipeshard
+from capture.runtime.multiplexed import ArrayTraining
+from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.reference import max_relative_error
 from capture.runtime.run_report import RunReport
-from capture.runtime.sharded.step import sharded_step
 from capture.runtime.step_record import Records, StepRecord, StepWork
-from capture.runtime.streamed import streamed
 from capture.runtime.train_step import Metered, TrainStep
 from capture.step.program import Step, replay
 
@@ -220,28 +214,20 @@ def _step(
     plan: AnyPlan, workload: WorkloadProtocol, training: Training, hosts: Hosts | None
 ) -> TrainStep | ArrayTraining:
     """Return the compiled step of a plan, once it is known that it can go on from what it is to."""
-    fast = training.fast_compile
-    if isinstance(plan, ArrayPlan):
-        if training.seed:
-            raise PlanError.of(
-                f"--seed {training.seed}: models of an array have seeds of their own in the plan; "
-                "leave it out.",
-                "array-run",
-            )
-        if training.restore is not None:
-            given = {"": workload}
-            each = [named_workload(one.workload, given, plan.named_by) for one in plan.trained]
-            checkpoint.check_restorable(training.restore, each, of_array=True)
-        return train_array(workload, plan, fast_compile=fast)
+    if plan.model_names and training.seed:
+        raise PlanError.of(
+            f"--seed {training.seed}: models of an array have seeds of their own in the plan; "
+            "leave it out.",
+            "array-run",
+        )
     if training.restore is not None:
-        checkpoint.check_restorable(training.restore, [workload], hosts)
-    match plan:
-        case PacksPlan():
-            return streamed(workload, plan, fast_compile=fast)
-        case ShardingPlan():
-            return sharded_step(workload, plan, fast_compile=fast)
-        case Plan():
-            return pipeshard(workload, plan, fast_compile=fast, hosts=hosts)
+        each, of_array = plan.workloads(workload), bool(plan.model_names)
+        checkpoint.check_restorable(training.restore, each, hosts, of_array=of_array)
+    shared = {} if hosts is None else {"hosts": hosts}
+    step: TrainStep | ArrayTraining = kind_of(plan).train(
+        workload, plan, fast_compile=training.fast_compile, **shared
+    )
+    return step
 
 
 class _Saves:

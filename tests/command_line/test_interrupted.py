@@ -21,6 +21,7 @@ from processes import REPOSITORY, environment_apart, user_model
 from timeouts import TIMEOUT_SECONDS
 
 import capture.runtime.multiplexed
+import capture.runtime.pipeline
 import capture.runtime.training
 from capture.cli import run
 from capture.machine.cluster import Cluster
@@ -157,7 +158,7 @@ def test_a_folder_that_cannot_be_used_is_refused_first(capsys, monkeypatch, opti
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_the_step_is_traced(capsys, monkeypatch):
-    monkeypatch.setattr(capture.runtime.training, "pipeshard", None)
+    monkeypatch.setattr(capture.runtime.pipeline, "pipeshard", None)
     params = {"[0]['bias']": [[64], "float32"]}
     checkpoint("other", 2, params=params, optimizer={})
     status, _, err = run_here(capsys, "run", "plan.json", "--trust", "--restore", "other")
