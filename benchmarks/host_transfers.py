@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from capture.runtime.hosts.transport import Bundle
+from capture.runtime.hosts.transport import Shipment
 from capture.runtime.multihost import Hosts
 
 SIZES_BYTES = (2**10, 2**16, 2**18, 2**20, 2**24)
@@ -59,17 +59,17 @@ class Transported:
         if nbytes not in self._arrays:
             zeros = jax.numpy.zeros(nbytes // 4, "float32", device=self._sharding)
             self._arrays[nbytes] = zeros.block_until_ready()
-        there, back = self._bundle(nbytes, 0), self._bundle(nbytes, 1)
+        there, back = self._shipment(nbytes, 0), self._shipment(nbytes, 1)
         first, transport, sent = hosts.reserve(2), hosts.transport, [self._arrays[nbytes]]
         start = time.perf_counter()
-        for number, bundle in enumerate((there, back), first):
-            got = transport.carry(bundle, number, sent)
+        for number, shipment in enumerate((there, back), first):
+            got = transport.carry(shipment, number, sent)
             for array in got:
                 array.block_until_ready()
             sent = list(got) or sent
         return time.perf_counter() - start
 
-    def _bundle(self, nbytes: int, sender: int) -> Bundle:
+    def _shipment(self, nbytes: int, sender: int) -> Shipment:
         devices = [
             next(d for d in jax.devices() if d.process_index == host)
             for host in (sender, 1 - sender)
@@ -77,7 +77,7 @@ class Transported:
         struct = jax.ShapeDtypeStruct(
             (nbytes // 4,), "float32", sharding=SingleDeviceSharding(devices[1])
         )
-        return Bundle(sender, 1 - sender, (devices[0],), (struct,), "a ball", False)
+        return Shipment(sender, 1 - sender, (devices[0],), (struct,), "a ball", False)
 
 
 class Plain:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
 
-from capture.compiler.text import INSTRUCTION, OPERAND
+from capture.compiler.text import DIM_LABELS, INSTRUCTION, OPERAND, feature_groups
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _SHAPE = re.compile(r"\b(pred|token|[subfc]\d+[a-z0-9]*|bf16)\[([\d,]*)\]")
@@ -56,8 +56,6 @@ _OF_ITS_MODULE = re.compile(r", control-predecessors=\{[^}]*\}| stack_frame_id=\
 _WORKSPACE = re.compile(r", [su]8\[\d+\](?:\{[^}]*\})?\)$")
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":(\["[\d",]*\])')
 _BATCHED = re.compile(r'"lhs_batch_dimensions":(\["[\d",]*\])')
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_GROUPS = re.compile(r"feature_group_count=(\d+)")
 #: The filter of a call of cuDNN: an operand, or the result; the other side is the output.
 _BACKWARD = re.compile(r"convBackward(Input|Filter)")
 
@@ -149,7 +147,7 @@ class Instruction:
         return found["rest"], shapes.get(first[1], "") if first else ""
 
 
-class Program:
+class HloModule:
     """An optimised, partitioned HLO module, read from its text."""
 
     def __init__(self, text: str):
@@ -277,7 +275,7 @@ def _product_of_call(call: Instruction) -> _Product | None:
         rows = math.prod(operands[0]) // (batches * summed) if summed else 0
         columns = math.prod(result) // (batches * rows) if batches * rows else 0
         return _Product((batches, rows, columns), 2 * math.prod(result) * summed)
-    labels = _LABELS.search(call.rest)
+    labels = DIM_LABELS.search(call.rest)
     if labels is None:
         return None
     backward = _BACKWARD.search(call.rest)
@@ -294,8 +292,7 @@ def _product_of_call(call: Instruction) -> _Product | None:
         "Filter": labels[2].index("o"),
         "": labels[3].index("f"),
     }[made]
-    counted = _GROUPS.search(call.rest)
-    groups = int(counted[1]) if counted else 1
+    groups = feature_groups(call.rest)
     columns = result[features] // groups
     rows = math.prod(result) // (groups * columns) if columns else 0
     return _Product((groups, rows, columns), flops)

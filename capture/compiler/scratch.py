@@ -30,14 +30,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from capture.compiler.kernels import Instruction, Program, dims_of, shape_bytes
-from capture.compiler.text import INSTRUCTION, OPERAND
+from capture.compiler.kernels import HloModule, Instruction, dims_of, shape_bytes
+from capture.compiler.text import DIM_LABELS, INSTRUCTION, OPERAND, feature_groups
 
 _YNN = '"kind":"__ynn_fusion"'
 _CONTRACTING = re.compile(r"(lhs|rhs)_contracting_dims=\{([\d,]*)\}")
 _BATCH = re.compile(r"(lhs|rhs)_batch_dims=\{([\d,]*)\}")
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_GROUPS = re.compile(r"feature_group_count=(\d+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _SORTED = re.compile(r"dimensions=\{(\d+)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -76,7 +74,7 @@ def scratch_of(text: str, num_threads: int | None = None) -> Scratch:
             cores.
     """
     threads = max(2, num_threads or os.cpu_count() or 2)
-    instructions = Program(text).instructions
+    instructions = HloModule(text).instructions
     found = [_scratch_bytes(each, threads) for each in instructions]
     unbounded = (
         _TARGET.findall(each.rest)[0]
@@ -200,11 +198,10 @@ class _Convolution:
 
     def __init__(self, rest: str, shapes: Sequence[str], result: str):
         lhs, rhs, out = (dims_of(shape) for shape in (*shapes[:2], result))
-        labels = _LABELS.search(rest)
+        labels = DIM_LABELS.search(rest)
         assert labels is not None, "a convolution has labels of its dimensions"
         of_lhs, of_rhs, of_out = labels.groups()
-        found = _GROUPS.search(rest)
-        self.groups = int(found[1]) if found else 1
+        self.groups = feature_groups(rest)
         self.channels = lhs[of_lhs.index("f")]
         self.features = out[of_out.index("f")]
         batch = lhs[of_lhs.index("b")]

@@ -19,3 +19,12 @@ INSTRUCTION = re.compile(
 )
 #: The name of an instruction where another one names it.
 OPERAND = re.compile(r"%([\w.\-]+)")
+#: The names of the dimensions of a convolution: of its input, filter and output.
+DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_GROUPS = re.compile(r"feature_group_count=(\d+)")
+
+
+def feature_groups(attributes: str) -> int:
+    """Return the number of groups that a convolution splits its features into."""
+    found = _GROUPS.search(attributes)
+    return int(found[1]) if found else 1

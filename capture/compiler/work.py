@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 
-from capture.compiler.kernels import Instruction, Program, calls_kernels, costs_of, shape_bytes
+from capture.compiler.kernels import HloModule, Instruction, calls_kernels, costs_of, shape_bytes
 from capture.compiler.text import INSTRUCTION, OPERAND
 from capture.errors import TargetError
 from capture.measured.work import Collective, Kernel, ProgramWork
@@ -87,7 +87,7 @@ def work_of_text(text: str, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
 def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
     """Count the work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels
     of Pallas share ``local.kernels``."""
-    program = Program(module.to_string())
+    program = HloModule(module.to_string())
     calls = sum(one.times for one in program.instructions if one.is_kernel_call)
     kernels, collectives = Counter[Kernel](), Counter[Collective]()
     computed: Counter[tuple[str, str]] = Counter()

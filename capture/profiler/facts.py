@@ -21,9 +21,10 @@ What splits parameters over replicas (ZeRO) or activations along the sequence fo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from math import ceil
 from typing import Any
@@ -108,9 +109,8 @@ class LayerFacts:
         self.graph: LayerGraph = backend.traced(max(self._sizes.values())).graph
         self._passes: dict[StageConfig, StageBounds] = {}
         self._lines: dict[StageConfig, tuple[Line, int]] = {}
-        self._traces: dict[Any, StageTraces] = {}
+        self._traces = defaultdict[Any, StageTraces](StageTraces)
         self._ends: dict[tuple[Window, StageChoice], EndBounds] = {}
-        self._found: dict[tuple[Window, StageChoice, int], StageBounds] = {}
         self._together: dict[Hashable, StageBounds] = {}
 
     @cached_property
@@ -129,6 +129,10 @@ class LayerFacts:
                 found[window] = first_of.setdefault(key, window)
         return found
 
+    def _distinct(self, longest: int) -> set[Window]:
+        """Return the windows of at most so many layers that stand for all others."""
+        return {w for w in self.windows.values() if w[1] - w[0] <= longest}
+
     @cached_property
     def is_by_example(self) -> bool:
         """Whether the bytes that a device needs depend on its own examples alone, and not on how
@@ -136,13 +140,12 @@ class LayerFacts:
         size = self.graph.microbatch_size
         if size % 4 or not self._backend.takes(size // 2):
             return False
-        layers = {window for window in self.windows.values() if window[1] - window[0] == 1}
 
         def facts(window: Window, size: int, replicas: int) -> tuple[int, ...]:
             found = self._trace(_Traced(window, size, "none", 1, replicas)).most
             return found.residual_bytes, found.forward_bytes, found.backward_bytes
 
-        return all(facts(w, size, 4) == facts(w, size // 2, 2) for w in layers)
+        return all(facts(w, size, 4) == facts(w, size // 2, 2) for w in self._distinct(1))
 
     @cached_property
     def _sharding(self) -> ModelSharding:
@@ -177,15 +180,18 @@ class LayerFacts:
             progress: Told (programs that are known, all of them).
             longest: Most layers of a window.
         """
-        windows = {w for w in self.windows.values() if w[1] - w[0] <= longest}
         if self.is_by_example and self._lines_pay:  # all numbers of examples follow from a few
             asked = [*asked]
             examples = {*self._sizes, *(size // choice.data_parallel for choice, size in asked)}
-            asked = list(product({_on_one_replica(choice) for choice, _ in asked}, examples))
+            ones = {
+                replace(choice, data_parallel=1, shard_optimizer=False, shard_params=False)
+                for choice, _ in asked
+            }
+            asked = list(product(ones, examples))
         wanted = {
             each
             for choice, size in asked
-            for window in windows
+            for window in self._distinct(longest)
             for passes in self._needed(window, choice, size)
             for each in (passes, *self._alone(passes))
         }
@@ -258,8 +264,7 @@ class LayerFacts:
     def _traced(self, config: StageConfig) -> StageBounds:
         if config not in self._passes:
             shared = (config.first, config.stop, config.microbatch_size, config.choice.remat)
-            traces = self._traces.setdefault(shared, StageTraces())
-            self._passes[config] = self._bounds.of_passes(config, NO_END, traces)
+            self._passes[config] = self._bounds.of_passes(config, NO_END, self._traces[shared])
         return self._passes[config]
 
     def bounds(self, window: Window, choice: StageChoice, microbatch_size: int) -> StageBounds:
@@ -271,10 +276,7 @@ class LayerFacts:
             choice: No mixture.
             microbatch_size: Over all replicas.
         """
-        key = (self.windows[window], choice, microbatch_size)
-        if key not in self._found:
-            self._found[key] = self._combined(*key)
-        return self._found[key]
+        return self._combined(self.windows[window], choice, microbatch_size)
 
     def least_held(self, window: Window, choice: StageChoice, microbatch_size: int) -> int:
         """Return a lower bound of the bytes per device that a one-layer window adds to what a stage
@@ -331,6 +333,7 @@ class LayerFacts:
         read = [used[i] for i in cost.kept_inputs if graph.producer(used[i]) == window[0] - 1]
         return cost.residual_bytes + sum(graph.value_bytes(v, whole.value_split) for v in read)
 
+    @memo
     def _combined(self, window: Window, choice: StageChoice, size: int) -> StageBounds:
         examples, of_one = size // choice.data_parallel, choice.data_parallel == 1
         kind = choice.tensor_parallel, choice.remat, choice.sequence_parallel, choice.shard_params
@@ -365,20 +368,17 @@ class LayerFacts:
         sent, gathered = self._split_params(window), self._largest_layer(window, choice)
 
         def works(cost: StageCost, own: StageCost, of: Callable[..., Any]) -> dict[str, Any]:
-            names = ("forward_work", "backward_work")
-            return {name: of(getattr(cost, name), getattr(own, name)) for name in names}
+            names, degree = ("forward_work", "backward_work"), choice.tensor_parallel
+            return {name: of(getattr(cost, name), getattr(own, name), degree) for name in names}
 
-        degree, plain = choice.tensor_parallel, of_split_params(plain, choice)
-        most = works(plain.most, sent.most, partial(sending, degree=degree))
+        plain = of_split_params(plain, choice)
         return StageBounds(
-            replace(
-                plain.least, **works(plain.least, sent.least, partial(splitting, degree=degree))
-            ),
+            replace(plain.least, **works(plain.least, sent.least, splitting)),
             replace(
                 plain.most,
                 forward_bytes=plain.most.forward_bytes + gathered,
                 backward_bytes=plain.most.backward_bytes + 2 * gathered,
-                **most,
+                **works(plain.most, sent.most, sending),
             ),
         )
 
@@ -420,13 +420,12 @@ class LayerFacts:
         fewest = next(filter(self._backend.takes, sorted(self._sizes)), 0)
         if not fewest or not self.is_by_example:
             return False
-        layers = {window for window in self.windows.values() if window[1] - window[0] == 1}
         size = self._size(fewest)
 
         def kept(window: Window, size: int) -> int:
             return self._kept(_Traced(window, size, "cheap", 1, size // fewest))
 
-        return any(kept(window, fewest) != kept(window, size) for window in layers)
+        return any(kept(window, fewest) != kept(window, size) for window in self._distinct(1))
 
     @memo
     def _split_params(self, window: Window) -> StageBounds:
@@ -454,8 +453,7 @@ class LayerFacts:
         same = replace(choice, data_parallel=replicas, remat="none", sequence_parallel=False)
         if (window, same) not in self._ends:
             config = StageConfig(*window, same, self.graph.microbatch_size)
-            traces = self._traces.setdefault(window, StageTraces())
-            self._ends[window, same] = self._bounds.of_ends(config, traces)
+            self._ends[window, same] = self._bounds.of_ends(config, self._traces[window])
         return self._ends[window, same]
 
     def _largest_layer(self, window: Window, choice: StageChoice) -> int:
@@ -499,7 +497,3 @@ def traced_sizes(examples: Iterable[int]) -> dict[int, int]:
         sizes = (s for s in found.values() if s % each == 0 and s <= _MOST_REPLICAS * each)
         found[each] = next(sizes, 2 * each)
     return found
-
-
-def _on_one_replica(choice: StageChoice) -> StageChoice:
-    return replace(choice, data_parallel=1, shard_optimizer=False, shard_params=False)

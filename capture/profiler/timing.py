@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.profiler.executing import ExecutingMachine
+from capture.tracing.keys import is_key
 
 #: What JAX says where a device has no room.
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -50,7 +51,7 @@ def median_seconds(
 
 def filled(struct: Any) -> Any:
     """Return an array with values that make no operation quicker than others would."""
-    if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
+    if is_key(struct):
         return jax.random.split(jax.random.key(0), prod(struct.shape)).reshape(struct.shape)
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)

@@ -18,6 +18,7 @@ from capture.runtime.layerwise import leaf_numbers
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.state import PipelineState
 from capture.runtime.train_step import TrainStep
+from capture.tracing.keys import is_key, words
 
 #: What has a state, and the state.
 Trained = TrainStep | ArrayTraining
@@ -114,19 +115,13 @@ def models_of(step: Trained) -> OneModel | ModelsOfArray:
     return ModelsOfArray(step) if isinstance(step, ArrayTraining) else OneModel(step)
 
 
-def is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    )
-
-
 def host_data(leaf: Any) -> np.ndarray:
     """Return a leaf as it is stored: typed random keys as their data; for a structure, an empty
     array to be read into."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        struct = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        struct = jax.eval_shape(words, leaf)
         return np.empty(struct.shape, struct.dtype)
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    return np.asarray(words(leaf))
 
 
 def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:

@@ -25,9 +25,10 @@ from capture.runtime.fast_paths import Put, flat_call, to_devices
 from capture.runtime.reshard import plan_moves, reshard
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits, with_scratch
+from capture.tracing.keys import is_key
 
 if TYPE_CHECKING:
-    from capture.runtime.hosts.part import Part
+    from capture.runtime.hosts.part import StepPart
 
 Call = Callable[[list[jax.Array]], Sequence[list[jax.Array]]]
 """A program: takes the arrays of its inputs in one list, group by group; returns a list per output
@@ -80,7 +81,7 @@ class BoundStep:
         step: Step,
         executable: Callable[[Run], Executable],
         layout: Layout,
-        part: Part | None = None,
+        part: StepPart | None = None,
         calls: Mapping[str, Call] = MappingProxyType({}),
     ):
         self.step, self._part, self._executable, self._layout = step, part, executable, layout
@@ -328,7 +329,7 @@ def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 def to_host(array: jax.Array) -> Any:
     """Return a NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default
     device."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         return jax.random.wrap_key_data(
             jnp.asarray(np.asarray(jax.random.key_data(array))), impl=jax.random.key_impl(array)
         )
@@ -377,7 +378,7 @@ def _bind_feed(feed: Feed, structs: Sequence[jax.ShapeDtypeStruct]) -> Action:
 def _put(struct: jax.ShapeDtypeStruct) -> Put:
     sharding = struct.sharding
     assert sharding is not None
-    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+    if is_key(struct):
         return lambda key: to_device(key, sharding)
     return to_devices(struct)
 

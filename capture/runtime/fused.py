@@ -35,7 +35,7 @@ from capture.tracing.flatten import LAYER_BOUNDARY, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.outline import outline, outlined
-from capture.tracing.program import Program
+from capture.tracing.program import LossProgram
 from capture.tracing.slices import struct_of
 
 #: The categories of parameters that all models have alike, and of what all read of a batch.
@@ -179,7 +179,7 @@ class FusedArray:
 
     # ---- tracing ---------------------------------------------------------------------------------
 
-    def _traced_program(self, optimizer: LayerwiseOptimizer) -> Program:
+    def _traced_program(self, optimizer: LayerwiseOptimizer) -> LossProgram:
         graph = self._traced.graph
 
         def stacked(struct: Any) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,11 @@ import jax
 
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
-from capture.runtime.hosts.transport import Buffer, Transport
+from capture.runtime.hosts.transport import Buffer, Transport, array_buffers, buffers
 from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
-
-"""What ``pipeshard`` and ``streamed`` return."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +326,7 @@ class LiveArrayMeter:
                 continue
             reference, known = self._seen.get(id(array), (None, ()))
             if reference is None or reference() is not array:
-                known = _array_buffers(array)
+                known = array_buffers(array)
                 self._seen[id(array)] = weakref.ref(array), known
             found.update(known)
         return found
@@ -347,31 +345,6 @@ class LiveArrayMeter:
 def _is_here(device: jax.Device) -> bool:
     """Return whether a device is this process's."""
     return device.process_index == jax.process_index()
-
-
-def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
-    """Return the bytes of the distinct buffers of some arrays.
-
-    Looking at a shard makes an array of it, which is alive as well, so buffers are told apart by
-    their address.
-    """
-    return {
-        buffer: size
-        for array in arrays
-        if not array.is_deleted()
-        for buffer, size in _array_buffers(array)
-    }
-
-
-def _array_buffers(array: jax.Array) -> list[tuple[Buffer, int]]:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)  # the buffer behind the keys, not a copy
-    shards = [(shard.device, shard.data) for shard in array.addressable_shards]
-    return [
-        ((device, data.sharding.memory_kind, data.unsafe_buffer_pointer()), data.nbytes)
-        for device, data in shards
-        if data.nbytes
-    ]
 
 
 class AllocatorMeter:

@@ -32,7 +32,7 @@ from capture.runtime.hosts.across import BoundCopy, CopyAcross
 from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, parted
 from capture.runtime.hosts.device_puts import DevicePuts
 from capture.runtime.hosts.gate import COORDINATOR, Gate, check_secret, is_of_this_machine
-from capture.runtime.hosts.part import Part, SharedStep
+from capture.runtime.hosts.part import SharedStep, StepPart
 from capture.runtime.hosts.sockets import Sockets
 from capture.runtime.hosts.transport import Silence, Transport
 from capture.step.program import Step
@@ -261,7 +261,7 @@ class Hosts:
         """Return whether a stage has devices of this process."""
         return any(device.process_index == self.process for device in mesh.devices.flat)
 
-    def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> Part:
+    def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> StepPart:
         """Return the part of a step that this process executes.
 
         Args:
@@ -274,7 +274,7 @@ class Hosts:
         """
         shared = SharedStep.of(step, layout, devices, self.window)
         self.compare({"list of instructions": shared.digest})
-        return Part(shared, self, devices)
+        return StepPart(shared, self, devices)
 
     def costs(self, own: Mapping[int, StageCost]) -> dict[int, StageCost]:
         """Return the costs of all stages: each process compiles its own, all at once.

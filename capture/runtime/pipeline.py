@@ -48,7 +48,7 @@ from capture.tracing import TracedModel
 from capture.tracing.planned import trace_for_plan
 
 if TYPE_CHECKING:
-    from capture.runtime.hosts.part import Part
+    from capture.runtime.hosts.part import StepPart
     from capture.runtime.multihost import Hosts
 
 
@@ -116,7 +116,7 @@ class PipelinedStep(TrainStep):
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices, self.hosts = devices, hosts
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, StepPart] = {}
         self.bound_run_ahead = devices[0].platform == "cpu"
         self.microbatch_sizes = (plan.microbatch_size,) * plan.num_microbatches
         graph = traced.graph

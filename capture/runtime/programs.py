@@ -41,6 +41,7 @@ from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
+from capture.tracing.keys import is_key
 from capture.tracing.source import layer_of_scope
 from capture.tracing.split_rule import may_hold_split_rule
 
@@ -143,8 +144,7 @@ class StagePrograms(StageLayout):
         what it was made by may keep it as well, and the mark would make two of one.) In the middle
         of a long stage the partitioner would else keep parameters split over replicas, and send
         activations instead."""
-        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        if not is_key and (self._remat == "full" or num_full_layers(self._remat)):
+        if not is_key(array) and (self._remat == "full" or num_full_layers(self._remat)):
             array = checkpoint_name(array, f"{_BETWEEN_LAYERS}{value}")
         if not self.choice.shard_params:
             return array

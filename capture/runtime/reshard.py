@@ -21,6 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from capture.errors import ExecutionError
 from capture.runtime.array_copy import plan_copies
 from capture.runtime.fetches import Box, Fetches, boxes, plan_fetches
+from capture.tracing.keys import is_key
 
 
 def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax.Array:
@@ -72,8 +73,8 @@ def plan_reshard(
                 "arrays within one process.",
                 "reshard-addressable",
             )
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return _plan_keys(shape, dtype, src, dst, may_alias)
+    if is_key(struct := jax.ShapeDtypeStruct(shape, dtype)):
+        return _plan_keys(struct, src, dst, may_alias)
     if goes_whole(shape, src, dst, may_alias=may_alias):
         return _plan_whole(src, dst)
     return _plan_pieces(shape, plan_fetches(tuple(shape), src, dst), dst, may_alias)
@@ -93,7 +94,7 @@ def plan_moves(
         source.sharding is not None
         and source.sharding.is_fully_addressable
         and sharding.is_fully_addressable
-        and not jax.dtypes.issubdtype(source.dtype, jax.dtypes.prng_key)
+        and not is_key(source)
         and goes_whole(tuple(source.shape), source.sharding, sharding)
         for source, sharding in pairs
     ):
@@ -128,11 +129,11 @@ def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array
 
 
 def _plan_keys(
-    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, may_alias: bool
+    struct: jax.ShapeDtypeStruct, src: Sharding, dst: Sharding, may_alias: bool
 ) -> Callable[[jax.Array], jax.Array]:
     """Return the move of random keys by their data, which has the shape of the keys and one more
     dimension, which a ``NamedSharding`` of the keys leaves whole."""
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    data = jax.eval_shape(jax.random.key_data, struct)
     move = plan_reshard(data.shape, data.dtype, src, dst, may_alias=may_alias)
 
     def move_keys(x: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from capture.step.program import Run, Step, replay
 from capture.tracing import TracedModel
 
 if TYPE_CHECKING:
-    from capture.runtime.hosts.part import Part
+    from capture.runtime.hosts.part import StepPart
     from capture.runtime.multihost import Hosts
 
 
@@ -71,7 +71,7 @@ class Metered:
     reads_batch = True
     devices: list[Any]
     hosts: Hosts | None = None
-    parts: Mapping[int, Part] = MappingProxyType({})
+    parts: Mapping[int, StepPart] = MappingProxyType({})
 
     @property
     def program(self) -> Step:

@@ -10,15 +10,18 @@ equation 6), which bounds FLOPs from above only and minimises the largest crossi
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from capture.errors import TracingError
 from capture.model.graph import item_bytes
 from capture.model.operators import Kind
+from capture.tracing.flatten import EquationPath, Flattening, flatten
 from capture.tracing.jaxprs import sub_jaxprs
-from capture.tracing.program import Op, Program
+from capture.tracing.program import LossProgram, Op
 
 #: Of a loss without marks: fewer layers leave stages little choice, more take long to measure.
 LEAST_LAYERS, MOST_LAYERS = 8, 32
@@ -31,7 +34,64 @@ BLOCK_FRACTION = 0.05
 FLOPS_TOLERANCE = 0.25
 
 
-def mark_cuts(program: Program) -> list[int]:
+def flatten_loss(closed, num_params: int, num_layers: int | None) -> Flattening:
+    """Flatten a loss, again with every fact that flattening found: a scan too large for one layer,
+    a parameter stacked over layers.
+
+    Args:
+        closed: Jaxpr of the loss; parameter leaves come first.
+        num_params: Number of them.
+        num_layers: As for ``cut_loss``; more than there are operations: all scans over stacked
+            parameters are unrolled.
+    """
+    unroll = None if num_layers is None else frozenset[EquationPath]()
+    found = flatten(closed, num_params, unroll, {})
+    if num_layers is not None:
+        total = sum(op.flops for op in found.program.ops)
+        largest = total / max(1, num_layers) * (1 + FLOPS_TOLERANCE)
+        unroll = frozenset(path for path, flops in found.scan_flops.items() if flops > largest)
+        if unroll:
+            found = flatten(closed, num_params, unroll, {})
+        # A layer needs a product: where there are too few of them, scans that are no more than a
+        # layer are unrolled as well.
+        while (closed_scans := found.scan_flops.keys() - unroll) and sum(
+            applied(found.program)
+        ) < num_layers:
+            unroll |= closed_scans
+            found = flatten(closed, num_params, unroll, {})
+    stacked = found.stacked
+    if stacked:
+        found = flatten(closed, num_params, unroll, stacked)
+    return replace(found, stacked=stacked)
+
+
+def cut_loss(
+    closed,
+    num_params: int,
+    num_layers: int | None,
+    unmarked_layers: int | None,
+    num_devices: int,
+    at_products: bool,
+) -> tuple[Flattening, list[int], bool]:
+    """Return the flat loss, its cut positions, and whether these were chosen automatically;
+    arguments as for
+    ``capture.tracing.model.trace``."""
+    if at_products:
+        # Any scan is more than one of so many layers.
+        flat = flatten_loss(closed, num_params, sys.maxsize)
+        return flat, product_cuts(flat.program), False
+    flat = flatten_loss(closed, num_params, num_layers)
+    if num_layers is None and not flat.program.marks:
+        num_layers = unmarked_layers or layers_without_marks(
+            flatten_loss(closed, num_params, sys.maxsize).program, num_devices
+        )
+        flat = flatten_loss(closed, num_params, num_layers)
+    if num_layers is None:
+        return flat, mark_cuts(flat.program), False
+    return flat, cluster_cuts(flat.program, num_layers), True
+
+
+def mark_cuts(program: LossProgram) -> list[int]:
     """Return the cut positions at the model's marks; a mark with nothing to compute before or after
     it is no cut.
 
@@ -72,7 +132,7 @@ PRODUCTS: dict[str, Kind] = {
 }
 
 
-def product_kind(program: Program, op: Op) -> Kind | None:
+def product_kind(program: LossProgram, op: Op) -> Kind | None:
     """Return ``matmul``, ``conv`` or ``embedding`` if the operation applies a parameter, however
     cast or transposed, to data; else None."""
     static = program.from_params - program.from_batch
@@ -80,7 +140,7 @@ def product_kind(program: Program, op: Op) -> Kind | None:
     return PRODUCTS.get(op.primitive.name) if reads & static and reads - static else None
 
 
-def product_cuts(program: Program) -> list[int]:
+def product_cuts(program: LossProgram) -> list[int]:
     """Return cut positions before every product with a parameter but the first; what follows a
     product up to the next one belongs to it."""
     last = program.producer[program.loss]
@@ -92,7 +152,7 @@ def product_cuts(program: Program) -> list[int]:
     return [0, *found[1:], len(program.ops)]
 
 
-def applied(program: Program) -> list[bool]:
+def applied(program: LossProgram) -> list[bool]:
     """Return, per operation, whether an automatic layer may be made around it: it, or its body,
     multiplies data with a parameter.
 
@@ -121,7 +181,7 @@ def _has_product(name: str, params: dict[str, Any]) -> bool:
     )
 
 
-def layers_without_marks(program: Program, num_devices: int) -> int:
+def layers_without_marks(program: LossProgram, num_devices: int) -> int:
     """Choose the number of layers of a loss without marks; it is the same at every micro-batch
     size.
 
@@ -167,7 +227,7 @@ def layers_without_marks(program: Program, num_devices: int) -> int:
     return min(blocks * max(1, math.ceil(least / blocks)), most)
 
 
-def crossing_bytes(program: Program) -> list[int]:
+def crossing_bytes(program: LossProgram) -> list[int]:
     """Return the bytes that are live across each position 0..len(ops), recomputed values and leaves
     excluded."""
     end = len(program.ops)
@@ -184,7 +244,7 @@ def crossing_bytes(program: Program) -> list[int]:
     return list(accumulate(change[: end + 1]))
 
 
-def cluster_cuts(program: Program, num_layers: int) -> list[int]:
+def cluster_cuts(program: LossProgram, num_layers: int) -> list[int]:
     """Choose the cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and
     the fewest bytes crossing.
 

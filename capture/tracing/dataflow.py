@@ -23,7 +23,7 @@ from capture.tracing.jaxprs import (
     variables,
 )
 from capture.tracing.recompute import aval_bytes
-from capture.tracing.source import at_source, line_of
+from capture.tracing.source import at_source, traceback_of
 
 _BRANCHES = {"cond": "branches"}
 _INLINED = CALLS | {"custom_jvp_call": CUSTOM_RULES["custom_jvp_call"]}
@@ -185,7 +185,7 @@ def bind(
         caller: The traceback of the call around it, if it is of an opened function.
         call: Run in its place, with as many results.
     """
-    with at_source(_traceback(equation, caller), equation.source_info.name_stack):
+    with at_source(traceback_of(equation, caller), equation.source_info.name_stack):
         if call is not None:
             results = call(*args)
         else:
@@ -196,13 +196,6 @@ def bind(
     values.update(zip(equation.outvars, results, strict=True))
 
 
-def _traceback(equation: Any, caller: Any) -> Any:
-    """Return the traceback of an equation; for a body that JAX keeps traced, and no line of the
-    model calls, that of the call."""
-    own = equation.source_info.traceback
-    return own if caller is None or line_of(own) else caller
-
-
 def _evaluate_inlined(
     body: Any, args: Sequence[Any], opened: Mapping[str, str], caller: Any = None
 ) -> list[Any]:
@@ -210,7 +203,7 @@ def _evaluate_inlined(
         inner = equation.params.get(opened.get(equation.primitive.name, ""))
         if inner is None:
             return bind(equation, inputs, values, caller)
-        here = _traceback(equation, caller)
+        here = traceback_of(equation, caller)
         with at_source(here, equation.source_info.name_stack):
             if equation.primitive.name in _BRANCHES:
                 which, *rest = inputs

@@ -1,4 +1,4 @@
-"""From a jaxpr to a flat ``Program``: calls and remat regions opened, chosen scans unrolled,
+"""From a jaxpr to a flat ``LossProgram``: calls and remat regions opened, chosen scans unrolled,
 stacked parameters divided.
 
 Source: the marks are ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``; the idea of
@@ -27,8 +27,8 @@ from capture.tracing.jaxprs import (
     scan_arity,
     sub_jaxprs,
 )
-from capture.tracing.program import Mark, Op, Program, RematRegion, is_value
-from capture.tracing.source import line_of
+from capture.tracing.program import LossProgram, Mark, Op, RematRegion, is_value
+from capture.tracing.source import traceback_of
 
 LAYER_BOUNDARY = "layer_boundary"
 
@@ -63,11 +63,13 @@ class Flattening:
         program: The operations.
         scan_flops: FLOPs of each scan over stacked parameters that was left closed.
         stacked: Dimension of each parameter leaf over which an unrolled scan ran.
+        unrolled: The scans that were chosen to be unrolled; None: those with marks.
     """
 
-    program: Program
+    program: LossProgram
     scan_flops: dict[EquationPath, int]
     stacked: dict[int, int]
+    unrolled: frozenset[EquationPath] | None
 
 
 def is_mark(equation) -> bool:
@@ -117,7 +119,7 @@ def flatten(
     if all(loss not in op.outputs for op in flattener.ops):
         # A loss that is a leaf or a constant still needs a layer that makes it.
         loss = flattener.emit(("copy",), [loss], top)
-    program = Program(
+    program = LossProgram(
         tuple(flattener.ops),
         tuple(flattener.avals),
         flattener.consts,
@@ -128,7 +130,7 @@ def flatten(
         tuple(flattener.marks),
     )
     found = {leaf: dims.pop() for leaf, dims in flattener.scanned_dims.items() if len(dims) == 1}
-    return Flattening(program.without_dead_ops().sunk(), flattener.scan_flops, found)
+    return Flattening(program.without_dead_ops().sunk(), flattener.scan_flops, found, unroll)
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,7 @@ class _Place:
 
     def of(self, equation, index: int) -> _Place:
         scope = "/".join(filter(None, (self.scope, str(equation.source_info.name_stack))))
-        own = equation.source_info.traceback
-        # The body of a function that JAX keeps traced was not called from this line of the model:
-        # the call was.
-        traceback = own if self.traceback is None or line_of(own) else self.traceback
+        traceback = traceback_of(equation, self.traceback)
         return _Place(scope, self.regions, (*self.path, index), traceback)
 
 

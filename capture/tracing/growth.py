@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.tracing.program import Program
+from capture.tracing.program import LossProgram
 
 Shapes = Sequence[Sequence[int]]
 
@@ -49,7 +49,7 @@ class Growth:
         return self.dims if same else None
 
 
-def operations_of(program: Program) -> Sequence[Any]:
+def operations_of(program: LossProgram) -> Sequence[Any]:
     """Return, per operation, its primitive and the values that it makes."""
     return [(op.primitive, op.outputs) for op in program.ops]
 

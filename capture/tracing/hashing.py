@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, is_variable, opened, sub_jaxprs
+from capture.tracing.keys import words
 from capture.tracing.layers import LayerOps
-from capture.tracing.program import Op, Program, RematRegion, is_value
+from capture.tracing.program import LossProgram, Op, RematRegion, is_value
 from capture.tracing.split_rule import PRIMITIVE
 
 #: Parameters of equations that say nothing about the result, or that hold the functions of a custom
@@ -45,13 +46,13 @@ def digest(text: str) -> str:
 def jaxpr_key(closed: Any) -> str:
     """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
     included."""
-    return ProgramHasher(Program((), (), {}, (), (), 0, (), ())).body(closed)
+    return ProgramHasher(LossProgram((), (), {}, (), (), 0, (), ())).body(closed)
 
 
 class ProgramHasher:
     """The hasher of the layers of one program; it remembers the text of bodies that occur again."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: LossProgram):
         self._program = program
         self._consts: dict[int, str] = {}
         self._types: dict[int, str] = {}
@@ -263,7 +264,5 @@ def _type(aval) -> str:
 
 def _array(array: Any) -> str:
     """Return a text of an array: dtype, shape and a hash of its content."""
-    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    array = np.asarray(array)
+    array = np.asarray(words(array))
     return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()[:16]}"

@@ -1,16 +1,16 @@
-"""Which operations each layer runs, once the cut positions are known.
+"""Which operations each layer runs, once the cut positions are known, and what it is called.
 
 A layer runs its own operations and its own copies of the recomputed ones that it needs
-(``Program.recomputed``).
+(``LossProgram.recomputed``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-from capture.tracing.program import Op, Program
+from capture.tracing.program import LossProgram, Op
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class LayerOps:
         return sum(op.flops for op in self.ops)
 
 
-def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
+def assign_layers(program: LossProgram, cuts: Sequence[int]) -> list[LayerOps]:
     """Return the layers between consecutive cut positions
     ``0 = cuts[0] < ... < cuts[-1] = len(program.ops)``.
 
@@ -92,3 +92,22 @@ def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
             )
         )
     return layers
+
+
+def layer_names(layers: Sequence[LayerOps]) -> list[str]:
+    """Return the name of every layer: the name scope that all its ops share, where it tells the
+    layer from the others; else ``layer_3``."""
+    scopes = [_common_scope([op.scope for op in layer.ops if op.scope]) for layer in layers]
+    root = _common_scope(scopes)
+    return [
+        scope if scope != root and scopes.count(scope) == 1 else f"layer_{i}"
+        for i, scope in enumerate(scopes)
+    ]
+
+
+def _common_scope(scopes: Sequence[str]) -> str:
+    same = takewhile(
+        lambda parts: len(set(parts)) == 1,
+        zip(*(scope.split("/") for scope in scopes), strict=False),
+    )
+    return "/".join(parts[0] for parts in same)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.layers import LayerOps
-from capture.tracing.program import Op, Program
+from capture.tracing.program import LossProgram, Op
 
 CAST = "convert_element_type"
 #: Ops that keep a leaf's elements and its rank: slices pass through them.
@@ -88,7 +88,7 @@ class Cast:
     once: bool
 
 
-def casts(program: Program, layers: Sequence[LayerOps]) -> tuple[Cast | None, ...]:
+def casts(program: LossProgram, layers: Sequence[LayerOps]) -> tuple[Cast | None, ...]:
     """Return, per parameter of a program, the cast through which all layers read it. None where a
     layer reads it otherwise, or none does."""
     reads: defaultdict[int, list[Any]] = defaultdict(list)
@@ -113,7 +113,7 @@ def casts(program: Program, layers: Sequence[LayerOps]) -> tuple[Cast | None, ..
     return tuple(map(cast, program.params))
 
 
-def split_dims(program: Program) -> tuple[int | None, ...]:
+def split_dims(program: LossProgram) -> tuple[int | None, ...]:
     """Return, per parameter, the dimension along which all operations that read it can be split;
     None if there is none."""
     seen: dict[int, tuple[int, tuple[int, ...]]] = {

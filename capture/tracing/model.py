@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import takewhile
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,20 +17,14 @@ from capture.memo import memo
 from capture.model.graph import Layer, LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.plan.sharding import ParameterLeaf
-from capture.tracing.cut import (
-    FLOPS_TOLERANCE,
-    applied,
-    cluster_cuts,
-    layers_without_marks,
-    mark_cuts,
-    product_cuts,
-)
-from capture.tracing.flatten import EquationPath, flatten
+from capture.tracing.cut import cut_loss
+from capture.tracing.flatten import Flattening, flatten
 from capture.tracing.growth import Growth, grown_dim, operations_of
 from capture.tracing.hashing import ProgramHasher
-from capture.tracing.layers import LayerOps, assign_layers
+from capture.tracing.keys import is_key
+from capture.tracing.layers import LayerOps, assign_layers, layer_names
 from capture.tracing.leaf_uses import Cast, casts, split_dims
-from capture.tracing.program import Program
+from capture.tracing.program import LossProgram
 from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
 
 
@@ -77,26 +69,12 @@ class TracedModel:
     def split_params(self, params: PyTree) -> PyTree:
         """Convert the user's parameter tree to the form of ``split_struct``; arrays of NumPy or
         JAX, also while tracing."""
-        tree = _structure(self.params_struct)
-        leaves = tree.flatten_up_to(params)
-        return tree.unflatten(
-            [
-                _unstack(leaf, self.stacked[i]) if i in self.stacked else leaf
-                for i, leaf in enumerate(leaves)
-            ]
-        )
+        return _each_stacked(self.params_struct, params, self.stacked, _unstack)
 
     def join_params(self, split: PyTree) -> PyTree:
         """Convert a tree of the form of ``split_struct`` back to the user's: the inverse of
         ``split_params``."""
-        tree = _structure(self.params_struct)
-        leaves = tree.flatten_up_to(split)
-        return tree.unflatten(
-            [
-                _stack(leaf, self.stacked[i]) if i in self.stacked else leaf
-                for i, leaf in enumerate(leaves)
-            ]
-        )
+        return _each_stacked(self.params_struct, split, self.stacked, _stack)
 
     def batch_of(self, leaves: Sequence[Any]) -> PyTree:
         """Return a tree of the batch's structure with the given leaves.
@@ -125,12 +103,7 @@ class TracedModel:
                 "loss_fn(params, batch, key) takes a random key, and none is given; pass key=.",
                 "trace-key",
             )
-        return [
-            *leaves,
-            key
-            if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-            else jax.random.wrap_key_data(key),
-        ]
+        return [*leaves, key if is_key(key) else jax.random.wrap_key_data(key)]
 
     @memo
     def slice(self, first: int, stop: int) -> StageSlice:
@@ -173,7 +146,7 @@ def trace(
             bytes crossing, every layer with a product; scans over stacked parameters are unrolled
             where one is more than a layer.
         unmarked_layers: Number of layers of a loss that has no marks, which is cut automatically;
-            None chooses it (``layers_without_marks``).
+            None chooses it (``capture.tracing.cut.layers_without_marks``).
         num_devices: Number of devices that such a number of layers is to be enough for.
         at_products: Cut before every product with a parameter instead, so that each layer is one
             operator; all scans over stacked parameters are unrolled.
@@ -192,101 +165,44 @@ def trace(
     batch_struct, batch_dims = _batch(workload, microbatch_size, key)
     closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
     params = jax.tree.leaves_with_path(params_struct)
-    if at_products:
-        # Any scan is more than one of so many layers.
-        program, unroll, stacked = flatten_loss(closed, len(params), sys.maxsize)
-        cuts = product_cuts(program)
-    else:
-        program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
-        if num_layers is None and not program.marks:
-            num_layers = unmarked_layers or layers_without_marks(
-                flatten_loss(closed, len(params), sys.maxsize)[0], num_devices
-            )
-            program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
-        cuts = mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers)
+    flat, cuts, auto_layers = cut_loss(
+        closed, len(params), num_layers, unmarked_layers, num_devices, at_products
+    )
+    program, stacked = flat.program, flat.stacked
     layers = assign_layers(program, cuts)
     values = sorted(
         {v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v)
     )
-
-    split_struct = _structure(params_struct).unflatten(
-        [
-            _unstacked_structs(leaf, stacked[i]) if i in stacked else leaf
-            for i, (_, leaf) in enumerate(params)
-        ]
-    )
-    batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(batch_struct)]
-    if takes_key(workload):
-        batch_names.append("key")
-        batch_dims.append(None)
-    operations, sizes = operations_of(program), [program.avals[v].shape for v in values]
-    known = (each.at(microbatch_size, operations, values, sizes) for each in others)
-    dims = next((found for found in known if found is not None), None)
-    if dims is None:
-        grown = _grown_avals(
-            workload, params_struct, microbatch_size, key, program, unroll, stacked
-        )
-        dims = [
-            grown_dim(shape, grown[v].shape) if grown else None
-            for v, shape in zip(values, sizes, strict=True)
-        ]
-    value_dims = dict(zip(values, dims, strict=True))
-
-    def tensor(v: int, name: str, batch_dim: int | None = None) -> Tensor:
-        aval = program.avals[v]
-        return Tensor(
-            name,
-            tuple(map(int, aval.shape)),
-            str(aval.dtype),
-            batch_dim,
-            v in program.differentiable,
-        )
-
+    growth = _growth(workload, params_struct, microbatch_size, key, flat, values, others)
     param_names = [
         name
         for i, (path, leaf) in enumerate(params)
         for name in _split_names(_path_name(path, "params"), leaf, stacked.get(i))
     ]
-    tensors = {
-        "params": tuple(map(tensor, program.params, param_names)),
-        "values": tuple(tensor(v, _value_name(program, v), value_dims[v]) for v in values),
-        "batch": tuple(map(tensor, program.batch, batch_names, batch_dims)),
-    }
+    batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(batch_struct)]
+    if takes_key(workload):
+        batch_names.append("key")
+        batch_dims.append(None)
+    tensor = partial(_tensor, program)
     calls = _layer_calls(program, layers, values)
-    names = _layer_names(layers)
-    hasher = ProgramHasher(program)
-    graph_layers = tuple(
-        Layer(
-            i,
-            names[i],
-            call.params,
-            call.inputs,
-            call.outputs,
-            call.batch,
-            layer.flops,
-            hasher.layer_key(layer),
-        )
-        for i, (layer, call) in enumerate(zip(layers, calls, strict=True))
-    )
-    wiring = [
-        [layer.key, layer.params, layer.inputs, layer.outputs, layer.batch]
-        for layer in graph_layers
-    ]
-    shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
-    model_hash = content_hash([microbatch_size, wiring, shapes])
-    graph = LayerGraph(
-        model_hash,
+    graph = _graph(
         microbatch_size,
-        graph_layers,
-        tensors["params"],
-        tensors["values"],
-        tensors["batch"],
+        program,
+        layers,
+        calls,
+        {
+            "params": tuple(map(tensor, program.params, param_names)),
+            "values": tuple(
+                tensor(v, _value_name(program, v), dim)
+                for v, dim in zip(values, growth.dims, strict=True)
+            ),
+            "batch": tuple(map(tensor, program.batch, batch_names, batch_dims)),
+        },
     )
-    auto_layers = num_layers is not None and not at_products
     return TracedModel(
         graph,
         params_struct,
-        split_struct,
+        _each_stacked(params_struct, params_struct, stacked, _unstacked_structs),
         stacked,
         split_dims(program),
         casts(program, layers),
@@ -294,7 +210,7 @@ def trace(
         _structure(batch_struct),
         takes_key(workload),
         calls,
-        Growth(microbatch_size, operations, values, sizes, dims),
+        growth,
     )
 
 
@@ -341,61 +257,88 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
     return closed
 
 
-def flatten_loss(
-    closed, num_params: int, num_layers: int | None
-) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
-    """Return the program of a loss, the scans that were unrolled (None: those with marks) and the
-    dimension of each stacked leaf.
-
-    The loss is flattened again with every fact that flattening found: a scan too large for one
-    layer, a parameter stacked over layers.
-
-    Args:
-        closed: Jaxpr of the loss; parameter leaves come first.
-        num_params: Number of them.
-        num_layers: As for ``trace``; more than there are operations: all scans over stacked
-            parameters are unrolled.
-    """
-    unroll = None if num_layers is None else frozenset[EquationPath]()
-    found = flatten(closed, num_params, unroll, {})
-    if num_layers is not None:
-        total = sum(op.flops for op in found.program.ops)
-        largest = total / max(1, num_layers) * (1 + FLOPS_TOLERANCE)
-        unroll = frozenset(path for path, flops in found.scan_flops.items() if flops > largest)
-        if unroll:
-            found = flatten(closed, num_params, unroll, {})
-        # A layer needs a product: where there are too few of them, scans that are no more than a
-        # layer are unrolled as well.
-        while (closed_scans := found.scan_flops.keys() - unroll) and sum(
-            applied(found.program)
-        ) < num_layers:
-            unroll |= closed_scans
-            found = flatten(closed, num_params, unroll, {})
-    stacked = found.stacked
-    return (
-        (flatten(closed, num_params, unroll, stacked) if stacked else found).program,
-        unroll,
-        stacked,
-    )
+def _growth(
+    workload: WorkloadProtocol,
+    params_struct: PyTree,
+    microbatch_size: int,
+    key,
+    flat: Flattening,
+    values: Sequence[int],
+    others: Iterable[Growth],
+) -> Growth:
+    """Return the growth of values, from that of other traces or from a trace at twice the
+    micro-batch size."""
+    operations = operations_of(flat.program)
+    sizes = [flat.program.avals[v].shape for v in values]
+    known = (each.at(microbatch_size, operations, values, sizes) for each in others)
+    dims = next((found for found in known if found is not None), None)
+    if dims is None:
+        grown = _avals(workload, params_struct, 2 * microbatch_size, key, flat)
+        dims = [
+            grown_dim(shape, grown[v].shape) if grown else None
+            for v, shape in zip(values, sizes, strict=True)
+        ]
+    return Growth(microbatch_size, operations, values, sizes, dims)
 
 
-def _grown_avals(
-    workload, params_struct, microbatch_size, key, program: Program, unroll, stacked
+def _avals(
+    workload: WorkloadProtocol, params_struct: PyTree, microbatch_size: int, key, flat: Flattening
 ) -> Sequence[Any] | None:
-    """Return the shapes of the program's values at twice the micro-batch size; None if the program
+    """Return the shapes of the program's values at another micro-batch size; None if the program
     is another one there."""
     try:
-        batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
+        batch_struct = jax.eval_shape(lambda k: workload.batch(k, microbatch_size), key)
         closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
-        other = flatten(closed, len(jax.tree.leaves(params_struct)), unroll, stacked).program
+        num_params = len(jax.tree.leaves(params_struct))
+        other = flatten(closed, num_params, flat.unrolled, flat.stacked).program
     except Exception:
         # A model may fix its batch size in any way; then no dimension is known to grow.
         return None
-    return other.avals if operations_of(program) == operations_of(other) else None
+    return other.avals if operations_of(flat.program) == operations_of(other) else None
+
+
+def _graph(
+    microbatch_size: int,
+    program: LossProgram,
+    layers: Sequence[LayerOps],
+    calls: Sequence[LayerCall],
+    tensors: dict[str, tuple[Tensor, ...]],
+) -> LayerGraph:
+    """Return the layer graph; ``tensors`` are its parameters, values and batch leaves."""
+    hasher = ProgramHasher(program)
+    graph_layers = tuple(
+        Layer(
+            i,
+            name,
+            call.params,
+            call.inputs,
+            call.outputs,
+            call.batch,
+            layer.flops,
+            hasher.layer_key(layer),
+        )
+        for i, (name, layer, call) in enumerate(
+            zip(layer_names(layers), layers, calls, strict=True)
+        )
+    )
+    wiring = [
+        [layer.key, layer.params, layer.inputs, layer.outputs, layer.batch]
+        for layer in graph_layers
+    ]
+    shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
+    model_hash = content_hash([microbatch_size, wiring, shapes])
+    params, values, batch = tensors.values()
+    return LayerGraph(model_hash, microbatch_size, graph_layers, params, values, batch)
+
+
+def _tensor(program: LossProgram, v: int, name: str, batch_dim: int | None = None) -> Tensor:
+    aval = program.avals[v]
+    shape = tuple(map(int, aval.shape))
+    return Tensor(name, shape, str(aval.dtype), batch_dim, v in program.differentiable)
 
 
 def _layer_calls(
-    program: Program, layers: Sequence[LayerOps], values: Sequence[int]
+    program: LossProgram, layers: Sequence[LayerOps], values: Sequence[int]
 ) -> tuple[LayerCall, ...]:
     of_param = {v: i for i, v in enumerate(program.params)}
     of_batch = {v: i for i, v in enumerate(program.batch)}
@@ -448,6 +391,20 @@ def _structure(tree: PyTree) -> Any:
     return jax.tree.structure(tree)  # JAX's stubs leave its methods out
 
 
+def _each_stacked(
+    struct: PyTree, tree: PyTree, stacked: dict[int, int], convert: Callable[[Any, int], Any]
+) -> PyTree:
+    """Return a tree of the user's parameters with the leaves converted that are stacked, given
+    each with its dimension of the layers."""
+    structure = _structure(struct)
+    return structure.unflatten(
+        [
+            convert(leaf, stacked[i]) if i in stacked else leaf
+            for i, leaf in enumerate(structure.flatten_up_to(tree))
+        ]
+    )
+
+
 def _unstack(leaf: Any, dim: int) -> list[Any]:
     return [leaf[(slice(None),) * dim + (i,)] for i in range(leaf.shape[dim])]
 
@@ -474,28 +431,9 @@ def _path_name(path, root: str) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or root
 
 
-def _value_name(program: Program, value: int) -> str:
+def _value_name(program: LossProgram, value: int) -> str:
     op = program.ops[program.producer[value]]
     return f"{op.scope}/{op.primitive.name}" if op.scope else op.primitive.name
-
-
-def _layer_names(layers: Sequence[LayerOps]) -> list[str]:
-    """Return the name of every layer: the name scope that all its ops share, where it tells the
-    layer from the others; else ``layer_3``."""
-    scopes = [_common_scope([op.scope for op in layer.ops if op.scope]) for layer in layers]
-    root = _common_scope(scopes)
-    return [
-        scope if scope != root and scopes.count(scope) == 1 else f"layer_{i}"
-        for i, scope in enumerate(scopes)
-    ]
-
-
-def _common_scope(scopes: Sequence[str]) -> str:
-    same = takewhile(
-        lambda parts: len(set(parts)) == 1,
-        zip(*(scope.split("/") for scope in scopes), strict=False),
-    )
-    return "/".join(parts[0] for parts in same)
 
 
 def _struct_text(struct) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.tracing.hashing import ProgramHasher
-from capture.tracing.program import Mark, Op, Program, RematRegion, is_value
+from capture.tracing.program import LossProgram, Mark, Op, RematRegion, is_value
 
 #: The one dtype of keys that programs of arrays draw with; JAX has no name for it that makes it.
 _KEY = "key<fry>"
@@ -27,7 +27,7 @@ class _Primitive:
 class OutlineHasher(ProgramHasher):
     """The hasher of a program's outline, which gives layers the same keys as the program."""
 
-    def __init__(self, program: Program, operations: Mapping[Op, str]):
+    def __init__(self, program: LossProgram, operations: Mapping[Op, str]):
         super().__init__(program)
         self._operations = dict(operations)
 
@@ -51,7 +51,7 @@ class _Texts:
         return self.known.setdefault(text, len(self.known))
 
 
-def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
+def outline(program: LossProgram, hasher: ProgramHasher) -> dict[str, Any]:
     """Return a program as JSON; ``hasher`` is the program's."""
     texts, regions = _Texts(), dict[RematRegion, int]()
     ops = [
@@ -81,7 +81,7 @@ def outline(program: Program, hasher: ProgramHasher) -> dict[str, Any]:
     }
 
 
-def outlined(document: Mapping[str, Any]) -> tuple[Program, OutlineHasher]:
+def outlined(document: Mapping[str, Any]) -> tuple[LossProgram, OutlineHasher]:
     """Return a program that cannot run, and its hasher, from its outline."""
     texts = document["texts"]
     primitives = [_Primitive(text) for text in texts]
@@ -109,7 +109,7 @@ def outlined(document: Mapping[str, Any]) -> tuple[Program, OutlineHasher]:
             flops,
         )
         operations[op] = texts[text]
-    program = Program(
+    program = LossProgram(
         tuple(operations),
         tuple([structs[tuple(aval)] for aval in document["avals"]]),
         {int(value): text for value, text in document["consts"].items()},

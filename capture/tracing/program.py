@@ -122,7 +122,7 @@ class Mark:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LossProgram:
     """A loss as operations on values 0..len(avals)-1.
 
     Attributes:
@@ -216,7 +216,7 @@ class Program:
                 sources.update(op.outputs)
         return frozenset(found)
 
-    def sunk(self) -> Program:
+    def sunk(self) -> LossProgram:
         """Return the program with ops that any layer could run moved to just before their first
         user.
 
@@ -256,7 +256,7 @@ class Program:
         marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
         return replace(self, ops=tuple(self.ops[i] for i in order), marks=marks)
 
-    def without_dead_ops(self) -> Program:
+    def without_dead_ops(self) -> LossProgram:
         """Return the program without ops that make no result of it, nor anything that one needs."""
         live = set(self.results)
         kept = [False] * len(self.ops)

@@ -16,10 +16,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from capture.tracing.flops import equation_flops
 from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, sub_jaxprs
+from capture.tracing.keys import is_key
 
 #: Element-wise operations that this many make up for one byte read or written: accelerators of
 #: today do 16 to 32 in single precision (H100: 67 TFLOP/s, 3.35 TB/s).
@@ -164,8 +163,7 @@ def _splits_alike(equation: Any) -> bool:
     devices."""
     if equation.primitive.name not in LONG_FUNCTIONS:
         return True
-    dtypes = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
-    keys = [d for d in dtypes if d and jax.dtypes.issubdtype(d, jax.dtypes.prng_key)]
+    keys = [v.aval.dtype for v in (*equation.invars, *equation.outvars) if is_key(v.aval)]
     return all(getattr(d, "_impl", d).name == "threefry2x32" for d in keys)
 
 
@@ -174,8 +172,7 @@ def aval_bytes(atom: Any) -> int:
     aval = atom.aval
     if not hasattr(aval, "shape"):
         return 0
-    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    return math.prod(aval.shape) * (8 if is_key else aval.dtype.itemsize)
+    return math.prod(aval.shape) * (8 if is_key(aval) else aval.dtype.itemsize)
 
 
 def unlisted(names: Iterable[str]) -> set[str]:

@@ -101,3 +101,10 @@ def line_of(traceback: Any) -> str:
         if traceback is None
         else model_line((frame.file_name, frame.line_num) for frame in traceback.frames)
     )
+
+
+def traceback_of(equation: Any, caller: Any) -> Any:
+    """Return the traceback of an equation; for a body that JAX keeps traced, and no line of the
+    model calls, that of the call around it, ``caller``."""
+    own = equation.source_info.traceback
+    return own if caller is None or line_of(own) else caller

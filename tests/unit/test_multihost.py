@@ -17,7 +17,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.runtime import multihost
 from capture.runtime.hosts import addresses, device_puts
-from capture.runtime.hosts.part import Part
+from capture.runtime.hosts.part import StepPart
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.layout import first_devices
 from capture.runtime.multihost import Hosts, initialize
@@ -223,7 +223,7 @@ def test_a_sender_waits_for_what_it_sent_and_a_receiver_for_nothing():
     waited: list[int] = []
     copies = {n: SimpleNamespace(sends=n == 3, wait=waited.append) for n in (3, 4)}
     part: Any = SimpleNamespace(_copies=copies, _first=100)
-    waits = [Part._bind_wait(part, n) for n in copies]
+    waits = [StepPart._bind_wait(part, n) for n in copies]
     for part._first in (100, 200):
         for wait in waits:
             wait(None)

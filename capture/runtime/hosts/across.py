@@ -17,9 +17,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from capture.runtime.array_copy import plan_copies
 from capture.runtime.fast_paths import of_shards
 from capture.runtime.fetches import Fetches, plan_fetches
-from capture.runtime.hosts.transport import Bundle, Transport
+from capture.runtime.hosts.transport import Shipment, Transport
 from capture.runtime.reshard import cutter, joiner
 from capture.step.offers import Crossing
+from capture.tracing.keys import is_key, words
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ArrayMove:
     @classmethod
     def of(cls, source: jax.ShapeDtypeStruct, target: Sharding) -> ArrayMove:
         impl, struct = None, source
-        if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
+        if is_key(source):
             impl = source.dtype._impl  # type: ignore[attr-defined]  # it has no public name
             struct = jax.eval_shape(jax.random.key_data, source)
         assert source.sharding is not None
@@ -120,8 +121,8 @@ class BoundCopy:
     ):
         self._across, self._process, self._transport = across, process, transport
         self._moves, pairs = across.moves, sorted(across.crossing.pairs)
-        self._bundles = [
-            (self._bundle(*pair, is_acknowledged), across.between(*pair))
+        self._shipments = [
+            (self._shipment(*pair, is_acknowledged), across.between(*pair))
             for pair in pairs
             if transport.takes_all or process in pair
         ]
@@ -141,7 +142,7 @@ class BoundCopy:
 
     @property
     def sends(self) -> bool:
-        return any(bundle.sender == self._process for bundle, _ in self._bundles)
+        return any(shipment.sender == self._process for shipment, _ in self._shipments)
 
     @property
     def receives(self) -> bool:
@@ -153,7 +154,7 @@ class BoundCopy:
 
     @property
     def takes_part(self) -> bool:
-        return bool(self._bundles or self._local)
+        return bool(self._shipments or self._local)
 
     def cutters(self, device: jax.Device) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
         """Return a function that cuts a device's shards into all its pieces, array by array."""
@@ -192,10 +193,10 @@ class BoundCopy:
             return pieces[fetch.source][first[fetch.source][m] + fetch.piece]
 
         found: dict[tuple[int, int], jax.Array] = {}
-        for bundle, carried in self._bundles:
-            is_sent = bundle.sender == self._process
+        for shipment, carried in self._shipments:
+            is_sent = shipment.sender == self._process
             sent = [part(m, f) for m, f in carried] if is_sent else ()
-            found |= zip(carried, self._transport.carry(bundle, number, sent), strict=False)
+            found |= zip(carried, self._transport.carry(shipment, number, sent), strict=False)
         if self._local:
             here = self._copy([part(m, f) for m, f in self._local])
             found |= zip(self._local, here, strict=True)
@@ -203,13 +204,13 @@ class BoundCopy:
 
     def wait(self, number: int) -> None:
         """Block until all that this process has sent has arrived."""
-        for bundle, _ in self._bundles:
-            if bundle.sender == self._process:
-                self._transport.wait(bundle, number)
+        for shipment, _ in self._shipments:
+            if shipment.sender == self._process:
+                self._transport.wait(shipment, number)
 
-    def _bundle(self, sender: int, receiver: int, is_acknowledged: bool) -> Bundle:
+    def _shipment(self, sender: int, receiver: int, is_acknowledged: bool) -> Shipment:
         carried = self._across.between(sender, receiver)
-        return Bundle(
+        return Shipment(
             sender,
             receiver,
             tuple(self._moves[m].fetches.fetches[f].source for m, f in carried),
@@ -246,6 +247,4 @@ class BoundCopy:
 
 
 def _shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return {shard.device: shard.data for shard in array.addressable_shards}
+    return {shard.device: shard.data for shard in words(array).addressable_shards}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from capture.runtime.hosts.transport import Buffer, Bundle, Silence, buffers, touch
+from capture.runtime.hosts.transport import Buffer, Shipment, Silence, buffers, touch
 
 #: Sockets to each peer.
 _SOCKETS = 2
@@ -60,45 +60,45 @@ class DevicePuts:
         return [array for arrays in self._acknowledgements.values() for array in arrays]
 
     def carry(
-        self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
+        self, shipment: Shipment, number: int, arrays: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        sends, receives = (self._process == p for p in (bundle.sender, bundle.receiver))
+        sends, receives = (self._process == p for p in (shipment.sender, shipment.receiver))
         if not sends:
             arrays = [
                 _elsewhere(struct.shape, struct.dtype, device)
-                for struct, device in zip(bundle.structs, bundle.sources, strict=True)
+                for struct, device in zip(shipment.structs, shipment.sources, strict=True)
             ]
-        got = _put(arrays, bundle.sources, bundle.targets)
+        got = _put(arrays, shipment.sources, shipment.targets)
         if receives:
-            self._silence.expect(got[-1], bundle.sender, bundle.label)
-        if bundle.is_acknowledged:
+            self._silence.expect(got[-1], shipment.sender, shipment.label)
+        if shipment.is_acknowledged:
             if sends and self.waiting is not None:
-                self.waiting[number, bundle.receiver] = buffers(arrays)
-            arrived = self._acknowledge(bundle, got if receives else ())
+                self.waiting[number, shipment.receiver] = buffers(arrays)
+            arrived = self._acknowledge(shipment, got if receives else ())
             if sends:
-                self._acknowledgements[number, bundle.receiver] = arrived
+                self._acknowledgements[number, shipment.receiver] = arrived
         return got if receives else ()
 
-    def wait(self, bundle: Bundle, number: int) -> None:
-        for array in self._acknowledgements.pop((number, bundle.receiver)):
+    def wait(self, shipment: Shipment, number: int) -> None:
+        for array in self._acknowledgements.pop((number, shipment.receiver)):
             array.block_until_ready()
         if self.waiting is not None:
-            self.waiting.pop((number, bundle.receiver), None)
+            self.waiting.pop((number, shipment.receiver), None)
 
-    def _acknowledge(self, bundle: Bundle, got: Sequence[jax.Array]) -> list[jax.Array]:
+    def _acknowledge(self, shipment: Shipment, got: Sequence[jax.Array]) -> list[jax.Array]:
         """Return values that the sender has as soon as the receiver has the arrays."""
-        devices = tuple(bundle.of_targets)
-        back = tuple(bundle.sources[numbers[0]] for numbers in bundle.of_targets.values())
+        devices = tuple(shipment.of_targets)
+        back = tuple(shipment.sources[numbers[0]] for numbers in shipment.of_targets.values())
         arrived = [
             touch([got[n] for n in numbers])
             if got
             else _elsewhere((len(numbers),), jnp.dtype(jnp.float32), device)
-            for device, numbers in bundle.of_targets.items()
+            for device, numbers in shipment.of_targets.items()
         ]
         found = _put(arrived, devices, back)
-        if self._process == bundle.sender:
+        if self._process == shipment.sender:
             self._silence.expect(
-                found[-1], bundle.receiver, f"the acknowledgement of {bundle.label!r}"
+                found[-1], shipment.receiver, f"the acknowledgement of {shipment.label!r}"
             )
         return found
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+
+from capture.tracing.keys import words
 
 #: Read at once to sum a file up.
 _CHUNK_BYTES = 2**24
@@ -48,8 +49,7 @@ class Shards:
     """
 
     def __init__(self, array: jax.Array):
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
+        array = words(array)
         self.shape, self.dtype, self.sharding = array.shape, array.dtype, array.sharding
         self.addressable_shards = [
             _Shard(

@@ -72,7 +72,7 @@ class SharedStep:
         return cls(offered, {new: copies[old] for new, old in offered.crossings.items()})
 
 
-class Part:
+class StepPart:
     """The part of a step that one process executes.
 
     Args:

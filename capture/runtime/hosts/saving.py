@@ -24,10 +24,11 @@ import jax
 
 from capture import environment
 from capture.errors import CaptureError, ExecutionError, Violation
-from capture.runtime.checkpoint_models import CHECKPOINT, by_path, described, is_key
+from capture.runtime.checkpoint_models import CHECKPOINT, by_path, described
 from capture.runtime.hosts.items import Shards, files_of, write_item
 from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps, exists, remove
 from capture.runtime.state import PipelineState
+from capture.tracing.keys import is_key
 
 if TYPE_CHECKING:
     from capture.runtime.pipeline import PipelinedStep

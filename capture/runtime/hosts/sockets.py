@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from capture.runtime.hosts.addresses import check_reached, parted
 from capture.runtime.hosts.gate import Gate, listening, shut
-from capture.runtime.hosts.transport import Buffer, Bundle, Silence, buffers, touch
+from capture.runtime.hosts.transport import Buffer, Shipment, Silence, buffers, touch
 
 #: Sockets to each peer over which pieces of an array travel side by side.
 _SOCKETS = 2
@@ -90,32 +90,32 @@ class Sockets:
             array.block_until_ready()
 
     def carry(
-        self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
+        self, shipment: Shipment, number: int, arrays: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        own = self._number(number, bundle.receiver)
-        if bundle.sender == self._process:
+        own = self._number(number, shipment.receiver)
+        if shipment.sender == self._process:
             self._server.await_pull(own, list(arrays))
-            if bundle.is_acknowledged and self.waiting is not None:
-                self.waiting[number, bundle.receiver] = buffers(arrays)
+            if shipment.is_acknowledged and self.waiting is not None:
+                self.waiting[number, shipment.receiver] = buffers(arrays)
             return ()
-        got = self._pull(bundle.sender, own, bundle.structs, bundle.label)
-        if bundle.is_acknowledged:
-            arrived = [touch([got[n] for n in numbers]) for numbers in bundle.of_targets.values()]
-            self._server.await_pull(_ACKNOWLEDGED | self._number(number, bundle.sender), arrived)
+        got = self._pull(shipment.sender, own, shipment.structs, shipment.label)
+        if shipment.is_acknowledged:
+            arrived = [touch([got[n] for n in numbers]) for numbers in shipment.of_targets.values()]
+            self._server.await_pull(_ACKNOWLEDGED | self._number(number, shipment.sender), arrived)
         return got
 
-    def wait(self, bundle: Bundle, number: int) -> None:
+    def wait(self, shipment: Shipment, number: int) -> None:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         structs = [
             jax.ShapeDtypeStruct((len(numbers),), jnp.float32, sharding=sharding)
-            for numbers in bundle.of_targets.values()
+            for numbers in shipment.of_targets.values()
         ]
-        own = _ACKNOWLEDGED | self._number(number, bundle.sender)
-        label = f"the acknowledgement of {bundle.label!r}"
-        for array in self._pull(bundle.receiver, own, structs, label):
+        own = _ACKNOWLEDGED | self._number(number, shipment.sender)
+        label = f"the acknowledgement of {shipment.label!r}"
+        for array in self._pull(shipment.receiver, own, structs, label):
             array.block_until_ready()
         if self.waiting is not None:
-            self.waiting.pop((number, bundle.receiver), None)
+            self.waiting.pop((number, shipment.receiver), None)
 
     def _number(self, number: int, host: int) -> int:
         """Return the number under which a copy's arrays are offered to a host, and pulled by it."""

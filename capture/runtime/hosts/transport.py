@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from capture import environment
+from capture.tracing.keys import words
 
 #: A device, the kind of its memories, and an address there.
 Buffer = tuple[jax.Device, str, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Bundle:
+class Shipment:
     """Arrays that go together from a process to another, each from one device to one.
 
     Attributes:
@@ -57,8 +58,8 @@ class Transport(Protocol):
     """A way in which arrays get from one process to another.
 
     Attributes:
-        takes_all: Whether every process carries every bundle, in one order, also those of others;
-            else only the two of a bundle do.
+        takes_all: Whether every process carries every shipment, in one order, also those of others;
+            else only the two of a shipment do.
         waiting: By number and receiver, the buffers that are offered and not acknowledged and
             their bytes, for a check of the ledger; None where nobody asks.
         held: Arrays of its own, of 4 bytes an element, which no ledger books.
@@ -71,22 +72,22 @@ class Transport(Protocol):
     def held(self) -> Sequence[jax.Array]: ...
 
     def carry(
-        self, bundle: Bundle, number: int, arrays: Sequence[jax.Array]
+        self, shipment: Shipment, number: int, arrays: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """Return the bundle's arrays in the receiver, none elsewhere. They may still be on their
+        """Return the shipment's arrays in the receiver, none elsewhere. They may still be on their
         way: nothing is waited for.
 
         What is carried is held until the receiver has it, but an array that is donated or deleted
         before is not protected.
 
         Args:
-            bundle: Of them.
+            shipment: Of them.
             number: The same in all processes, and another every time.
             arrays: In the sender; of others nothing is read.
         """
 
-    def wait(self, bundle: Bundle, number: int) -> None:
-        """Block the sender until the receiver has all arrays of the bundle."""
+    def wait(self, shipment: Shipment, number: int) -> None:
+        """Block the sender until the receiver has all arrays of the shipment."""
 
 
 class Silence:
@@ -131,13 +132,28 @@ def _has_come(array: Any) -> bool:
         return True
 
 
-def buffers(arrays: Sequence[jax.Array]) -> dict[Buffer, int]:
-    """Return the bytes of each buffer of arrays that are each on one device."""
+def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
+    """Return the bytes of the distinct buffers of some arrays.
+
+    Looking at a shard makes an array of it, which is alive as well, so buffers are told apart by
+    their address.
+    """
     return {
-        (array.device, str(array.sharding.memory_kind), array.unsafe_buffer_pointer()): array.nbytes
+        buffer: size
         for array in arrays
-        if array.nbytes
+        if not array.is_deleted()
+        for buffer, size in array_buffers(array)
     }
+
+
+def array_buffers(array: jax.Array) -> list[tuple[Buffer, int]]:
+    """Return the bytes of each buffer of an array in this process."""
+    shards = [(shard.device, shard.data) for shard in words(array).addressable_shards]
+    return [
+        ((device, data.sharding.memory_kind, data.unsafe_buffer_pointer()), data.nbytes)
+        for device, data in shards
+        if data.nbytes
+    ]
 
 
 @jax.jit

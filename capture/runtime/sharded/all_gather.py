@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from capture.runtime.sharded.slices import Part, Taken
+from capture.runtime.sharded.slices import LeafRows, Taken
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ParamArray:
         cast: Element-wise ops that come before the all-gather, so that less is sent.
     """
 
-    part: Part
+    part: LeafRows
     cast: Callable[[Any], Any]
 
     def all_gather(self, shard: Any) -> Any:

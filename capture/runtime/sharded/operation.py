@@ -13,7 +13,7 @@ from jax import lax
 
 from capture.runtime.sharded.all_gather import ParamArray, Piece
 from capture.runtime.sharded.placement import LeafPlacement
-from capture.runtime.sharded.slices import BlockRows, Part, Taken
+from capture.runtime.sharded.slices import BlockRows, LeafRows, Taken
 from capture.tracing.leaf_uses import ORDERED, Slicing, slicing_of
 from capture.tracing.program import Op
 from capture.tracing.slices import run_op
@@ -33,7 +33,7 @@ class StoredParam:
     """
 
     arrays: tuple[Any, ...]
-    parts: tuple[Part, ...] = field(metadata={"static": True})
+    parts: tuple[LeafRows, ...] = field(metadata={"static": True})
     slice_dim: int | None = field(metadata={"static": True})
     chain: tuple[Op, ...] = field(default=(), metadata={"static": True})
 

@@ -16,7 +16,7 @@ from capture.errors import PlanError, Violation
 from capture.plan.sharding import Mode, ParameterLeaf, ShardingPlan
 from capture.runtime.leaf_parts import check_rows
 from capture.runtime.sharded.mesh import group_axes, has_groups
-from capture.runtime.sharded.slices import Part
+from capture.runtime.sharded.slices import LeafRows
 from capture.tracing.model import TracedModel
 
 
@@ -49,7 +49,7 @@ class LeafPlacement:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[LeafRows, ...]
     slice_dim: int | None
     stacked: int | None
     is_small: bool
@@ -153,14 +153,14 @@ def _placed(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> Iterator[Lea
         yield LeafPlacement(name, _parts(own[0], mode, mesh), own[0].split_dim, stacked, is_small)
 
 
-def _parts(leaf: ParameterLeaf, mode: Mode, mesh: Mesh) -> tuple[Part, ...]:
+def _parts(leaf: ParameterLeaf, mode: Mode, mesh: Mesh) -> tuple[LeafRows, ...]:
     def along(dim: int, axes: tuple[Any, ...]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
 
     whole = NamedSharding(mesh, PartitionSpec())
     size = 0 if leaf.split_dim is None else leaf.shape[leaf.split_dim]
     if not mode.num_sharded:
-        return (Part(0, size, whole, (whole,)),)
+        return (LeafRows(0, size, whole, (whole,)),)
     if leaf.split_dim is None:  # what an operator has beside its product is not split with it
         mode = replace(mode, num_slices=1, num_sharded=1)
     dim = leaf.shard_dim(mesh.size)
@@ -172,8 +172,8 @@ def _parts(leaf: ParameterLeaf, mode: Mode, mesh: Mesh) -> tuple[Part, ...]:
     first, num_blocks = size * (mode.num_slices - mode.num_sharded) // mode.num_slices, 1
     if dim == leaf.split_dim:
         first, num_blocks = first - first % mesh.size, mode.group_size or mesh.size
-    sharded = Part(first, size, stored, reduced, mode.num_sharded, num_blocks)
-    return (sharded,) if not first else (Part(0, first, whole, (whole,)), sharded)
+    sharded = LeafRows(first, size, stored, reduced, mode.num_sharded, num_blocks)
+    return (sharded,) if not first else (LeafRows(0, first, whole, (whole,)), sharded)
 
 
 def _group_violations(plan: ShardingPlan, mesh: Mesh) -> Iterator[Violation]:

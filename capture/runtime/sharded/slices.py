@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 
 @dataclass(frozen=True)
-class Part:
+class LeafRows:
     """An array that holds some rows of a parameter leaf, all of them as a rule.
 
     Attributes:

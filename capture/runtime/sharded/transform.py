@@ -22,12 +22,12 @@ from capture.plan.sharding import ShardingPlan
 from capture.runtime.sharded.all_gather import awaited, run_gathered, with_token
 from capture.runtime.sharded.operation import is_stored, pieces_of, plain, stored
 from capture.runtime.sharded.placement import LeafPlacement
-from capture.tracing.cut import product_cuts
+from capture.tracing.cut import flatten_loss, product_cuts
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import LAYOUT
-from capture.tracing.model import TracedModel, flatten_loss
-from capture.tracing.program import Op, Program, is_value
+from capture.tracing.model import TracedModel
+from capture.tracing.program import LossProgram, Op, is_value
 from capture.tracing.slices import Region, run_op, run_steps, steps_of
 
 _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values are numbered from 0
@@ -50,8 +50,9 @@ def gathered_loss(
             traced.params_struct, *arguments
         )
         _check_results(result, has_aux)
-        program, _, stacked = flatten_loss(closed, len(leaves), sys.maxsize)
-        if stacked != traced.stacked:
+        flat = flatten_loss(closed, len(leaves), sys.maxsize)
+        program = flat.program
+        if flat.stacked != traced.stacked:
             raise WorkloadError.of(
                 "the loss scans over other parameters than the one that the plan was made for; "
                 "transform the same computation.",
@@ -75,7 +76,7 @@ def gathered_loss(
     return run
 
 
-def _evaluate(program: Program, env: dict[int, Any], remat: bool, prefetch: bool) -> list[Any]:
+def _evaluate(program: LossProgram, env: dict[int, Any], remat: bool, prefetch: bool) -> list[Any]:
     layers = assign_layers(program, product_cuts(program) if remat else [0, len(program.ops)])
     for layer in layers:
         run: Callable[..., Any] = partial(_run_layer, layer, program, prefetch)
@@ -94,7 +95,7 @@ def _evaluate(program: Program, env: dict[int, Any], remat: bool, prefetch: bool
 
 
 def _run_layer(
-    layer: LayerOps, program: Program, prefetch: bool, inputs: dict[int, Any]
+    layer: LayerOps, program: LossProgram, prefetch: bool, inputs: dict[int, Any]
 ) -> dict[int, Any]:
     differentiated = [op for op in layer.ops if not program.toward_loss.isdisjoint(op.outputs)]
     run = _Runner(frozenset(differentiated), _read_again(layer.params, differentiated), prefetch)
