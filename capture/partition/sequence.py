@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from capture.partition.dim_flow import dim_flow
 from capture.partition.tensor_parallel import MODEL_AXIS, cut_dim
 from capture.partition.walk import followed_dims, product_dim
 from capture.tracing import TracedModel
-from capture.tracing.jaxprs import BODIES, is_variable, opened
+from capture.tracing.jaxprs import BODIES, in_groups, is_variable, opened
 from capture.tracing.program import Op, is_value
 from capture.tracing.recompute import aval_bytes
 from capture.tracing.slices import LayerCall, run_op, struct_of
@@ -186,10 +186,9 @@ class _Layer:
         self._degree, self._num_params = degree, len(cuts)
         # Operations on literals leave no equation.
         makers = {out: e for e in jaxpr.eqns for out in e.outvars}
-        outs = iter(jaxpr.outvars)
-        of_ops = [list(islice(outs, len(group))) for group in made.values()]
         self._of_ops = [
-            makers.get(group[0]) if group and is_variable(group[0]) else None for group in of_ops
+            makers.get(group[0]) if group and is_variable(group[0]) else None
+            for group in in_groups(jaxpr.outvars, map(len, made.values()))
         ]
         self._own = followed_dims(jaxpr, cuts, degree)
         self._from_data: set[Any] = set(jaxpr.invars[len(cuts) :])

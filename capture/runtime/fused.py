@@ -16,7 +16,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from capture.step.sub_array import Bundle, Segment
 from capture.tracing import TracedModel, trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
 from capture.tracing.hashing import ProgramHasher
+from capture.tracing.jaxprs import in_groups
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.outline import outline, outlined
 from capture.tracing.program import LossProgram
@@ -159,9 +159,7 @@ class FusedArray:
         state = [stage.state for stage in self._stages]
         num_state = sum(map(len, state))
         self.params = self.program.params
-        flat = self.program.batch[:num_state]
-        ends = accumulate(map(len, state), initial=0)
-        self.state = [flat[first:stop] for first, stop in pairwise(ends)]
+        self.state = in_groups(self.program.batch, map(len, state))
         self._batch = self.program.batch[num_state:]
         marks = [mark.position for mark in self.program.marks]
         assert len(marks) == 2 * self.num_layers - 1, f"{len(marks)} marks in a joint step"

@@ -11,8 +11,7 @@ the parameters of many layers before the first of them is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from capture.tracing.dataflow import DataFlow, bind
-from capture.tracing.jaxprs import is_variable, value_of
+from capture.tracing.jaxprs import in_groups, value_of, variables
 from capture.tracing.source import goes_backwards, layer_of_scope
 
 
@@ -49,8 +48,9 @@ def layer_by_layer(
             XLA's algebraic simplifier takes out where nobody reads it.
     """
     flow, leaves, shapes = _opened(function, groups)
-    inputs = _grouped(flow.inputs, groups)
-    gradients = _grouped(flow.outputs, [jax.tree.leaves(part) for part in shapes])[awaited]
+    inputs = in_groups(flow.inputs, map(len, groups))
+    sizes = [len(jax.tree.leaves(part)) for part in shapes]
+    gradients = in_groups(flow.outputs, sizes)[awaited]
     results = _evaluate(
         flow,
         dict(zip(flow.inputs, leaves, strict=True)),
@@ -73,13 +73,12 @@ def parameters_in_turn(
         groups: Its arguments, lists of arrays, parameters first.
     """
     flow, leaves, shapes = _opened(function, groups)
-    params = _grouped(flow.inputs, groups)[0]
+    params = flow.inputs[: len(groups[0])]
     given = {*flow.jaxpr.constvars, *flow.inputs}
     values = flow.constants | dict(zip(flow.inputs, leaves, strict=True))
     by_layer, first_read = _by_layer(flow.jaxpr.eqns)
     for layer, together in by_layer.items():
-        reads = dict.fromkeys(v for e in together for v in e.invars if is_variable(v))
-        begins = [v for v in reads if v in values and v not in given and _may_wait(values[v])]
+        begins = _held_back(together, values, given)
         coming = [p for p in params if first_read.get(p) == layer + 1]
         if begins and coming:
             tied = [*begins, *coming]
@@ -101,7 +100,7 @@ def _by_layer(equations: Sequence[Any]) -> tuple[dict[int, list[Any]], dict[Any,
         own = layer_of_scope(str(equation.source_info.name_stack))
         layer = layer if own is None else max(layer, own)
         by_layer.setdefault(layer, []).append(equation)
-        for v in filter(is_variable, equation.invars):
+        for v in variables(equation.invars):
             first_read.setdefault(v, layer)
     return by_layer, first_read
 
@@ -115,12 +114,6 @@ def _opened(
         lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
     )(*leaves)
     return DataFlow(closed), leaves, shapes
-
-
-def _grouped(values: Sequence[Any], groups: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Return the values in consecutive groups, as many in each as these groups have."""
-    bounds = accumulate((len(group) for group in groups), initial=0)
-    return [values[first:stop] for first, stop in pairwise(bounds)]
 
 
 def _evaluate(
@@ -140,11 +133,10 @@ def _evaluate(
     for equation in equations:
         by_turn.setdefault(turns[id(equation)], []).append(equation)
     made_at = {v: turn for turn, each in by_turn.items() for e in each for v in e.outvars}
-    waiting = [v for v in dict.fromkeys(filter(is_variable, gradients)) if v in made_at]
+    waiting = [v for v in dict.fromkeys(variables(gradients)) if v in made_at]
     for turn, together in sorted(by_turn.items()):
         done = [v for v in waiting if made_at[v] < turn - lag]
-        reads = dict.fromkeys(v for e in together for v in e.invars if is_variable(v))
-        tied = [v for v in reads if v in values and v not in given and _may_wait(values[v])]
+        tied = _held_back(together, values, given)
         if done and tied:
             waiting = [v for v in waiting if v not in done]
             ready = [_by_rows(values[v], lying[v]) if v in lying else values[v] for v in done]
@@ -181,7 +173,7 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
     of_gradients: dict[int, int] = {}
     for equation in equations:
         scope = str(equation.source_info.name_stack)
-        known = [layers[v] for v in equation.invars if is_variable(v) and v in layers]
+        known = [layers[v] for v in variables(equation.invars) if v in layers]
         if known or goes_backwards(scope):
             own = layer_of_scope(scope)
             known += [] if own is None else [own]
@@ -198,11 +190,19 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
             readers = (first_read[v] for v in equation.outvars if v in first_read)
             turn = min(readers, default=last - first)
         turns[id(equation)] = turn
-        for v in filter(is_variable, equation.invars):
+        for v in variables(equation.invars):
             first_read[v] = min(first_read.get(v, turn), turn)
     return turns
 
 
-def _may_wait(array: Any) -> bool:
+def _held_back(
+    equations: Sequence[Any], values: Mapping[Any, Any], given: Collection[Any]
+) -> list[Any]:
+    """Return what operations read, and is not there all the time, that a barrier can hold back."""
+    reads = dict.fromkeys(v for equation in equations for v in variables(equation.invars))
+    return [v for v in reads if v in values and v not in given and may_wait(values[v])]
+
+
+def may_wait(array: Any) -> bool:
     """Return whether a barrier takes an array: no random keys, and no gradients of integers."""
     return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_

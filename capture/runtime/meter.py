@@ -176,10 +176,8 @@ class LiveArrayMeter:
         }
         self._id = {device: number for number, device in enumerate(devices)}
         #: Those of this process.
-        self._memories: list[Memory] = [
-            *(number for number, device in enumerate(devices) if _is_here(device)),
-            *dict.fromkeys(self._host.values()),
-        ]
+        self._here = [number for number, device in enumerate(devices) if _is_here(device)]
+        self._memories: list[Memory] = [*self._here, *dict.fromkeys(self._host.values())]
         self._ledger = Ledger(len(devices))
         self._peak: Counter[Memory] = Counter()
         self._foreign: list[jax.Array] = []
@@ -208,18 +206,12 @@ class LiveArrayMeter:
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        return tuple(
-            self._peak[number] for number, device in enumerate(self._devices) if _is_here(device)
-        )
+        return tuple(self._peak[number] for number in self._here)
 
     @property
     def waiting_peak_bytes(self) -> tuple[int, ...]:
         """The most bytes that each of this process's devices had on offer to other processes."""
-        return tuple(
-            self._waiting_peak[number]
-            for number, device in enumerate(self._devices)
-            if _is_here(device)
-        )
+        return tuple(self._waiting_peak[number] for number in self._here)
 
     @property
     def hosts(self) -> set[str]:

@@ -31,7 +31,7 @@ _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 #: Elements of both operands, without batch dimensions, below which XLA calls no library (100).
 _FEWEST_ELEMENTS = 128
 #: Rows, columns and terms from which on a product is large.
-_LARGE = 32
+LARGE = 32
 #: These undo another function, or do nothing for some exponent: an argument may be left of both.
 _UNDONE = {"log", "pow", "div"}
 _MAKE_NEW = (FUNCTIONS | LONG_FUNCTIONS | {"square", "integer_pow"}) - _UNDONE
@@ -112,7 +112,7 @@ class OpaqueProducts:
         """Return whether a product is one of matrices and large on so many devices: all of these
         are given scratch, and what they compute is known."""
         is_matrix = self._equations[at].primitive.name == "dot_general"
-        return is_matrix and min(self.candidates[at]) >= _LARGE * num_devices
+        return is_matrix and min(self.candidates[at]) >= LARGE * num_devices
 
     def at(self, num_devices: int) -> frozenset[int]:
         """Return the positions of the opaque products on so many devices, which may split any of

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from capture.runtime.exchange import joined, share_of
 from capture.runtime.optimizer import StageUpdate, TracedOptimizer
+from capture.tracing.jaxprs import in_groups
 
 Arrays = Sequence[Any]
 
@@ -58,8 +59,8 @@ class PackUpdate:
             summaries += [[]] * (len(self.stage.siblings) - 1 - len(summaries))
         params, state = self.stage.update(params, state, gradients, summaries)
         if (count := self.num_shares) == 1:
-            return [*cut(params, self.weights), state]
-        runs = cut(params, self.weights[::count])
+            return [*in_groups(params, self.weights), state]
+        runs = in_groups(params, self.weights[::count])
         shares = [[share_of(a, i, count, jnp) for a in run] for run in runs for i in range(count)]
         return [*shares, state]
 
@@ -68,10 +69,10 @@ class PackUpdate:
         return [self.stage.summarize(*self._arguments(slots)[:3])]
 
     def _arguments(self, slots: Sequence[Arrays]) -> tuple[list[Any], ...]:
-        weights, (state,), gradients, *rest = cut(slots, self.groups)
+        weights, (state,), gradients, *rest = in_groups(slots, self.groups)
         at, of = {param: i for i, param in enumerate(self.stage.params)}, self.params
         if (count := self.num_shares) > 1:
-            of, structs = of[::count], cut(self.structs, self.weights[::count])
+            of, structs = of[::count], in_groups(self.structs, self.weights[::count])
             weights = _joined(weights, structs, count)
             own = [self.structs if p is None else [self.structs[at[p]]] for p in of]
             gradients = _joined(gradients, own, count)
@@ -84,15 +85,6 @@ class PackUpdate:
         return params, list(state), total, [summary for group in rest for summary in group]
 
 
-def cut(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """Return the items in consecutive groups of these sizes."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(list(items[start : start + size]))
-        start += size
-    return found
-
-
 def _joined(
     slots: Sequence[Arrays], structs: Sequence[Sequence[jax.ShapeDtypeStruct]], count: int
 ) -> list[Arrays]:
@@ -102,7 +94,7 @@ def _joined(
             joined(shares, struct.shape, jnp)
             for shares, struct in zip(zip(*parts, strict=True), of, strict=True)
         ]
-        for parts, of in zip(cut(slots, [count] * len(structs)), structs, strict=True)
+        for parts, of in zip(in_groups(slots, [count] * len(structs)), structs, strict=True)
     ]
 
 

@@ -39,12 +39,13 @@ from capture.runtime.fast_paths import flat_call
 from capture.runtime.layout import shard_bytes
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions
-from capture.runtime.pack_updates import PackUpdate, cut
+from capture.runtime.pack_updates import PackUpdate
 from capture.step.holds import Leaves, Loss, Params, State, Summary, Values
 from capture.step.pack_sizes import PackLayers, PackPass
 from capture.step.pack_state import PackCall
 from capture.step.program import Place, Run, Slot, Step
 from capture.tracing import TracedModel
+from capture.tracing.jaxprs import in_groups
 from capture.tracing.leaf_uses import Cast
 from capture.tracing.slices import struct_of
 
@@ -313,12 +314,12 @@ class PackPrograms:
         pack = PackFunctions(self._traced[size], span, where, pieces or (size,), leaves)
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
-            return lambda *slots: pack.forward(*cut(slots, groups)), pack.key
+            return lambda *slots: pack.forward(*in_groups(slots, groups)), pack.key
         share, owned = size / self._minibatch_size, self._sizes.layers.owned(span)
         made = self._of(run.outputs)
 
         def backward(*slots: Arrays) -> list[Any]:
-            outputs, gradients = pack.backward(*cut(slots, groups[:4]), share=share)
+            outputs, gradients = pack.backward(*in_groups(slots, groups[:4]), share=share)
             own = [gradients.pop(p) for p in owned]
             sums = [own, *([gradient] for gradient in gradients.values())]
             sums = [

@@ -20,14 +20,13 @@ from capture.partition.spread import Spread
 from capture.partition.walk import product_dim
 from capture.plan.choices import Remat, is_cut, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
+from capture.tracing.fusion import MULTIPLY
 from capture.tracing.jaxprs import is_variable, several
 from capture.tracing.mincut import least_kept, least_kept_within
 from capture.tracing.recompute import product_bytes, recompute_bytes
 
 #: Of a forward pass, what both passes take: a backward pass twice as long.
 _PASSES = 3
-#: Products that a budget of time may run again.
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 
 
 class Residuals:
@@ -259,7 +258,7 @@ class ValueSplit:
         """Return the bytes that a device moves to recompute an equation; None if that is not cheap,
         or devices would exchange data. With ``products``, matrix products have a cost, too."""
         cost = recompute_bytes(equation)
-        if products and equation.primitive.name in _PRODUCTS:
+        if products and equation.primitive.name in MULTIPLY:
             cost = product_bytes(equation)
         if equation.primitive.name == "sharding_constraint":
             return cost

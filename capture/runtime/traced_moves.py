@@ -20,7 +20,7 @@ from typing import Any
 from capture.partition.tensor_parallel import DATA_AXIS
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_program import TracedProgram
-from capture.runtime.views import Run
+from capture.runtime.views import Run, in_order
 from capture.tracing.jaxprs import is_variable
 
 #: Dimensions of a value, the outermost first.
@@ -65,13 +65,13 @@ class Moves:
     def _made_of(self, value: Any) -> tuple[Any, Sequence[Run]] | None:
         """Return the argument or result of a product that a value is, and where its elements are in
         it, in row-major order; None where it is computed, or that is not known."""
-        program, runs = self._program, _in_order(value)
+        program, runs = self._program, in_order(value)
         while True:
             view = program.views.of(value)
             if view.base is not value:
-                if runs == _in_order(value):
+                if runs == in_order(value):
                     runs = view.runs
-                elif view.runs != _in_order(value):
+                elif view.runs != in_order(value):
                     return None
                 value = view.base
             if value in program.given:
@@ -154,12 +154,6 @@ class Moves:
             elif value in axis.reached:
                 return [1] * len(sizes)
         return sizes
-
-
-def _in_order(value: Any) -> tuple[Run, ...]:
-    """Return the runs of a value as it is."""
-    shape = value.aval.shape
-    return tuple((math.prod(shape[dim + 1 :]), size) for dim, size in enumerate(shape))
 
 
 def _dims_of(base: Any, run: Run) -> Sequence[int]:

@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 
 from capture.measured.work import Kernel
+from capture.runtime.opaque import LARGE
 from capture.runtime.residuals import SplitAxis, ValueSplit
 from capture.runtime.traced_program import TracedProgram
 from capture.runtime.views import item_bytes
 from capture.tracing.flops import equation_flops
 from capture.tracing.jaxprs import is_variable
 
-#: Rows, columns and terms per device from which on a product is one of a library.
-_LARGE = 32
 #: Of a result, these need a part, or a sum, which compilers may compute of the operands instead.
 _PARTS = frozenset({"slice", "dynamic_slice", "gather", "reduce_sum", "split"})
 
@@ -87,7 +86,7 @@ class LargeProducts:
                     sizes[part] = max(1, sizes[part] // axis.degree)
                 if part == "terms":
                     summed.append(axis.name)
-            if min(sizes["rows"], sizes["columns"], sizes["terms"]) >= _LARGE:
+            if min(sizes["rows"], sizes["columns"], sizes["terms"]) >= LARGE:
                 found[at] = Product(at, equation, tuple(sizes.values()), tuple(summed))
         return found
 

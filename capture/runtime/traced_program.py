@@ -14,9 +14,9 @@ import jax
 from capture.memo import memo
 from capture.partition.spread import Spread
 from capture.runtime.opaque import OpaqueProducts
-from capture.runtime.views import Views
+from capture.runtime.views import Views, products_before
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import variables
 from capture.tracing.recompute import ELEMENTWISE, REDUCTIONS
 
 #: Computed inside of what reads the result.
@@ -329,17 +329,7 @@ class Opaque:
     @cached_property
     def _before(self) -> Mapping[int, Collection[int]]:
         """The positions of the products that each product depends on."""
-        found: dict[int, frozenset[int]] = {}
-        origins: dict[Any, frozenset[int]] = {}
-        for at, equation in enumerate(self._program.equations):
-            reads = self._program.reads[at]
-            earlier = frozenset[int]().union(*(origins[v] for v in reads if v in origins))
-            if at in self.products:
-                found[at] = earlier
-                earlier = earlier | {at}
-            if earlier:
-                origins.update(dict.fromkeys(equation.outvars, earlier))
-        return found
+        return products_before(self._program.equations, self.products)
 
 
 class _Groups:
@@ -384,8 +374,3 @@ def _reached(steps: Iterable[TracedOperation]) -> Sequence[TracedOperation]:
 
 def _is_fused(equation: Any) -> bool:
     return equation.primitive.name in _FUSED and not equation.effects
-
-
-def variables(atoms: Iterable[Any]) -> Sequence[Any]:
-    """Return the atoms that are no literals."""
-    return [atom for atom in atoms if is_variable(atom)]

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from capture.runtime.traced_program import TracedProgram, variables
-from capture.tracing.jaxprs import is_variable
+from capture.runtime.traced_program import TracedProgram
+from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.recompute import ELEMENTWISE, MOVES, REDUCTIONS
 
 #: Elements that are summed up to one, from which on a sum has a kernel of its own.

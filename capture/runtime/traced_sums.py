@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from capture.measured.work import Collective
 from capture.runtime.residuals import SplitAxis, ValueSplit
 from capture.runtime.traced_products import LargeProducts, part_of
-from capture.runtime.traced_program import TracedProgram, variables
+from capture.runtime.traced_program import TracedProgram
 from capture.runtime.views import item_bytes
+from capture.tracing.jaxprs import variables
 from capture.tracing.recompute import RENAMED
 
 #: What parts of a sum may go through before they are summed over devices.

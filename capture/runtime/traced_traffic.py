@@ -25,7 +25,7 @@ from capture.measured.work import Kernel
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.residuals import ValueSplit
 from capture.runtime.traced_moves import Moves
-from capture.runtime.traced_program import TracedProgram, variables
+from capture.runtime.traced_program import TracedProgram
 from capture.runtime.traced_rereads import (
     NONE,
     Dependence,
@@ -39,6 +39,8 @@ from capture.runtime.traced_rereads import (
     summed,
 )
 from capture.runtime.views import item_bytes
+from capture.tracing.fusion import MULTIPLY
+from capture.tracing.jaxprs import variables
 from capture.tracing.recompute import (
     ELEMENTWISE,
     FUNCTIONS,
@@ -54,8 +56,6 @@ _ELEMENTS = ELEMENTWISE | {"transpose"}
 _ADDED = RENAMED | {"add", "add_any", "sub", "neg", "transpose"}
 #: What no library is known to end a product with.
 _SLOW = (FUNCTIONS | LONG_FUNCTIONS) - {"tanh", "erf"}
-#: A library may have them, however small they are.
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 #: Read no more of an operand than they make.
 _PARTS = frozenset({"gather", "slice", "dynamic_slice", "split"})
 #: May write no more than a part of what they are given.
@@ -165,7 +165,7 @@ class _Ends:
         before: dict[Any, frozenset[Any]] = {}
         for at, equation in enumerate(program.equations):
             reads = program.reads[at]
-            made = frozenset(equation.outvars if equation.primitive.name in _PRODUCTS else ())
+            made = frozenset(equation.outvars if equation.primitive.name in MULTIPLY else ())
             if found := made.union(*(before[v] for v in reads if v in before)):
                 before.update(dict.fromkeys(equation.outvars, found))
             if made:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from capture.partition.dim_flow import reshape_groups
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.recompute import RENAMED
 
 #: The same elements under another name, shape, type or order.
@@ -80,7 +80,7 @@ class Views:
         they read the same elements the same way, and do not depend on each other."""
         first = {at: at for at in products}
         readers: dict[Any, list[int]] = {}
-        before = self._before(products)
+        before = products_before(self._equations, products)
 
         def last(at: int) -> int:
             while first[at] != at:
@@ -95,20 +95,6 @@ class Views:
                         first[two] = one
                 readers[key].append(at)
         return {at: last(at) for at in products}
-
-    def _before(self, products: Collection[int]) -> Mapping[int, frozenset[int]]:
-        """Return, per product, those that it depends on."""
-        origins: dict[Any, frozenset[int]] = {}
-        found = {}
-        for at, equation in enumerate(self._equations):
-            reads = (origins[v] for v in equation.invars if is_variable(v) and v in origins)
-            earlier = frozenset[int]().union(*reads)
-            if at in products:
-                found[at] = earlier
-                earlier |= {at}
-            if earlier:
-                origins.update(dict.fromkeys(equation.outvars, earlier))
-        return found
 
     def _reads(self, equation: Any) -> list[Any]:
         """Return how a product reads its operands; a convolution reads each in its own way."""
@@ -125,16 +111,37 @@ class Views:
         return found
 
 
+def products_before(
+    equations: Iterable[Any], products: Collection[int]
+) -> Mapping[int, frozenset[int]]:
+    """Return the positions of the products that each product depends on."""
+    origins: dict[Any, frozenset[int]] = {}
+    found = {}
+    for at, equation in enumerate(equations):
+        reads = (origins[v] for v in variables(equation.invars) if v in origins)
+        earlier = frozenset[int]().union(*reads)
+        if at in products:
+            found[at] = earlier
+            earlier |= {at}
+        if earlier:
+            origins.update(dict.fromkeys(equation.outvars, earlier))
+    return found
+
+
 def item_bytes(value: Any) -> int:
     """Return the bytes of one element; a random key has two words."""
     dtype = getattr(value.aval, "dtype", None)
     return 8 if dtype is None or not hasattr(dtype, "kind") else int(dtype.itemsize)
 
 
-def _own(value: Any) -> View:
+def in_order(value: Any) -> tuple[Run, ...]:
+    """Return the runs of a value as it is."""
     shape = getattr(value.aval, "shape", ())
-    runs = [(math.prod(shape[dim + 1 :]), size) for dim, size in enumerate(shape)]
-    return View(value, tuple(runs), item_bytes(value))
+    return tuple((math.prod(shape[dim + 1 :]), size) for dim, size in enumerate(shape))
+
+
+def _own(value: Any) -> View:
+    return View(value, in_order(value), item_bytes(value))
 
 
 def _joined(runs: Iterable[Run]) -> frozenset[Run]:

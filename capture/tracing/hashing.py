@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capture.memo import memo
 from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, is_variable, opened, sub_jaxprs
 from capture.tracing.keys import words
 from capture.tracing.layers import LayerOps
@@ -54,9 +55,6 @@ class ProgramHasher:
 
     def __init__(self, program: LossProgram):
         self._program = program
-        self._consts: dict[int, str] = {}
-        self._types: dict[int, str] = {}
-        self._operations: dict[Op, str] = {}
         self._known: dict[
             tuple[int, bool], tuple[Any, str]
         ] = {}  # by id of an object, which is kept so that the id stays its own
@@ -92,11 +90,10 @@ class ProgramHasher:
         lines += [f"out {names[v]}:{v in program.differentiable}" for v in layer.outputs]
         return digest("\n".join(lines))
 
+    @memo
     def const(self, value: int) -> str:
         """Return a text of a constant of the program, by content."""
-        if value not in self._consts:
-            self._consts[value] = _array(self._program.consts[value])
-        return self._consts[value]
+        return _array(self._program.consts[value])
 
     def literal(self, atom: Any) -> str:
         """Return a text of an operand that is a literal, by content."""
@@ -106,17 +103,14 @@ class ProgramHasher:
         """Return a text of the policy and options of a remat region."""
         return f"{self._text(region.policy)}{region.prevent_cse}"
 
+    @memo  # many layers, and slices of layers, have the same one
     def operation(self, op: Op) -> str:
         """Return a text of what an operation does, whatever it reads."""
-        # Many layers, and slices of layers, have the same one.
-        if op not in self._operations:
-            self._operations[op] = self._equation(op)
-        return self._operations[op]
+        return self._equation(op)
 
+    @memo
     def _type(self, value: int) -> str:
-        if value not in self._types:
-            self._types[value] = _type(self._program.avals[value])
-        return self._types[value]
+        return _type(self._program.avals[value])
 
     def _equation(self, equation) -> str:
         """Return a text of the primitive and parameters of an ``Op`` or of an equation of a

@@ -7,10 +7,12 @@ known here alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from jax.extend import core as jex_core
 
+_T = TypeVar("_T")
 #: Call-like primitives, and the parameter that holds the body.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 #: Those whose body is computed again when it goes backwards.
@@ -30,9 +32,9 @@ def is_variable(atom: Any) -> bool:
     return not isinstance(atom, jex_core.Literal)
 
 
-def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
     """Return those operands that are variables, not literals."""
-    return filter(is_variable, atoms)
+    return [atom for atom in atoms if is_variable(atom)]
 
 
 def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
@@ -48,6 +50,12 @@ def opened(body: Any) -> Any:
 def consts_of(body: Any) -> Sequence[Any]:
     """Return the constants of a closed jaxpr; an open one has none."""
     return getattr(body, "consts", ())
+
+
+def in_groups(values: Sequence[_T], sizes: Iterable[int]) -> list[list[_T]]:
+    """Return the values in consecutive groups of these sizes."""
+    bounds = accumulate(sizes, initial=0)
+    return [list(values[first:stop]) for first, stop in pairwise(bounds)]
 
 
 def several(value: Any) -> Sequence[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from capture.errors import TracingError
 from capture.machine.rates import Products
 from capture.machine.target import Target
-from capture.model.graph import Tensor, item_bytes
+from capture.model.graph import LayerGraph, item_bytes
 from capture.model.operators import Block, Kind, Operator, OperatorModel
 from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ParameterLeaf
@@ -151,31 +151,28 @@ def traced_operators(
         counted |= own
         first = part.saved_values.keys() - kept
         kept |= first
-        later = graph.crossing(layer.layer_id + 1)
+        later = [graph.values[v] for v in graph.crossing(layer.layer_id + 1)]
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
         params.append(tuple(sorted(own)))
         computed[part.computed] += layer.flops
+        sizes = {
+            "activation_bytes": part.saved_bytes + sum(part.saved_values[v] for v in first),
+            "input_bytes": sum(t.nbytes for t in read if t.batch_dim is not None),
+            "output_bytes": part.product_bytes,
+            "flops": layer.flops,
+            "tail_bytes": part.saved_bytes,
+            "crossing_bytes": sum(t.nbytes for t in later if t.differentiable),
+            "fused_bytes": sum(part.saved_values[v] for v in first & fused),
+            "backward_bytes": part.backward_bytes,
+            "again_bytes": again[layer.layer_id],
+        }
+        leaves = [graph.params[p] for p in own]
         operators.append(
             Operator(
-                max((graph.params[p] for p in own), key=lambda leaf: leaf.nbytes).name
-                if own
-                else layer.name,
+                max(leaves, key=lambda leaf: leaf.nbytes).name if leaves else layer.name,
                 part.kind,
-                sum(graph.params[p].nbytes for p in own),
-                activation_bytes=(part.saved_bytes + sum(part.saved_values[v] for v in first))
-                // microbatch_size,
-                input_bytes=sum(tensor.nbytes for tensor in read if tensor.batch_dim is not None)
-                // microbatch_size,
-                output_bytes=part.product_bytes // microbatch_size,
-                flops=layer.flops // microbatch_size,
-                tail_bytes=part.saved_bytes // microbatch_size,
-                crossing_bytes=sum(
-                    graph.values[v].nbytes for v in later if graph.values[v].differentiable
-                )
-                // microbatch_size,
-                fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
-                backward_bytes=part.backward_bytes // microbatch_size,
-                again_bytes=again[layer.layer_id] // microbatch_size,
+                sum(leaf.nbytes for leaf in leaves),
+                **{name: nbytes // microbatch_size for name, nbytes in sizes.items()},
             )
         )
         fused |= part.fused_values
@@ -297,29 +294,10 @@ def _differentiated(
     Layers come last first, because a value that only products read later is saved in their data
     type.
     """
-    graph = traced.graph
-    params, inputs = (
-        [struct_of(t) for t in group]
-        for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs))
-    )
-    batch = [struct_of(t) for t in _of(graph.batch, layer.batch)]
-    moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
-
-    def forward_and_saved(params, inputs, batch):
-        def run(params, differentiable):
-            given = list(inputs)
-            for i, value in zip(moving, differentiable, strict=True):
-                given[i] = value
-            return layer(params, given, batch)
-
-        outputs, vjp = jax.vjp(run, params, [inputs[i] for i in moving])
-        return outputs, jax.tree.leaves(vjp)
-
-    jaxpr = jax.make_jaxpr(forward_and_saved)(params, inputs, batch).jaxpr
+    graph, num_params = traced.graph, len(layer.params)
+    jaxpr = _forward_and_saved(graph, layer)
     outputs, saved = jaxpr.outvars[: len(layer.outputs)], jaxpr.outvars[len(layer.outputs) :]
-    of_graph = dict(
-        zip(jaxpr.invars[len(params) : len(params) + len(inputs)], layer.inputs, strict=True)
-    )
+    of_graph = dict(zip(jaxpr.invars[num_params:], layer.inputs, strict=False))
     of_graph.update(
         (var, v) for var, v in zip(outputs, layer.outputs, strict=True) if is_variable(var)
     )
@@ -334,16 +312,14 @@ def _differentiated(
             products.dtypes.get(dtype, dtype) if narrow.get(var) else dtype
         )
 
-    static = set(_static(jaxpr, len(params)))
+    static = set(_static(jaxpr, num_params))
     # Batch leaves are held anyway; literals and constants cost nothing per example.
     free = (static | set(jaxpr.invars)) - set(of_graph)
     saved = [v for v in saved if is_variable(v) and v not in free]
     kept = fusion.kept(jaxpr, saved, free, set(of_graph), nbytes, products.fuse_operands)
     values = {of_graph[v]: nbytes(v) for v in kept if v in of_graph}
     read = {p: nbytes(var) for p, var in zip(layer.params, jaxpr.invars, strict=False)}
-    product = next(
-        (equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None
-    )
+    product = _first_of(jaxpr, PRODUCTS)
     kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
     size = (
         0
@@ -358,15 +334,9 @@ def _differentiated(
         else set()
     )
     fused = {of_graph[v] for v in following if v in of_graph}
-    computed = fusion.computed_in(
-        next(
-            (equation for equation in jaxpr.eqns if equation.primitive.name in fusion.MULTIPLY),
-            None,
-        )
-    )
     return _Part(
         kind,
-        computed,
+        fusion.computed_in(_first_of(jaxpr, fusion.MULTIPLY)),
         size,
         sum(nbytes(v) for v in kept - set(of_graph)),
         values,
@@ -374,6 +344,37 @@ def _differentiated(
         read,
         backward_bytes,
     )
+
+
+def _forward_and_saved(graph: LayerGraph, layer: StageSlice):
+    """Return the jaxpr of a layer's forward pass, whose outputs come before what ``jax.vjp``
+    saves."""
+    params, inputs, batch = (
+        [struct_of(tensors[i]) for i in indices]
+        for tensors, indices in (
+            (graph.params, layer.params),
+            (graph.values, layer.inputs),
+            (graph.batch, layer.batch),
+        )
+    )
+    moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
+
+    def forward_and_saved(params, inputs, batch):
+        def run(params, differentiable):
+            given = list(inputs)
+            for i, value in zip(moving, differentiable, strict=True):
+                given[i] = value
+            return layer(params, given, batch)
+
+        outputs, vjp = jax.vjp(run, params, [inputs[i] for i in moving])
+        return outputs, jax.tree.leaves(vjp)
+
+    return jax.make_jaxpr(forward_and_saved)(params, inputs, batch).jaxpr
+
+
+def _first_of(jaxpr, names: Collection[str]):
+    """Return the first equation whose primitive has one of these names, or None."""
+    return next((each for each in jaxpr.eqns if each.primitive.name in names), None)
 
 
 def _static(jaxpr, num_params: int) -> Iterator:
@@ -384,10 +385,6 @@ def _static(jaxpr, num_params: int) -> Iterator:
         if all(v in static for v in variables(equation.invars)):
             static.update(equation.outvars)
             yield from equation.outvars
-
-
-def _of(tensors, indices) -> list[Tensor]:
-    return [tensors[i] for i in indices]
 
 
 def _state_ratio(workload: WorkloadProtocol) -> float:

@@ -29,7 +29,10 @@ class OutlineHasher(ProgramHasher):
 
     def __init__(self, program: LossProgram, operations: Mapping[Op, str]):
         super().__init__(program)
-        self._operations = dict(operations)
+        self._operations = operations
+
+    def operation(self, op: Op) -> str:
+        return self._operations[op]
 
     def const(self, value: int) -> str:
         return self._program.consts[value]

@@ -99,7 +99,7 @@ def test_strangers_are_refused_while_hosts_get_through(gates, service):
     first.allow({7: service})
     address, strangers = second.dial(first.address, 7), Strangers(SECRET)
     _, port = parted(first.address)
-    before = resident_bytes([first.process_id])
+    before = resident_bytes([first._process.pid])
     for _ in range(3):
         strangers.come([port], 100, time.monotonic() + environment.patience(60))
         assert exchanged(address, b"a") == b"A"
@@ -107,7 +107,7 @@ def test_strangers_are_refused_while_hosts_get_through(gates, service):
     assert strangers.done["half-open"] + strangers.done["slow"] == 60
     strangers.come_silent(port, 3 * forwarder.MOST_UNPROVEN)
     assert exchanged(address, b"a") == b"A"
-    assert resident_bytes([first.process_id]) - before < 16_000_000
+    assert resident_bytes([first._process.pid]) - before < 16_000_000
     assert strangers.unreached == 0 and strangers.answered == 60
     strangers.go()
     assert first.num_refused >= 300
@@ -223,7 +223,7 @@ def test_the_first_message_names_ports_of_this_machine(gates):
 
 
 def test_a_gate_that_was_killed_is_said(gates):
-    os.kill(gates[1].process_id, signal.SIGKILL)
+    os.kill(gates[1]._process.pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(ExecutionError) as refused:
             gates[1].meet(gates[0].address, 5.0)
@@ -233,7 +233,7 @@ def test_a_gate_that_was_killed_is_said(gates):
 def test_a_gate_ends_with_its_host():
     program = (
         "import os; from capture.runtime.hosts.gate import Gate; "
-        f"print(Gate({SECRET!r}, '127.0.0.1:0', 0).process_id, flush=True); "
+        f"print(Gate({SECRET!r}, '127.0.0.1:0', 0)._process.pid, flush=True); "
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

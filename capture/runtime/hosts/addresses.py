@@ -135,8 +135,10 @@ def _why_not_reached(address: str, *, listens: bool) -> str | None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that is free now, for the next process that asks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port of an address of this machine that is free now, for the next process that
+    asks."""
+    name = address.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as probe:
+        probe.bind((name, 0))
         return probe.getsockname()[1]

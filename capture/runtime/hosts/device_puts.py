@@ -8,13 +8,13 @@ or all hang.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from capture.runtime.hosts.addresses import free_port
 from capture.runtime.hosts.transport import Buffer, Shipment, Silence, buffers, touch
 
 #: Sockets to each peer.
@@ -29,11 +29,8 @@ def prepare(address: str, patience_seconds: float) -> None:
         address: Of this host.
         patience_seconds: For what the others say of themselves.
     """
-    with socket.socket(socket.AF_INET6 if ":" in address.strip("[]") else socket.AF_INET) as probe:
-        probe.bind((address.strip("[]"), 0))
-        port = probe.getsockname()[1]
     for name, value in (
-        ("socket_address", f"{address}:{port}"),
+        ("socket_address", f"{address}:{free_port(address)}"),
         ("timeout_seconds", int(patience_seconds)),
     ):
         jax.config.update(f"jax_cross_host_transfer_{name}", value)

@@ -3,7 +3,6 @@ they say, and ends them all, whatever happens. Loads no JAX."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -20,7 +19,7 @@ from capture import environment
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
 from capture.runtime.hosts.addresses import check_nodes, free_port
-from capture.runtime.hosts.process import Failed, HostJob, Message, serve
+from capture.runtime.hosts.process import Failed, HostJob, Message, all_of, serve
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
 from capture.runtime.hosts.watching import SILENT_SECONDS, lost
 
@@ -103,12 +102,7 @@ class LocalProcesses:
             raise
 
     def hear(self, seconds: float) -> list[tuple[int, Message]]:
-        found = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self._said.get(timeout=seconds))
-            while True:
-                found.append(self._said.get_nowait())
-        return found
+        return all_of(self._said, seconds)
 
     def end(self) -> None:
         for host in self._hosts:

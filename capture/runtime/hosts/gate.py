@@ -108,11 +108,6 @@ class Gate:
         """The connections that were closed because they did not prove that they know the secret."""
         return self._ask(count=True)["count"]
 
-    @property
-    def process_id(self) -> int:
-        """The id of the gate's process."""
-        return self._process.pid
-
     def end(self) -> None:
         """End the gate and what goes through it, before this process does."""
         self._process.kill()

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import queue
 import re
 import signal
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from capture import environment
 from capture.errors import Violation, users_traceback, violations_of
@@ -103,6 +104,17 @@ class Failed:
 
 
 Message = Alive | Said | StepRecord | Done | Failed
+_T = TypeVar("_T")
+
+
+def all_of(said: queue.SimpleQueue[_T], seconds: float) -> list[_T]:
+    """Return what was said meanwhile, or wait so many seconds for the first of it."""
+    found: list[_T] = []
+    with contextlib.suppress(queue.Empty):
+        found.append(said.get(timeout=seconds))
+        while True:
+            found.append(said.get_nowait())
+    return found
 
 
 def serve(job: HostJob, connection: Connection, parent: int) -> None:

@@ -3,11 +3,9 @@ they are gone. Loads no JAX."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +29,8 @@ from capture.machine.ray_cluster import (
 )
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import Plan
-from capture.runtime.hosts.addresses import check_nodes
-from capture.runtime.hosts.process import Alive, Failed, HostJob, Message, Voice, live
+from capture.runtime.hosts.addresses import check_nodes, free_port
+from capture.runtime.hosts.process import Alive, Failed, HostJob, Message, Voice, all_of, live
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
 from capture.runtime.hosts.watching import SILENT_SECONDS, lost
 
@@ -108,10 +106,8 @@ class RemoteHost:
 
     def greet(self) -> Greeting:
         address = address_of_this_process()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
-        return Greeting(node_of_this_process(), os.getpid(), f"{address}:{port}", versions_here())
+        reached = f"{address}:{free_port(address)}"
+        return Greeting(node_of_this_process(), os.getpid(), reached, versions_here())
 
     def live(self, job: HostJob) -> None:
         live(job, Voice(self._said.put, self._is_heard))
@@ -119,12 +115,7 @@ class RemoteHost:
     def hear(self, seconds: float) -> list[Message]:
         """Return the messages since the last call, or wait so many seconds for the first."""
         self._heard = time.monotonic()
-        found = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self._said.get(timeout=seconds))
-            while True:
-                found.append(self._said.get_nowait())
-        return found
+        return all_of(self._said, seconds)
 
     def _is_heard(self) -> bool:
         return time.monotonic() - self._heard < environment.patience(_UNHEARD_SECONDS)

@@ -31,7 +31,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from capture.runtime.layer_order import may_wait
 from capture.runtime.sharded.slices import LeafRows, Taken
+
+_Arrays = list[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ def run_gathered(
         params: As stored.
         others: Its other operands.
         token: What makes backward passes go one after the other (``with_token``).
-        keep_results: Whether a compiler would rather repeat the operation: not to keep what was
-            gathered for that.
+        keep_results: Whether a compiler is kept from repeating the operation where its results are
+            read, for which it would keep what was gathered.
         hand_on: Whether another operation reads the first operand: it has to wait for this one, or
             they would be made one.
         prefetch: Forwards, whether the all-gather may start with the operation before, not only
@@ -110,93 +113,117 @@ def run_gathered(
             nobody then reads the token, and XLA would drop it.
     """
     moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    passes = _GatheredPasses(arrays, pieces, moving, keep_results, hand_on, prefetch)
 
     @jax.custom_vjp
     def run(params, others, token):
-        return forward(params, others, token)[0]
+        return passes.forward(params, others, token)[0]
 
-    def forward(params, others, token):
-        total: list[Any] = []
+    run.defvjp(passes.forward, passes.backward)
+    return run(list(params), list(others), token)
+
+
+@dataclass(frozen=True)
+class _GatheredPasses:
+    """The forward and the backward pass of an operation on sharded parameters.
+
+    Attributes:
+        arrays, pieces, keep_results, hand_on, prefetch: As for ``run_gathered``.
+        moving: Positions of the other operands that have gradients.
+    """
+
+    arrays: Sequence[ParamArray]
+    pieces: Sequence[Piece]
+    moving: Sequence[int]
+    keep_results: bool
+    hand_on: bool
+    prefetch: bool
+
+    def forward(
+        self, params: _Arrays, others: _Arrays, token: jax.Array
+    ) -> tuple[tuple[_Arrays, jax.Array, jax.Array], tuple[_Arrays, _Arrays]]:
+        """Return what ``run_gathered`` does, and what the backward pass reads."""
+        total: _Arrays = []
         operands = others
-        for piece in pieces:
+        for piece in self.pieces:
             # What is tied has to be used: of a barrier, XLA drops what nobody reads.
             held = [params[taken.array] for taken in piece.params]
             before = total or operands
-            if prefetch:
+            if self.prefetch:
                 held, token = tied(held, token)
             else:
                 held, before = tied(held, before)
             before, token = tied(before, token)
             total, operands = (before, operands) if total else (total, before)
-            of_piece = piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))
+            full = self._gathered(piece, _shards_of(piece, held))
+            of_piece = piece.compute(full, sliced(piece, operands))
             total = list(map(jnp.add, total, of_piece)) if total else of_piece
         first = others[0]
-        if hand_on:
+        if self.hand_on:
             total, first = tied(total, first)
-        elif keep_results:
+        elif self.keep_results:
             total, _ = tied(total, ())
         return (total, token, first), (params, others)
 
-    def backward(saved, cotangents):
+    def backward(
+        self, saved: tuple[_Arrays, _Arrays], cotangents: tuple[_Arrays, jax.Array, jax.Array]
+    ) -> tuple[_Arrays, _Arrays, jax.Array]:
+        """Return the gradients of the parameters, of the other operands and of the token."""
         params, others = saved
-        gradients, token, of_first = cotangents
+        gradients, order, of_first = cotangents
         to_params: list[Any] = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in params]
-        to_others: list[Any] = [
-            jax.ShapeDtypeStruct(others[i].shape, others[i].dtype) for i in moving
-        ]
-        order: Any = token
-        for piece in pieces:
+        found: list[Any] = [None] * len(others)
+        for i in self.moving:
+            found[i] = jax.ShapeDtypeStruct(others[i].shape, others[i].dtype)
+        for piece in self.pieces:
             held, (gradients, order) = tied(
                 [params[taken.array] for taken in piece.params], (gradients, order)
             )
-            shards = shards_of(piece, held)
-            given = sliced(piece, others)
-
-            def compute(full, differentiable, piece=piece, given=given):
-                operands = list(given)
-                for i, value in zip(moving, differentiable, strict=True):
-                    operands[i] = value
-                return piece.compute(full, operands)
-
-            _, vjp = jax.vjp(compute, gather(piece, shards), [given[i] for i in moving])
-            of_full, of_others = vjp(gradients)
+            shards = _shards_of(piece, held)
+            of_full, of_others = self._pulled_back(piece, shards, others, gradients)
             of_shards = [
-                arrays[t.array].reduce_scatter(s, g)
+                self.arrays[t.array].reduce_scatter(s, g)
                 for t, s, g in zip(piece.params, shards, of_full, strict=True)
             ]
             (of_shards, of_others), order = tied((of_shards, of_others), order)
             for taken, gradient in zip(piece.params, of_shards, strict=True):
                 whole = taken.put(to_params[taken.array], gradient)
                 to_params[taken.array] = lax.with_sharding_constraint(
-                    whole, arrays[taken.array].part.stored
+                    whole, self.arrays[taken.array].part.stored
                 )
-            for n, (i, gradient) in enumerate(zip(moving, of_others, strict=True)):
-                part = (
-                    piece.partner
-                    if piece.partner is not None and piece.partner.array == i
-                    else None
-                )
-                to_others[n] = gradient if part is None else part.put(to_others[n], gradient)
-        found: list[Any] = [None] * len(others)
-        for i, gradient in zip(moving, to_others, strict=True):
-            found[i] = gradient
-        if moving and moving[0] == 0:
+            for i, gradient in zip(self.moving, of_others, strict=True):
+                partner = piece.partner if piece.partner and piece.partner.array == i else None
+                found[i] = partner.put(found[i], gradient) if partner else gradient
+        if found[0] is not None:
             found[0] = found[0] + of_first
         return to_params, found, order
 
-    def shards_of(piece, held):
-        """Take a piece's slices behind the barrier, or XLA would keep them from the forward to the
-        backward pass."""
-        return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
+    def _pulled_back(
+        self, piece: Piece, shards: _Arrays, others: _Arrays, gradients: _Arrays
+    ) -> tuple[_Arrays, _Arrays]:
+        """Return the gradients of a piece's gathered parameters and of its other operands."""
+        given = sliced(piece, others)
 
-    def gather(piece, shards):
+        def compute(full: _Arrays, differentiable: _Arrays) -> _Arrays:
+            operands = list(given)
+            for i, value in zip(self.moving, differentiable, strict=True):
+                operands[i] = value
+            return piece.compute(full, operands)
+
+        _, vjp = jax.vjp(compute, self._gathered(piece, shards), [given[i] for i in self.moving])
+        return vjp(gradients)
+
+    def _gathered(self, piece: Piece, shards: _Arrays) -> _Arrays:
         return [
-            arrays[taken.array].all_gather(shard)
+            self.arrays[taken.array].all_gather(shard)
             for taken, shard in zip(piece.params, shards, strict=True)
         ]
 
-    run.defvjp(forward, backward)
-    return run(list(params), list(others), token)
+
+def _shards_of(piece: Piece, held: _Arrays) -> _Arrays:
+    """Take a piece's slices behind the barrier, or XLA would keep them from the forward to the
+    backward pass."""
+    return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
 
 
 def with_token(params: Any) -> tuple[Any, Any]:
@@ -249,11 +276,7 @@ def tied(first: Any, second: Any) -> tuple[Any, Any]:
     """Return both as they are, neither before the other is there. Random keys and gradients of
     integers are left out."""
     leaves, tree = jax.tree.flatten((first, second))
-    plain = [
-        i
-        for i, x in enumerate(leaves)
-        if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
-    ]
+    plain = [i for i, x in enumerate(leaves) if may_wait(x)]
     for i, value in zip(plain, lax.optimization_barrier([leaves[i] for i in plain]), strict=True):
         leaves[i] = value
     return jax.tree.unflatten(tree, leaves)

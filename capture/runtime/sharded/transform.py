@@ -23,6 +23,7 @@ from capture.runtime.sharded.all_gather import awaited, run_gathered, with_token
 from capture.runtime.sharded.operation import is_stored, pieces_of, plain, stored
 from capture.runtime.sharded.placement import LeafPlacement
 from capture.tracing.cut import flatten_loss, product_cuts
+from capture.tracing.fusion import MULTIPLY
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import LAYOUT
@@ -31,7 +32,6 @@ from capture.tracing.program import LossProgram, Op, is_value
 from capture.tracing.slices import Region, run_op, run_steps, steps_of
 
 _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values are numbered from 0
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 def gathered_loss(
@@ -153,7 +153,7 @@ class _Runner:
             arrays,
             given,
             token,
-            keep_results=op.primitive.name not in _PRODUCTS,
+            keep_results=op.primitive.name not in MULTIPLY,
             hand_on=op in self.read_again,
             prefetch=self.prefetch and op in self.differentiated and not op.regions,
         )
