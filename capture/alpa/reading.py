@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from capture.alpa.placement import Shape, alpa_placement
 from capture.errors import PlanError
@@ -82,30 +82,12 @@ def plan_from_alpa(
             "alpa-undecided",
         )
     try:
-        found = _loaded(source)
-        options, nodes, auto_sharding = source if isinstance(source, Mapping) else None, cluster, {}
-        remat, auto_layers = False, False
-        if options is None:
-            pipeline = found.pipeline_plan
-            options = dict(vars(pipeline.manual_stage_option))
-            num_micro_batches, pipeline_schedule = (
-                found.num_micro_batches,
-                pipeline.pipeline_schedule,
-            )
-            nodes = cluster or Cluster(
-                (int(found.cluster_info.num_devices_per_host),) * int(found.cluster_info.num_hosts),
-                target,
-            )
-            auto_sharding = (
-                {} if found.auto_sharding_option is None else dict(vars(found.auto_sharding_option))
-            )
-            layer_option = vars(pipeline.layer_option)
-            auto_layers = type(pipeline.layer_option).__name__ == "AutoLayerOption"
-            remat = (
-                bool(layer_option.get("remat_layer"))
-                or layer_option.get("remat_mode", "none") != "none"
-            )
-        if nodes is None or num_micro_batches is None or pipeline_schedule is None:
+        if isinstance(source, Mapping):
+            said = _Said(source, cluster, num_micro_batches, pipeline_schedule)
+        else:
+            said = _said(_loaded(source), cluster, target)
+        options, nodes = said.options, said.cluster
+        if nodes is None or said.num_micro_batches is None or said.pipeline_schedule is None:
             raise ValueError(
                 "manual options need cluster, num_micro_batches and pipeline_schedule beside them"
             )
@@ -134,22 +116,58 @@ def plan_from_alpa(
     for s, (ids, shape, own, where) in enumerate(
         zip(layer_ids, logical, dicts, devices, strict=True)
     ):
-        settings = {**auto_sharding, **own}
+        settings = {**said.auto_sharding, **own}
         dp, tp = _degrees(s, (int(shape[0]), int(shape[1])), settings, undecided)
         split = bool(settings.get("prefer_reduce_scatter")) and dp > 1
-        stages.append(
-            Stage(
-                ids[0], ids[-1] + 1, where, StageChoice(dp, tp, "full" if remat else "none", split)
-            )
-        )
+        choice = StageChoice(dp, tp, "full" if said.remat else "none", split)
+        stages.append(Stage(ids[0], ids[-1] + 1, where, choice))
     return Plan(
         nodes,
         sum(map(len, layer_ids)),
         tuple(stages),
         global_batch_size,
-        int(num_micro_batches),
-        pipeline_schedule,
-        auto_layers=auto_layers,
+        int(said.num_micro_batches),
+        said.pipeline_schedule,
+        auto_layers=said.auto_layers,
+    )
+
+
+class _Said(NamedTuple):
+    """The content of Alpa's plan or options.
+
+    Attributes:
+        options: The arguments of ``ManualStageOption``.
+        cluster, num_micro_batches, pipeline_schedule: None where it is not known.
+        auto_sharding: The solver's options for all stages.
+        remat: Whether all layers are recomputed.
+        auto_layers: Whether Alpa has cut the layers.
+    """
+
+    options: Mapping[str, Any]
+    cluster: Cluster | None
+    num_micro_batches: int | None
+    pipeline_schedule: str | None
+    auto_sharding: Mapping[str, Any] = {}
+    remat: bool = False
+    auto_layers: bool = False
+
+
+def _said(plan: Any, cluster: Cluster | None, target: str) -> _Said:
+    """Return the content of a ``ParallelPlan``."""
+    pipeline = plan.pipeline_plan
+    options, layers = vars(pipeline.manual_stage_option), vars(pipeline.layer_option)
+    if cluster is None:
+        there = plan.cluster_info
+        nodes = (int(there.num_devices_per_host),) * int(there.num_hosts)
+        cluster = Cluster(nodes, target)
+    return _Said(
+        options,
+        cluster,
+        plan.num_micro_batches,
+        pipeline.pipeline_schedule,
+        {} if plan.auto_sharding_option is None else vars(plan.auto_sharding_option),
+        bool(layers.get("remat_layer")) or layers.get("remat_mode", "none") != "none",
+        type(pipeline.layer_option).__name__ == "AutoLayerOption",
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
+from capture.memo import memo
 from capture.runtime.fused import FusedArray
 from capture.step.program import Place
 from capture.step.sub_array import Call, ProgramFacts
@@ -33,8 +34,6 @@ class ArrayPrograms:
         self._mesh = Mesh(np.asarray([device]), ("device",))
         self._compiler = compiler
         self.executables: dict[str, Executable] = {}
-        self._known: dict[tuple[int, Call], ProgramFacts] = {}
-        self._arrays: dict[int, FusedArray] = {}
 
     def sharding(self, place: Place) -> NamedSharding:
         """Return a place's sharding: whole on the device, or in the memory of its host."""
@@ -48,18 +47,11 @@ class ArrayPrograms:
         avals = [array.struct(value) for value in array.values[bundle]]
         return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals]
 
+    @memo
     def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
         """Return name and temporaries of the program of a call, compiled if no equal one was."""
-        # Numbers of objects that are kept, so that they stay their own.
-        self._arrays[id(sub_array)] = sub_array
-        key = id(sub_array), call
-        if key not in self._known:
-            self._known[key] = self._facts(sub_array, call)
-        return self._known[key]
-
-    def _facts(self, array: FusedArray, call: Call) -> ProgramFacts:
-        name = program_name(array, call)
-        return ProgramFacts(name, self.executable(array, call, name).transient_bytes)
+        name = program_name(sub_array, call)
+        return ProgramFacts(name, self.executable(sub_array, call, name).transient_bytes)
 
     def executable(self, array: FusedArray, call: Call, name: str) -> Executable:
         """Return the program with this name, compiled for the call if it is not there."""

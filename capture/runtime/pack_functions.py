@@ -8,6 +8,7 @@ them read it, each from the parameter made of it again, so that the gradient is 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -158,16 +159,14 @@ class PackFunctions:
     def _split(self, values: Mapping[int, Any]) -> list[list[Any]]:
         if len(self._pieces) == 1:
             return [list(values.values())]
-        found, start = [], 0
-        for size in self._pieces:
+        found = []
+        for start, stop in pairwise(accumulate(self._pieces, initial=0)):
             cut = []
             for v, array in values.items():
                 tensor = self._graph.values[v]
                 dim = tensor.batch_dim
                 assert dim is not None, f"{tensor.name} was found to have no rows"
                 rows = tensor.shape[dim] // self._graph.microbatch_size
-                first, stop = start * rows, (start + size) * rows
-                cut.append(jax.lax.slice_in_dim(array, first, stop, axis=dim))
+                cut.append(jax.lax.slice_in_dim(array, start * rows, stop * rows, axis=dim))
             found.append(cut)
-            start += size
         return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -77,7 +79,7 @@ class PackUpdate:
             own = [self.structs if p is None else [self.structs[at[p]]] for p in of]
             gradients = _joined(gradients, own, count)
         whole = [given for given, param in zip(gradients, of, strict=True) if param is None]
-        total = [_sum(parts) for parts in zip(*whole, strict=True)]
+        total = [reduce(add, parts) for parts in zip(*whole, strict=True)]
         for given, param in zip(gradients, of, strict=True):
             if param is not None:
                 total[at[param]] = total[at[param]] + given[0]
@@ -96,10 +98,3 @@ def _joined(
         ]
         for parts, of in zip(in_groups(slots, [count] * len(structs)), structs, strict=True)
     ]
-
-
-def _sum(parts: Sequence[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

@@ -27,7 +27,7 @@ from capture.runtime.origins import buffer_of
 from capture.runtime.programs import StagePrograms
 from capture.step.attribution import StageBuffers
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import in_groups, is_variable
 from capture.tracing.recompute import recompute_bytes
 
 
@@ -110,10 +110,10 @@ class SplitStagePrograms(StagePrograms):
         return DataFlow(jax.make_jaxpr(self._gradients)(*args), open_remats=True)
 
     @cached_property
-    def _groups(self) -> tuple[Sequence[Any], ...]:
+    def _groups(self) -> Sequence[Sequence[Any]]:
         """The inputs of the flow as the backward pass takes them."""
-        values = iter(self._flow.inputs)
-        return tuple([next(values) for _ in range(count)] for count in self._counts)
+        flow = self._flow  # whose arguments are counted
+        return in_groups(flow.inputs, self._counts)
 
     @cached_property
     def split(self) -> BackwardSplit:

@@ -86,20 +86,16 @@ class TracedProgram:
         self.given = frozenset(self.flow.inputs)
         self.results = frozenset(variables(self.flow.outputs)) - self.given
         self.elsewhere = {*self.flow.inputs, *self.results}
-        self._said: dict[tuple[Hashable, ...], Any] = {}
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Sequence[Any]) -> TracedProgram:
         """Return the program of a function; the shardings of its arguments have no part."""
         return cls(*jax.make_jaxpr(function, return_shape=True)(*args))
 
+    @memo
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
         """Return what a function says of the program, and of what else is given; asked once."""
-        key = (of, *given)
-        if key not in self._said:
-            self._said[key] = of(self, *given)
-        found: T = self._said[key]
-        return found
+        return of(self, *given)
 
     def opaque(self, num_devices: int) -> Opaque:
         """Return the program as what its opaque products on so many devices leave of it."""
