@@ -7,9 +7,11 @@ that slices can wrap them again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, compress
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
@@ -248,11 +250,8 @@ class LossProgram:
             ):
                 position[i] = max(i, min(place_before(u, op) for u in readers))
         order = sorted(range(len(self.ops)), key=lambda i: (position[i], i))
-        before = [0] * (len(self.ops) + 1)
-        for p in position:
-            before[p + 1] += 1
-        for p in range(len(self.ops)):
-            before[p + 1] += before[p]
+        moved = Counter(position)
+        before = list(accumulate((moved[p] for p in range(len(self.ops))), initial=0))
         marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
         return replace(self, ops=tuple(self.ops[i] for i in order), marks=marks)
 
@@ -265,9 +264,6 @@ class LossProgram:
             if op.has_effects or not live.isdisjoint(op.outputs):
                 kept[i] = True
                 live.update(op.reads)
-        before = [0]
-        for keep in kept:
-            before.append(before[-1] + keep)
+        before = list(accumulate(kept, initial=0))
         marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
-        ops = tuple(op for op, keep in zip(self.ops, kept, strict=True) if keep)
-        return replace(self, ops=ops, marks=marks)
+        return replace(self, ops=tuple(compress(self.ops, kept)), marks=marks)
