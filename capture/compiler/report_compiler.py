@@ -34,6 +34,8 @@ from capture.step.attribution import Buffer
 
 #: Between two looks at the dump.
 _PAUSE_SECONDS = 0.02
+#: After which a program without a report is given up, on an idle machine.
+_TIMEOUT_SECONDS = 600.0
 
 
 class ReportCompiler:
@@ -43,15 +45,10 @@ class ReportCompiler:
     Args:
         target: Target with ``stop_at_report`` in its compiler settings.
         name_buffers: Also find out what buffers a program holds at its peak.
-        timeout_seconds: After which a program without a report is given up, on an idle machine
-            (``environment.patience``).
     """
 
-    def __init__(
-        self, target: Target, *, name_buffers: bool = False, timeout_seconds: float = 600.0
-    ):
-        self.target, self._timeout_seconds = target, timeout_seconds
-        self._names_buffers = name_buffers
+    def __init__(self, target: Target, *, name_buffers: bool = False):
+        self.target, self._names_buffers = target, name_buffers
 
     def __call__(
         self,
@@ -87,6 +84,7 @@ class ReportCompiler:
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
+        positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
         job = {
             "program": bytes(exported.serialize()),
@@ -96,7 +94,7 @@ class ReportCompiler:
             "arguments": [(leaf.shape, leaf.dtype, _spec(leaf.sharding)) for leaf in leaves],
             "results": [_spec(sharding) for sharding in jax.tree.leaves(chosen)],
             "options": self.target.compiler_options,
-            "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
+            "donated": [i for i, position in enumerate(positions) if position in donate],
         }
         report, program, buffers = self._run(job, layer_of if self._names_buffers else None)
         work = work_of_text(program, local_flops) if program is not None else None
@@ -141,9 +139,9 @@ class ReportCompiler:
             return report, program, buffers
 
     def _wait(self, child: subprocess.Popen[bytes], folder: Path) -> MemoryReport | None:
-        start, allowed = time.monotonic(), self._timeout_seconds
+        start, allowed = time.monotonic(), _TIMEOUT_SECONDS
         while time.monotonic() - start < (
-            allowed := max(allowed, environment.patience(self._timeout_seconds))
+            allowed := max(allowed, environment.patience(_TIMEOUT_SECONDS))
         ):
             # Before the look: the report may be written in between.
             ended = child.poll() is not None
@@ -152,11 +150,6 @@ class ReportCompiler:
                 return report
             time.sleep(_PAUSE_SECONDS)
         return None
-
-
-def _positions(args: Sequence[Any]) -> list[int]:
-    """Return, per leaf, the position of the argument that it belongs to."""
-    return [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
 
 def _spec(sharding: Any) -> tuple[Any, ...]:

@@ -50,7 +50,8 @@ def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
     check_compiler(target)
     try:
         found = (
-            _cuda_devices(target, num_devices)
+            # One for all stages of up to a node, so that equal programs are equal in all of them.
+            _cuda_topology(target_config(target), max(16, num_devices))
             if target.platform == "cuda"
             else _tpu_devices(target, num_devices)
         )
@@ -71,12 +72,6 @@ def _cuda_topology(config: str, num_devices: int) -> tuple[Any, ...]:
             platform="cuda", target_config=config, topology=f"1x1x{num_devices}"
         ).devices
     )
-
-
-def _cuda_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
-    # One topology for all stages of up to a node, so that equal programs are equal whatever stage
-    # they are of.
-    return _cuda_topology(target_config(target), max(16, num_devices))
 
 
 def target_config(target: Target) -> str:

@@ -31,7 +31,7 @@ from capture.partition.dim_flow import dim_flow
 from capture.partition.tensor_parallel import MODEL_AXIS, cut_dim
 from capture.partition.walk import followed_dims, product_dim
 from capture.tracing import TracedModel
-from capture.tracing.jaxprs import BODIES, in_groups, is_variable, opened
+from capture.tracing.jaxprs import BODIES, in_groups, is_body, is_variable, opened
 from capture.tracing.program import Op, is_value
 from capture.tracing.recompute import aval_bytes
 from capture.tracing.slices import LayerCall, run_op, struct_of
@@ -279,13 +279,9 @@ def _keeps(equation: Any, operand: int, split: Mapping[Any, int], degree: int) -
     if name == "dot_general":
         contract, _ = equation.params["dimension_numbers"]
         return dim not in contract[operand] and results == [product_dim(equation, operand, dim)]
-    if len(results) > 1 or any(map(_is_body_of_another, equation.params.values())):
+    if len(results) > 1 or any(map(is_body, equation.params.values())):
         return False
     return name != "conv_general_dilated" and dim_flow(equation, operand, degree)[dim] == results[0]
-
-
-def _is_body_of_another(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def _body_keeps(body: Any, equation: Any, split: Mapping[Any, int], degree: int) -> bool:

@@ -135,11 +135,11 @@ class Hosts:
         store: Keys and values that all see: the client of ``jax.distributed``.
         gate: Of this host; None if all are on this machine.
         transport: A name of ``TRANSPORTS``.
-        window: See ``capture.step.offers``.
         patience_seconds, on_silence: As for ``initialize``.
 
     Attributes:
         are_joined: Whether they have collectives.
+        window: See ``capture.step.offers``.
     """
 
     def __init__(
@@ -150,12 +150,11 @@ class Hosts:
         gate: Gate | None = None,
         *,
         transport: str = "sockets",
-        window: int = WINDOW,
         patience_seconds: float = PATIENCE,
         on_silence: Callable[[str], None],
     ):
         self.process, self.count = process, count
-        self.transport_name, self.window = transport, window
+        self.transport_name, self.window = transport, WINDOW
         self._store, self._gate = store, gate
         self._patience_seconds, self._on_silence = patience_seconds, on_silence
         self._exchanges = self._numbers = 0

@@ -110,17 +110,17 @@ class ResidentSetMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
         except OSError:
             return
-        self.before_bytes = _status_bytes("VmHWM:")
+        self.before_bytes = _peak_resident_bytes()
 
     @property
     def peak_bytes(self) -> int | None:
         """The peak; None if the system has no such counter, or does not let it be reset."""
-        return None if self.before_bytes is None else _status_bytes("VmHWM:")
+        return None if self.before_bytes is None else _peak_resident_bytes()
 
 
-def _status_bytes(field: str) -> int | None:
+def _peak_resident_bytes() -> int | None:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

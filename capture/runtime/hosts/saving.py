@@ -239,8 +239,8 @@ def items_of(step: PipelinedStep) -> dict[str, dict[str, list[str]]]:
 def _params_in(step: PipelinedStep, s: int) -> list[int]:
     """Return the graph's parameters that are written with a stage: its own, and with the first what
     no stage has."""
-    unused = step.unused if s == 0 else ()
-    return [p for p in (*step.stages[s].owned, *unused) if _has_elements(step.traced.graph, p)]
+    unused, params = step.unused if s == 0 else (), step.traced.graph.params
+    return [p for p in (*step.stages[s].owned, *unused) if 0 not in params[p].shape]
 
 
 def _state_in(step: PipelinedStep, s: int) -> list[int]:
@@ -249,10 +249,6 @@ def _state_in(step: PipelinedStep, s: int) -> list[int]:
     before = {k for stage in step.stages[:s] for k in stage.optimizer.state}
     structs = step.optimizer.state_structs
     return [k for k in step.stages[s].optimizer.state if k not in before and structs[k].size]
-
-
-def _has_elements(graph: Any, param: int) -> bool:
-    return 0 not in graph.params[param].shape
 
 
 def _items(step: PipelinedStep, state: PipelineState) -> Items:
