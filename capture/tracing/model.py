@@ -273,7 +273,7 @@ def _growth(
     known = (each.at(microbatch_size, operations, values, sizes) for each in others)
     dims = next((found for found in known if found is not None), None)
     if dims is None:
-        grown = _avals(workload, params_struct, 2 * microbatch_size, key, flat)
+        grown = _grown_avals(workload, params_struct, microbatch_size, key, flat)
         dims = [
             grown_dim(shape, grown[v].shape) if grown else None
             for v, shape in zip(values, sizes, strict=True)
@@ -281,13 +281,13 @@ def _growth(
     return Growth(microbatch_size, operations, values, sizes, dims)
 
 
-def _avals(
+def _grown_avals(
     workload: WorkloadProtocol, params_struct: PyTree, microbatch_size: int, key, flat: Flattening
 ) -> Sequence[Any] | None:
-    """Return the shapes of the program's values at another micro-batch size; None if the program
+    """Return the shapes of the program's values at twice the micro-batch size; None if the program
     is another one there."""
     try:
-        batch_struct = jax.eval_shape(lambda k: workload.batch(k, microbatch_size), key)
+        batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
         closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
         num_params = len(jax.tree.leaves(params_struct))
         other = flatten(closed, num_params, flat.unrolled, flat.stacked).program
