@@ -103,8 +103,7 @@ class PlanQuestion:
             found.append(
                 Violation(f"remat={self.remat!r} is unknown; give {REMAT_TEXT}.", "plan-remat")
             )
-        kind = SCHEDULES.get(self.schedule)
-        if kind is not None and not kind.is_plain:
+        if self.schedule in SCHEDULES and not self.is_plain:
             found += [
                 Violation(
                     f"schedule={self.schedule!r} has a search of its own "
@@ -144,6 +143,11 @@ class PlanQuestion:
     def microbatch_size(self) -> int:
         """The examples in a micro-batch, over all replicas."""
         return self.global_batch_size // self.num_microbatches
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the schedule is plain (``capture.plan.orders.ScheduleKind``)."""
+        return SCHEDULES[self.schedule].is_plain
 
     @property
     def search(self) -> tuple[str, str, str]:

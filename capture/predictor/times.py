@@ -8,7 +8,7 @@ import numpy as np
 
 from capture.errors import ProfileError
 from capture.machine.target import Target
-from capture.measured.profile import Profile
+from capture.measured.profile import Profile, StageConfig
 from capture.memo import memo
 from capture.plan.choices import StageChoice, num_full_layers
 from capture.plan.stages import Plan
@@ -144,6 +144,11 @@ class TimePredictor:
         else:
             table, drift = extend_windows(windows, num_layers)
         return table + drift
+
+    def microbatch_seconds(self, config: StageConfig) -> float:
+        """Return the seconds of a micro-batch on a stage, forward and backward."""
+        table = self.table(config.choice, config.microbatch_size)
+        return table.at(config.first, config.stop).microbatch_seconds
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
         """Return the seconds of the programs of every stage of a plan, in pipeline order."""

@@ -30,7 +30,6 @@ from capture import interrupts
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
-from capture.plan.schedule import SCHEDULES
 from capture.plan.why import ByLayers
 from recommender.capture import grouped
 from recommender.capture.least_step import LeastStep
@@ -115,7 +114,7 @@ class LayerProof:
         return [
             question
             for question in self._search.questions
-            if question.microbatch_size == part.size and not SCHEDULES[question.schedule].is_plain
+            if question.microbatch_size == part.size and not question.is_plain
         ]
 
     def _bound(self, number: int) -> float:
@@ -184,7 +183,7 @@ class _Ratios:
         for config, cost in compiled.items():
             times = part.expected.model.stage_times(cost)
             if config.microbatch_size == part.size and times is not None:
-                ratio = times.microbatch_seconds / _expected(part, config)
+                ratio = times.microbatch_seconds / part.expected.microbatch_seconds(config)
                 for kind in map(_kind, config.choice.measured):
                     self._least[kind] = min(ratio, self._least.get(kind, inf))
         for config in asked:
@@ -223,18 +222,10 @@ def _kind(choice: StageChoice) -> Kind:
     return choice.tensor_parallel, choice.sequence_parallel, choice.remat
 
 
-def _expected(part: OpenPart, config: StageConfig) -> float:
-    """Return the expected seconds of a micro-batch on a stage, forward and backward."""
-    table = part.expected.table(config.choice, part.size)
-    return table.at(config.first, config.stop).microbatch_seconds
-
-
 def _largest(part: OpenPart, stage: StageConfig) -> StageConfig:
     """Return the layer of a stage that takes most of its time together with all layers that are the
     same: these share what is known of them."""
-    known = part.most.measurements
+    known, seconds = part.most.measurements, part.expected.microbatch_seconds
     layers = [replace(stage, first=n, stop=n + 1) for n in range(stage.first, stage.stop)]
     counts = Counter(id(known[each]) for each in layers)
-    return max(
-        layers, key=lambda each: (counts[id(known[each])] * _expected(part, each), -each.first)
-    )
+    return max(layers, key=lambda each: (counts[id(known[each])] * seconds(each), -each.first))

@@ -20,7 +20,6 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import REMAT_POLICIES, Remat, num_full_layers
-from capture.plan.schedule import SCHEDULES
 from capture.quantities import format_bytes
 from recommender.capture.knowledge import Knowledge
 from recommender.capture.minmax import minmax
@@ -146,7 +145,7 @@ def cheapest_change(
             assert measuring is not None, "such changes are left out without it"
             if (
                 "microbatch_size" not in change.asks
-                and SCHEDULES[change.question.schedule].is_plain
+                and change.question.is_plain
                 and _least_peak(knowledge.profile, change) > limit
             ):
                 continue

@@ -29,7 +29,7 @@ from capture.plan.why import Front, FrontPoint
 from capture.predictor.alike import Kinds
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.minmax import least_peak
-from recommender.capture.pareto import pareto
+from recommender.capture.pareto import pareto, undominated
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult, placed
 from recommender.capture.throughput import throughput
@@ -131,10 +131,7 @@ class CountedSearch:
             for point in pareto(sending).points:
                 below = [p for p in plain.points if p.peak_bytes <= point.peak_bytes]
                 proposed += [self._bounded(point, below[-1])] if below else []
-        left: list[Proposal] = []
-        for one in sorted(proposed, key=lambda p: (p.result.peak_bytes, p.seconds)):
-            if not left or one.seconds < left[-1].seconds:
-                left.append(one)
+        left = undominated(proposed, lambda one: (one.result.peak_bytes, one.seconds))
         points = tuple(
             FrontPoint(
                 one.result.peak_bytes, one.seconds, one.result.bound_fraction, one.plan.stages

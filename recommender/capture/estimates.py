@@ -30,8 +30,7 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     for config, cost in part.known.verified.items():
         times = part.expected.model.stage_times(cost)
         if config.microbatch_size == part.size and times is not None:
-            table = part.expected.table(config.choice, config.microbatch_size)
-            known[config.choice] += table.at(config.first, config.stop).microbatch_seconds
+            known[config.choice] += part.expected.microbatch_seconds(config)
             real[config.choice] += times.microbatch_seconds
     return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
 

@@ -17,9 +17,10 @@ from capture.documents import fields_of
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
-from capture.plan.why import Front, FrontPoint
+from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.bisection import last_that_holds
+from recommender.capture.pareto import undominated
 from recommender.question import PlanQuestion
 
 #: Answers a question.
@@ -114,12 +115,8 @@ def front_of(attempts: Sequence[Attempt]) -> Front | None:
         for asked, front in fronts
         for point in front.points
     ]
-    points: list[FrontPoint] = []
-    for point in sorted(every, key=lambda p: (p.peak_bytes, p.step_seconds)):
-        if not points or point.step_seconds < points[-1].step_seconds:
-            points.append(point)
     return Front(
-        tuple(points),
+        tuple(undominated(every, lambda point: (point.peak_bytes, point.step_seconds))),
         all(front.complete for _, front in fronts),
         any(front.extrapolated for _, front in fronts),
         sum(front.seconds for _, front in fronts),

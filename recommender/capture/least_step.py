@@ -31,8 +31,10 @@ from typing import NamedTuple
 import numpy as np
 
 from capture.plan.choices import num_full_layers
+from recommender.capture.least_sum import one_more
 from recommender.capture.minmax import least_peak
 from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.reach import rows_behind
 from recommender.capture.result import PlacedStage
 
 #: Limits of memory that corners are found of.
@@ -141,7 +143,7 @@ class LeastStep:
         """Yield a beginning with one stage more, for every stage within the limit."""
         problem, (seconds, working, update, row, stages) = self._problem, beginning
         p, first = (stages[-1].devices[-1] + 1, stages[-1].stop) if stages else (0, 0)
-        rows = self._rows_behind(row) if stages else range(self._num_rows)
+        rows = rows_behind(row, self._num_rows) if stages else range(self._num_rows)
         for d in problem.degrees[p] if p < len(problem.degrees) else ():
             for c, choice in enumerate(problem.choices[d]):
                 kinds = problem.kinds[first]
@@ -160,11 +162,6 @@ class LeastStep:
                         stage = self._stage(p, d, c, (r, first, stop))
                         yield _Beginning(seconds + t, max(working, until), u, r, (*stages, stage))
 
-    def _rows_behind(self, row: int) -> list[int]:
-        """Return the rows that a next stage may have: the last row also comes before itself."""
-        last = self._num_rows - 1
-        return [r for r in {row - 1, last} if r >= 0 and row == min(r + 1, last)]
-
     def _tails(self, times: dict[int, np.ndarray]) -> np.ndarray:
         """Return V by the number of stages that follow, (devices + 1, K, L + 1)."""
         degrees = self._problem.degrees
@@ -174,7 +171,7 @@ class LeastStep:
         for p in range(len(degrees) - 1, 0, -1):
             for d in degrees[p]:
                 steps = self._steps(times[d], tails[p + d][:, None]).min(axis=2)
-                _one_more(tails[p, :, :-1], steps)
+                one_more(tails[p, :, :-1], slice(0, self._num_rows), steps)
         return tails
 
     def _steps(self, times: np.ndarray, tails: np.ndarray) -> np.ndarray:
@@ -219,7 +216,7 @@ class LeastStep:
         """Return the stages behind the first one of the plan found."""
         (p, state, first), found = at, list[PlacedStage]()
         while 0 < p < len(tails) - 1 and tails[p, state, first] < np.inf:
-            for row, d in product(self._rows_behind(state), self._problem.degrees[p]):
+            for row, d in product(rows_behind(state, len(tails[0])), self._problem.degrees[p]):
                 steps = self._steps(times[d][row, first], tails[p + d, row])
                 if steps.min() == tails[p, state, first]:
                     break
@@ -230,9 +227,3 @@ class LeastStep:
             found.append(self._stage(p, d, c, (row, first, stop)))
             p, state, first = p + d, row, stop
         return found
-
-
-def _one_more(states: np.ndarray, steps: np.ndarray) -> None:
-    """Lower the states (K, L) that lie one stage before steps of the given rows."""
-    np.minimum(states[1:], steps[:-1], out=states[1:])
-    np.minimum(states[-1], steps[-1], out=states[-1])

@@ -29,7 +29,9 @@ from itertools import product
 
 import numpy as np
 
+from recommender.capture.minmax import suffix_floor
 from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.reach import rows_behind, spans_of
 from recommender.capture.result import PlacedStage, placed
 from recommender.capture.ticks import Ticks
 
@@ -137,7 +139,7 @@ class LeastSum:
                 np.maximum(own[d][rows, firsts, stops], peaks[p + d, rows, None, stops]),
                 NEVER,
             ).min(axis=2)
-            _one_more(peaks[p, :, firsts], rows, peak)
+            one_more(peaks[p, :, firsts], rows, peak)
         return self._timed(self._read(full, tails, own, peaks), values, frugal=True)
 
     def _relaxed(self, values: Tables) -> dict[int, np.ndarray]:
@@ -195,12 +197,7 @@ class LeastSum:
             for fits, value in zip(self._fits[d], values[d], strict=True):
                 np.minimum(least, np.where(fits[:, kinds], value[kinds], NEVER), out=least)
             self._tables[d][:, first, stop] = least[:, at]
-        alive = head + tail < budget
-        low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
-        return self._tables, [
-            (int(a), int(b)) if some else (0, 0)
-            for a, b, some in zip(low, high, alive.any(axis=1), strict=True)
-        ]
+        return self._tables, spans_of(head + tail < budget)
 
     def _bytes_of(self, values: Tables, full: Tables) -> dict[int, np.ndarray]:
         """Return the least bytes of the choices with the values of ``full``, (K, L, L + 1)."""
@@ -245,7 +242,7 @@ class LeastSum:
         for p, d, rows, firsts, stops in self._blocks(spans, num_rows):
             value = tables[d][rows, firsts, stops] + tails[p + d, rows, None, stops]
             self.num_explored += value.size
-            _one_more(tails[p, :, firsts], rows, value.min(axis=2))
+            one_more(tails[p, :, firsts], rows, value.min(axis=2))
         return tails
 
     def _read(
@@ -264,11 +261,7 @@ class LeastSum:
         ]
         state, p, first, cuts = min(keys)[2], 0, 0, list[Cut]()
         while p < len(self.problem.degrees):
-            # The last state comes before both of the last rows.
-            rows = [
-                r for r in {state - 1, num_rows - 1} if r >= 0 and state == min(r + 1, num_rows - 1)
-            ]
-            for row, d in product(sorted(rows), self.problem.degrees[p]):
+            for row, d in product(rows_behind(state, num_rows), self.problem.degrees[p]):
                 best = tables[d][row, first] + tails[p + d, row] == tails[p, state, first]
                 if own is not None and peaks is not None:
                     best &= (
@@ -308,19 +301,11 @@ class LeastSum:
 def least_largest(problem: SearchProblem, tables: Tables) -> int:
     """Return the least that the largest value of a plan's stages can be, from (S,) values per
     degree; ``NEVER`` without a plan."""
-    num_devices, num_layers = problem.cluster.num_devices, problem.num_layers
-    tail = np.full((num_devices + 1, num_layers + 1), NEVER)
-    tail[-1, -1] = 0
     values = {d: problem.spread(table) for d, table in tables.items()}
-    for p in reversed(range(num_devices)):
-        for d in problem.degrees[p]:
-            np.minimum(
-                tail[p, :-1], np.maximum(values[d], tail[p + d]).min(axis=1), out=tail[p, :-1]
-            )
-    return int(tail[0, 0])
+    return int(suffix_floor(problem, values)[0, 0])
 
 
-def _one_more(states: np.ndarray, rows: slice, least: np.ndarray) -> None:
+def one_more(states: np.ndarray, rows: slice, least: np.ndarray) -> None:
     """Lower the states (K, n) that lie before stages of the given rows."""
     if rows.stop == len(states):
         np.minimum(states[-1], least[-1], out=states[-1])

@@ -10,7 +10,6 @@ import numpy as np
 
 from capture.errors import ProfileError, said_once
 from capture.measured.profile import REFUSED_BYTES, StageConfig
-from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.quantities import counted, format_bytes
@@ -137,7 +136,7 @@ class LowestPeak(Policy):
         else:
             proof = "; proven optimal" + (f" within {within:.1%}" if within else "")
         proof += " of the plans of 1F1B" if self._other else ""
-        summary = compiled(search, proof, list(filter(is_plain, search.questions)))
+        summary = compiled(search, proof, [each for each in search.questions if each.is_plain])
         why, verified = best.answer.why, CompiledPlans(len(search.compiled), within == 0, summary)
         what = peak_of(best) if best.answer.status == "ok" else why.summary
         why = replace(why, summary=f"{what} {summary}", verified=verified, proven=proven)
@@ -200,7 +199,7 @@ def answer(search: Search, best: Found, why: Why, within: float | None) -> Stage
 def beyond(search: Search, best: Found, least: int, within: float | None = None) -> StageAnswer:
     """Return the answer that nothing fits, with the least bytes that every plan needs."""
     limit, found = best.part.question.limit_bytes, best.answer
-    are_plain = all(map(is_plain, search.questions))
+    are_plain = all(question.is_plain for question in search.questions)
     why = Why(
         f"Every plan{'' if are_plain else ' of 1F1B'} needs at least {least:,} bytes on a device, "
         f"and memory_limit_bytes={limit or 0:,}: proven with "
@@ -214,10 +213,6 @@ def beyond(search: Search, best: Found, least: int, within: float | None = None)
     proof = replace(found.proof, algorithm=BOUNDS_FIRST, seconds=search.seconds)
     plan = found.plan and found.plan.with_(why=why)
     return Answer("infeasible", plan, proof, why, found.headroom)
-
-
-def is_plain(question: PlanQuestion) -> bool:
-    return SCHEDULES[question.schedule].is_plain
 
 
 def _smaller(search: Search, best: Found) -> Found | None:

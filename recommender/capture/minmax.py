@@ -105,7 +105,7 @@ def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach |
     if problem.fewest_stages[0] > min(problem.num_layers, problem.cluster.num_devices):
         return (), None, 0
     floors = {d: problem.floor(d) for d in problem.used_degrees}
-    tail = _suffix_floor(problem.degrees, floors)
+    tail = suffix_floor(problem, floors)
     if tail[0, 0] >= NEVER:
         return (), None, 0
     head = _prefix_floor(problem.degrees, floors)
@@ -139,14 +139,18 @@ def _probe(reach: Reach, limit: int) -> tuple[PlacedStage, ...]:
     return place(reach.problem, reach.plan(limit))
 
 
-def _suffix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Return tail[p, first]: the least peak of layers [first, L) on devices p and on, each stage at
-    its best position; (D + 1, L + 1)."""
-    num_layers = len(next(iter(floors.values())))
-    tail = np.full((len(degrees) + 1, num_layers + 1), NEVER)
+def suffix_floor(problem: SearchProblem, floors: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Return tail[p, first]: the least that the largest value of the stages can be for layers
+    [first, L) on devices p and on; (D + 1, L + 1).
+
+    Args:
+        problem: Devices and layers.
+        floors: Per degree, a value of every stage at its best position, (L, L + 1).
+    """
+    tail = np.full((len(problem.degrees) + 1, problem.num_layers + 1), NEVER)
     tail[-1, -1] = -NEVER
-    for p in reversed(range(len(degrees))):
-        for d in degrees[p]:
+    for p in reversed(range(len(problem.degrees))):
+        for d in problem.degrees[p]:
             np.minimum(
                 tail[p, :-1], np.maximum(floors[d], tail[p + d]).min(axis=1), out=tail[p, :-1]
             )

@@ -17,13 +17,17 @@ as the constraint.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from recommender.capture.least_sum import TimedPlan
 from recommender.capture.minmax import least_peak
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import Infeasible, SearchResult
 from recommender.capture.throughput import Fastest
+
+T = TypeVar("T")
 
 #: Searches per front; each is one memory limit.
 MAX_SEARCHES = 32
@@ -79,11 +83,10 @@ def pareto(
     start = time.perf_counter()
     search = _FrontSearch(Fastest(problem, gap_fraction, max_programmes), max_searches)
     search.run()
-    points = _undominated(
-        [search.fastest.result(point.plan, point.lower) for point in search.points]
-    )
+    results = [search.fastest.result(point.plan, point.lower) for point in search.points]
+    points = undominated(results, _values)
     return TimedFront(
-        points,
+        tuple(points),
         complete=search.complete and all(point.optimal for point in points),
         optimal=all(point.optimal for point in points),
         num_searches=search.num_searches,
@@ -166,15 +169,16 @@ class _FrontSearch:
         self.points.insert(i + 1, _TimedPoint(plan, limit, lower))
 
 
-def _undominated(results: list[SearchResult]) -> tuple[SearchResult, ...]:
-    """Return the results that are faster than every smaller one, by ascending peak."""
-    points: list[SearchResult] = []
-    for result in sorted(results, key=lambda r: (r.peak_bytes, _seconds(r))):
-        if not points or _seconds(result) < _seconds(points[-1]):
-            points.append(result)
-    return tuple(points)
+def undominated(plans: Iterable[T], values: Callable[[T], tuple[float, ...]]) -> list[T]:
+    """Return the plans that are faster than every smaller one, by ascending peak; ``values`` gives
+    the bytes of a plan, then its seconds."""
+    points = list[T]()
+    for plan in sorted(plans, key=values):
+        if not points or values(plan)[-1] < values(points[-1])[-1]:
+            points.append(plan)
+    return points
 
 
-def _seconds(result: SearchResult) -> float:
+def _values(result: SearchResult) -> tuple[int, float]:
     assert result.step_seconds is not None, "a search for speed gives the time of every plan"
-    return result.step_seconds
+    return result.peak_bytes, result.step_seconds

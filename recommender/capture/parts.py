@@ -12,7 +12,6 @@ from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import agreed_value_dims
-from capture.plan.schedule import SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from recommender.answer import StageAnswer
@@ -48,8 +47,7 @@ class Part:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its schedule is plain (``capture.plan.orders.ScheduleKind``)."""
-        return SCHEDULES[self.question.schedule].is_plain
+        return self.question.is_plain
 
 
 class OpenPart:
@@ -69,8 +67,7 @@ class OpenPart:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its schedule is plain (``capture.plan.orders.ScheduleKind``)."""
-        return SCHEDULES[self.question.schedule].is_plain
+        return self.question.is_plain
 
     @property
     def size(self) -> int:

@@ -65,12 +65,7 @@ class Reach:
     def spans(self, limit: int) -> list[tuple[int, int]]:
         """Return per p the interval of first layers that a plan below the limit can have there; (0,
         0) if none."""
-        alive = self.state_floor <= limit
-        low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
-        return [
-            (int(a), int(b)) if some else (0, 0)
-            for a, b, some in zip(low, high, alive.any(axis=1), strict=True)
-        ]
+        return spans_of(self.state_floor <= limit)
 
     def allowed(self, limit: int) -> dict[int, np.ndarray]:
         """Return per degree the positions at which a range stays within the limit.
@@ -157,12 +152,9 @@ class Reach:
         cuts: list[tuple[int, int, int]] = []
         p, first = 0, 0
         while state is not None and p < len(self.problem.degrees):
-            rows = [
-                r for r in (state - 1, num_rows - 1) if r >= 0 and state == min(r + 1, num_rows - 1)
-            ]
             state, d, stop = next(
                 (row, d, first + 1 + int(widths[0]))
-                for row in rows
+                for row in rows_behind(state, num_rows)
                 for d in self.problem.degrees[p]
                 if len(
                     widths := np.flatnonzero(
@@ -203,6 +195,22 @@ class Reach:
         down = states >> np.uint64(1)
         down[:-1] |= states[1:] << np.uint64(63)
         return down | (states & self._top[:, None])
+
+
+def rows_behind(state: int, num_rows: int) -> list[int]:
+    """Return the rows that the next stage of a state may use: the last state comes before both of
+    the last rows."""
+    return [state - 1] * (state > 0) + [state] * (state == num_rows - 1)
+
+
+def spans_of(alive: np.ndarray) -> list[tuple[int, int]]:
+    """Return per p the interval of first layers that holds all states of a mask (D + 1, L + 1); (0,
+    0) if none."""
+    low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
+    return [
+        (int(a), int(b)) if some else (0, 0)
+        for a, b, some in zip(low, high, np.any(alive, axis=1), strict=True)
+    ]
 
 
 def _shift_words(sets: np.ndarray) -> np.ndarray:

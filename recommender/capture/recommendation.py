@@ -9,7 +9,6 @@ from dataclasses import replace
 from capture.errors import PlanError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint, Why
@@ -57,7 +56,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
             "plan-algorithm",
         )
 
-    if not SCHEDULES[question.schedule].is_plain:
+    if not question.is_plain:
         return _recommend_table(profile, question, objective)
     with_times = objective != "memory"
     problem = search_problem(profile, question, with_times=with_times)

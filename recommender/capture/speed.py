@@ -35,10 +35,10 @@ from recommender.capture.lowest_peak import (
     compiled,
     expected,
     finite,
-    is_plain,
     open_others,
     peak_of,
 )
+from recommender.capture.pareto import undominated
 from recommender.capture.parts import (
     Found,
     OpenPart,
@@ -87,7 +87,7 @@ class Timed(Policy):
         yield from super().refuted_by(part, compiled)
         for config, cost in compiled.items():
             if (times := part.bounded.model.stage_times(cost)) is not None:
-                least = _bounded_seconds(part, config)
+                least = part.bounded.microbatch_seconds(config)
                 if above(least, seconds := times.least_microbatch_seconds):
                     yield Refuted(config, "seconds", least, seconds)
 
@@ -253,7 +253,7 @@ class Timed(Policy):
         front = self.front(search) if self._has_front else None
         best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))
         by = "not proven" if within is None else f"proven within {within:.1%}"
-        are_plain = all(map(is_plain, search.questions))
+        are_plain = all(question.is_plain for question in search.questions)
         if front is not None:
             said = (
                 f", {len(front.points)} of them on the front; {by if within != 0 else 'proven'}: "
@@ -269,7 +269,7 @@ class Timed(Policy):
         nearer = search.by_layers
         if nearer is not None and nearer.least_step_seconds > fastest:
             said += f" ({_by_layers(nearer, seconds_of(best))})"
-        questions = search.questions if front is None else list(filter(is_plain, search.questions))
+        questions = [each for each in search.questions if front is None or each.is_plain]
         summary = compiled(search, f"{said},", questions)
         verified = CompiledPlans(len(search.compiled), ended == "search" or within == 0, summary)
         what = f"{peak_of(best)} {summary}"
@@ -317,15 +317,12 @@ def seconds_of(found: Found) -> float:
 def _undominated(plans: Iterable[Found]) -> list[Found]:
     """Return the plans of which none is both smaller and faster than another, by ascending peak."""
 
-    def peak(found: Found) -> int:
+    def values(found: Found) -> tuple[int, float]:
         known = found.answer.compiled
-        return found.answer.peak_bytes if known else found.answer.proof.peak_bytes
+        peak = found.answer.peak_bytes if known else found.answer.proof.peak_bytes
+        return peak, seconds_of(found)
 
-    left = list[Found]()
-    for found in sorted(plans, key=lambda each: (peak(each), seconds_of(each))):
-        if not left or seconds_of(found) < seconds_of(left[-1]):
-            left.append(found)
-    return left
+    return undominated(plans, values)
 
 
 def _corners(part: OpenPart) -> Sequence[Corner]:
@@ -401,12 +398,6 @@ def _bounded(
 
 def _nothing_fits(part: OpenPart) -> StageAnswer:
     return expected(part, throughput(part.once(posed)))
-
-
-def _bounded_seconds(part: OpenPart, config: StageConfig) -> float:
-    """Return a lower bound of the seconds of a micro-batch on a stage, forward and backward."""
-    table = part.bounded.table(config.choice, config.microbatch_size)
-    return table.at(config.first, config.stop).microbatch_seconds
 
 
 def _least_slowness(search: Search) -> float:

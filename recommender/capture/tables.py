@@ -25,6 +25,7 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps
+from recommender.capture.pareto import undominated
 from recommender.capture.posed import stage_choices
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
 from recommender.capture.table_space import TableSpace
@@ -121,11 +122,9 @@ class TableSearch:
             self.fastest(least + (most - least) * i // (NUM_FRONT_LIMITS - 1))
             for i in range(NUM_FRONT_LIMITS - 1)
         ]
-        points: list[TablePlan] = []
-        for found in sorted([*filter(None, between), top], key=lambda f: (_peak(f), _seconds(f))):
-            if not points or _seconds(found) < _seconds(points[-1]):
-                points.append(found)
-        return points
+        return undominated(
+            [*filter(None, between), top], lambda found: (*_peak(found), _seconds(found))
+        )
 
     def _smallest(self, space: TableSpace) -> TablePlan:
         """Return the plan of least peak of one space."""
