@@ -7,17 +7,17 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from capture.step.simulator import Buffer, Work
+from capture.step.simulator import Allocation, Work
 
 DEVICES = (0, 1, "host")
 
 
-def buffer(name: str, nbytes: int, category: str = "activations", devices=(0,)) -> Buffer:
-    return Buffer(name, devices, nbytes, category)
+def buffer(name: str, nbytes: int, category: str = "activations", devices=(0,)) -> Allocation:
+    return Allocation(name, devices, nbytes, category)
 
 
 BUFFERS = st.builds(
-    Buffer,
+    Allocation,
     st.just(""),
     st.sampled_from([(0,), (1,), (0, 1), ("host",)]),
     st.integers(0, 9),

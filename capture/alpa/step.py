@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from capture.plan.schedule import Schedule
-from capture.plan.schedule import Task as Pass
+from capture.plan.schedule import Schedule, StagePass
 from capture.step.interface import StageInterface
 from capture.step.pipeline import Pipeline, built
 from capture.step.program import Step
@@ -39,7 +38,7 @@ class _AlpaPipeline(Pipeline):
                 tasks += [Send(v, place, "start of the step") for v in self.batch(s, m)]
         yield Round(tasks)
         stage_of = {place.name: s for s, place in enumerate(self.places)}
-        waiting: defaultdict[Pass, list[Send]] = defaultdict(list)
+        waiting: defaultdict[StagePass, list[Send]] = defaultdict(list)
         for clock in self.schedule.clocks:
             tasks = []
             for one in sorted(clock, key=lambda one: one.stage_id):
@@ -47,7 +46,7 @@ class _AlpaPipeline(Pipeline):
             for one in clock:
                 tasks += self.run(one)
                 for send in self.sends(one):
-                    reader = Pass(stage_of[send.place.name], one.kind, one.microbatch)
+                    reader = StagePass(stage_of[send.place.name], one.kind, one.microbatch)
                     waiting[reader].append(send)
             yield Round(tasks)
 

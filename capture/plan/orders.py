@@ -24,7 +24,7 @@ _LETTERS: Mapping[TaskKind, str] = {
 
 
 @dataclass(frozen=True, order=True)
-class Task:
+class StagePass:
     """One pass of one micro-batch through one stage."""
 
     stage_id: int
@@ -35,7 +35,7 @@ class Task:
         return f"{_LETTERS[self.kind]}{self.microbatch}@{self.stage_id}"
 
 
-Orders = list[list[Task]]
+Orders = list[list[StagePass]]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class ScheduleKind:
 def gpipe(num_groups: int, num_microbatches: int) -> Orders:
     """Return GPipe's orders: all forward passes, then all backward passes (CAPTURE Fig. 2a)."""
     return [
-        [Task(s, "forward", m) for m in range(num_microbatches)]
-        + [Task(s, "backward", m) for m in range(num_microbatches)]
+        [StagePass(s, "forward", m) for m in range(num_microbatches)]
+        + [StagePass(s, "backward", m) for m in range(num_microbatches)]
         for s in range(num_groups)
     ]
 
@@ -98,11 +98,11 @@ def one_forward_one_backward(num_groups: int, num_microbatches: int) -> Orders:
     orders = []
     for s in range(num_groups):
         warmup = min(num_groups - s - 1, num_microbatches)
-        order = [Task(s, "forward", m) for m in range(warmup)]
+        order = [StagePass(s, "forward", m) for m in range(warmup)]
         for m in range(warmup, num_microbatches):
-            order += [Task(s, "forward", m), Task(s, "backward", m - warmup)]
+            order += [StagePass(s, "forward", m), StagePass(s, "backward", m - warmup)]
         order += [
-            Task(s, "backward", m) for m in range(num_microbatches - warmup, num_microbatches)
+            StagePass(s, "backward", m) for m in range(num_microbatches - warmup, num_microbatches)
         ]
         orders.append(order)
     return orders
@@ -119,12 +119,12 @@ def interleaved(num_groups: int, num_microbatches: int) -> Orders:
     """
     stages = 2
 
-    def pass_of(i: int, g: int, kind: TaskKind) -> Task:
+    def pass_of(i: int, g: int, kind: TaskKind) -> StagePass:
         """Return the i-th forward or backward pass of a group."""
         round_id, within = divmod(i, num_groups * stages)
         chunk, m = divmod(within, num_groups)
         chunk = chunk if kind == "forward" else stages - 1 - chunk
-        return Task(chunk * num_groups + g, kind, round_id * num_groups + m)
+        return StagePass(chunk * num_groups + g, kind, round_id * num_groups + m)
 
     orders, total = [], stages * num_microbatches
     for g in range(num_groups):
@@ -145,16 +145,16 @@ def zb_h1(num_groups: int, num_microbatches: int) -> Orders:
     """
     orders = []
     for s in range(num_groups):
-        warmup, order = min(num_groups - s - 1, num_microbatches), list[Task]()
-        order += [Task(s, "forward", m) for m in range(warmup)]
+        warmup, order = min(num_groups - s - 1, num_microbatches), list[StagePass]()
+        order += [StagePass(s, "forward", m) for m in range(warmup)]
         for m in range(num_microbatches):
             if m + warmup < num_microbatches:
-                order.append(Task(s, "forward", m + warmup))
-            order.append(Task(s, "backward_inputs", m))
+                order.append(StagePass(s, "forward", m + warmup))
+            order.append(StagePass(s, "backward_inputs", m))
             if m >= s:
-                order.append(Task(s, "backward_weights", m - s))
+                order.append(StagePass(s, "backward_weights", m - s))
         rest = range(max(0, num_microbatches - s), num_microbatches)
-        orders.append(order + [Task(s, "backward_weights", m) for m in rest])
+        orders.append(order + [StagePass(s, "backward_weights", m) for m in rest])
     return orders
 
 
@@ -237,7 +237,7 @@ class _VBuilder:
     """The order of a group's two stages so far; counts their passes, and which weights wait."""
 
     def __init__(self, stages: tuple[int, int]):
-        self.stages, self.order, self.waiting = stages, list[Task](), list[Task]()
+        self.stages, self.order, self.waiting = stages, list[StagePass](), list[StagePass]()
         self._done = {("forward", 0): 0, ("forward", 1): 0, ("backward", 0): 0, ("backward", 1): 0}
 
     def _next(self, way: str, chunk: int) -> int:
@@ -245,12 +245,12 @@ class _VBuilder:
         return self._done[way, chunk] - 1
 
     def forward(self, chunk: int) -> None:
-        self.order.append(Task(self.stages[chunk], "forward", self._next("forward", chunk)))
+        self.order.append(StagePass(self.stages[chunk], "forward", self._next("forward", chunk)))
 
     def backward(self, chunk: int, split: bool = False) -> None:
         s, m = self.stages[chunk], self._next("backward", chunk)
-        self.order.append(Task(s, "backward_inputs", m))
-        self.waiting.append(Task(s, "backward_weights", m))
+        self.order.append(StagePass(s, "backward_inputs", m))
+        self.waiting.append(StagePass(s, "backward_weights", m))
         if not split:
             self.order.append(self.waiting.pop())
 
@@ -297,23 +297,23 @@ def fill(
         for stages in groups
     ]
     counts = {(s, kind): 0 for kinds in wanted for s, kind in kinds}
-    ended: dict[Task, int] = {}
-    kept, orders = [0] * len(groups), [list[Task]() for _ in groups]
+    ended: dict[StagePass, int] = {}
+    kept, orders = [0] * len(groups), [list[StagePass]() for _ in groups]
     clock, num_left = 0, len(counts) * num_microbatches
 
     def ready(g: int, s: int, kind: TaskKind) -> bool:
-        m, needed = counts[s, kind], list[Task]()
+        m, needed = counts[s, kind], list[StagePass]()
         if m == num_microbatches:
             return False
         if kind == "forward":
             if kept[g] + (s != last[g]) >= most_kept:
                 return False
-            needed += [Task(s - 1, kind, m)] * (s > 0)
+            needed += [StagePass(s - 1, kind, m)] * (s > 0)
         elif kind == "backward_inputs":
-            needed += [Task(s, "forward", m)]
-            needed += [Task(s + 1, kind, m)] * (s + 1 < len(placement))
+            needed += [StagePass(s, "forward", m)]
+            needed += [StagePass(s + 1, kind, m)] * (s + 1 < len(placement))
         else:
-            needed += [Task(s, "backward_inputs", m)]
+            needed += [StagePass(s, "backward_inputs", m)]
         return all(ended.get(task, clock + 1) <= clock for task in needed)
 
     while num_left:
@@ -323,7 +323,7 @@ def fill(
         ]
         for g, each in enumerate(chosen):
             if each is not None:
-                task = Task(*each, counts[each])
+                task = StagePass(*each, counts[each])
                 counts[each] += 1
                 ended[task] = clock + 1
                 kept[g] += {"forward": 1, "backward_weights": -1}.get(task.kind, 0)

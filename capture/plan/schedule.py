@@ -9,9 +9,9 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from capture.errors import PlanError, Violation
-from capture.plan.orders import SCHEDULES, Task, TaskKind
+from capture.plan.orders import SCHEDULES, StagePass, TaskKind
 
-__all__ = ["PLAIN_SCHEDULES", "SCHEDULES", "Moment", "Occupancy", "Schedule", "Task", "TaskKind"]
+__all__ = ["PLAIN_SCHEDULES", "SCHEDULES", "Moment", "Occupancy", "Schedule", "StagePass"]
 
 #: Those whose stages have devices of their own and whole backward passes.
 PLAIN_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if kind.is_plain)
@@ -84,7 +84,7 @@ class Schedule:
 
     name: str
     num_microbatches: int
-    orders: tuple[tuple[Task, ...], ...]
+    orders: tuple[tuple[StagePass, ...], ...]
     placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Schedule:
         return any(task.kind == "backward_weights" for order in self.orders for task in order)
 
     @cached_property
-    def clocks(self) -> tuple[tuple[Task, ...], ...]:
+    def clocks(self) -> tuple[tuple[StagePass, ...], ...]:
         """The lock-step execution: per clock, the tasks that run at the same time, at most one per
         group.
 
@@ -127,7 +127,7 @@ class Schedule:
         """
         wrong = next(self.violations(), None)
         assert wrong is None, wrong
-        position, done, clocks = [0] * self.num_groups, set[Task](), []
+        position, done, clocks = [0] * self.num_groups, set[StagePass](), []
         while len(done) < sum(map(len, self.orders)):
             ready = []
             for order, at in zip(self.orders, position, strict=True):
@@ -158,7 +158,7 @@ class Schedule:
             yield f"schedule {self.name} leaves a task out"
 
     @property
-    def rounds(self) -> tuple[tuple[Task, ...], ...]:
+    def rounds(self) -> tuple[tuple[StagePass, ...], ...]:
         """The tasks in order of dispatch, in groups: what a group has made is sent after all of it.
 
         Where each stage has devices of its own, those of a clock. Else one task, so that nothing is
@@ -171,33 +171,33 @@ class Schedule:
         )
 
     @cached_property
-    def forward_clocks(self) -> tuple[tuple[Task, ...], ...]:
+    def forward_clocks(self) -> tuple[tuple[StagePass, ...], ...]:
         """The clocks of forward passes alone. Each micro-batch enters as soon as it goes from stage
         to stage without waiting, so that no group holds the input of a second one. In a clock the
         last stage comes first."""
-        taken, clocks = set[tuple[int, int]](), dict[int, list[Task]]()
+        taken, clocks = set[tuple[int, int]](), dict[int, list[StagePass]]()
         start = 0
         for m in range(self.num_microbatches):
             while any((group, start + s) in taken for s, group in enumerate(self.placement)):
                 start += 1
             for s, group in enumerate(self.placement):
                 taken.add((group, start + s))
-                clocks.setdefault(start + s, []).append(Task(s, "forward", m))
+                clocks.setdefault(start + s, []).append(StagePass(s, "forward", m))
         return tuple(
             tuple(sorted(tasks, key=lambda task: -task.stage_id))
             for _, tasks in sorted(clocks.items())
         )
 
-    def requirement(self, task: Task) -> Task | None:
+    def requirement(self, task: StagePass) -> StagePass | None:
         """Return the task of another group, or of the same, that must have ended before; None for
         the first of a micro-batch."""
         s, m = task.stage_id, task.microbatch
         if task.kind == "forward":
             return None if s == 0 else replace(task, stage_id=s - 1)
         if task.kind == "backward_weights":
-            return Task(s, "backward_inputs", m)
+            return StagePass(s, "backward_inputs", m)
         if s == self.num_stages - 1:
-            return Task(s, "forward", m)
+            return StagePass(s, "forward", m)
         return replace(task, stage_id=s + 1)
 
     @cached_property

@@ -192,7 +192,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PackTask:
     """A pack of layers on micro-batches, or the update of their weights.
 
     Attributes:
@@ -258,7 +258,7 @@ class TaskGraph:
     num_devices: int
     minibatch_size: int
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
-    tasks: tuple[Task, ...]
+    tasks: tuple[PackTask, ...]
     switches: Switches = ALL_ON
     swaps: Swaps = AS_THEY_ARE
 
@@ -289,7 +289,7 @@ class TaskGraph:
         parts = shares(minibatch_size, num_devices) if mode == "dp" else (minibatch_size,)
         both = configuration.forward.microbatch_size, configuration.backward.microbatch_size
         sizes = [(microbatches(share, both[0]), microbatches(share, both[1])) for share in parts]
-        tasks: list[Task] = []
+        tasks: list[PackTask] = []
         for rank, of_rank in enumerate(sizes[:num_ranks]):
             binder = _Binder(configuration, of_rank, switches, rank if mode == "dp" else None)
             tasks += binder.tasks(num_devices, len(tasks))
@@ -306,7 +306,7 @@ class TaskGraph:
         simulated."""
         return self.mode == "dp" or self.num_devices == 1
 
-    def of_rank(self, rank: int) -> Iterator[Task]:
+    def of_rank(self, rank: int) -> Iterator[PackTask]:
         """Return a rank's tasks that run on its device: all but updates."""
         return (task for task in self.tasks if task.rank == rank and task.kind != "update")
 
@@ -315,7 +315,7 @@ class TaskGraph:
         """The task that shares the weights of (task, layer): a device's last forward task and its
         first backward task, where they have layers in common."""
         found: dict[tuple[int, int], int] = {}
-        last: dict[int, Task] = {}
+        last: dict[int, PackTask] = {}
         for task in self.tasks:
             before = last.get(task.rank)
             if before and (before.kind, task.kind) == ("forward", "backward"):
@@ -325,7 +325,7 @@ class TaskGraph:
                 last[task.rank] = task
         return found
 
-    def inputs(self, task: Task) -> dict[str, dict[int, Channel]]:
+    def inputs(self, task: PackTask) -> dict[str, dict[int, Channel]]:
         """Return the channels by which a task's inputs come, by tensor of Figure 6a and layer. X is
         kept by a forward task for the backward tasks that need it; T are the labels."""
         shared = Channel("shared")
@@ -341,7 +341,7 @@ class TaskGraph:
         labels = {task.stop - 1: Channel("data")} if task.criterion else {}
         return {"dY": gradient, "X": x, "W": weights, "B": weights, "T": labels}
 
-    def outputs(self, task: Task) -> dict[str, dict[int, Channel]]:
+    def outputs(self, task: PackTask) -> dict[str, dict[int, Channel]]:
         """Return the channels by which a task's outputs go, by tensor of Figure 6a and layer; W and
         B are there only where the next task shares them."""
         shared = Channel("shared")
@@ -363,7 +363,7 @@ class TaskGraph:
             "B": dict.fromkeys(layers, shared),
         }
 
-    def _weights(self, task: Task, layer: int) -> Channel | None:
+    def _weights(self, task: PackTask, layer: int) -> Channel | None:
         other = self.pinned.get((task.id, layer))
         return None if other is None else Channel("pinned", other)
 
@@ -425,7 +425,7 @@ class _Binder:
             configuration.forward.microbatch_size != configuration.backward.microbatch_size
         )
 
-    def tasks(self, num_devices: int, start: int) -> list[Task]:
+    def tasks(self, num_devices: int, start: int) -> list[PackTask]:
         self._ranks = [
             station % num_devices if self._rank is None else self._rank
             for station in range(self._num_stations)
@@ -444,15 +444,15 @@ class _Binder:
     def _sizes_of(self, station: int) -> tuple[int, ...]:
         return self._sizes[station >= self._turn]
 
-    def _task(self, station: int, group: int | None) -> Task:
+    def _task(self, station: int, group: int | None) -> PackTask:
         (first, stop), rank = self._stations[station], self._ranks[station]
         number = self._ids[station, group]
         if group is None:
-            return Task(number, "update", first, stop, (), rank, station)
+            return PackTask(number, "update", first, stop, (), rank, station)
         sizes, last = self._sizes_of(station), True
         if not self._switches.grouping:
             sizes, last = sizes[group : group + 1], group == len(sizes) - 1
-        task = Task(number, "forward", first, stop, sizes, rank, station, group, last)
+        task = PackTask(number, "forward", first, stop, sizes, rank, station, group, last)
         if station < self._turn:
             ends = station + 1 == self._turn and not self._switches.jit
             return replace(

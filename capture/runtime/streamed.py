@@ -22,7 +22,7 @@ from capture.compiler.executable import AnyCompiler, Compiler, Executable
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
-from capture.plan.task_graph import Span, Task
+from capture.plan.task_graph import PackTask, Span
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, to_device, to_host
 from capture.runtime.exchange import joined, share_of
@@ -168,7 +168,7 @@ class StreamedStep(TrainStep):
             )
         return found
 
-    def _operations(self, task: Task, examples: int) -> float:
+    def _operations(self, task: PackTask, examples: int) -> float:
         """Return the FLOPs of a pass; a backward one computes the forward pass again."""
         flops = sum(self.traced.graph.layers[layer].flops for layer in task.layers)
         return examples * (flops + 1) * (1 if task.kind == "forward" else 3)

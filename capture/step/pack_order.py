@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 
-from capture.plan.task_graph import Task, TaskGraph
+from capture.plan.task_graph import PackTask, TaskGraph
 
 Begins = Mapping[tuple[int, int], float]
 """(task, micro-batch) -> when its pass begins; of an update, micro-batch 0."""
 
-PassSeconds = Callable[[Task, int], float]
+PassSeconds = Callable[[PackTask, int], float]
 """(task, examples) -> seconds of a pass, in any unit."""
 
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from capture.plan.task_graph import Span, TaskGraph
-from capture.plan.task_graph import Task as Pack
+from capture.plan.task_graph import PackTask, Span, TaskGraph
 from capture.step.holds import Params, State, Summary
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Host, Place, Program
@@ -154,7 +153,7 @@ class PackState:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def weights(self, task: Pack, label: str) -> tuple[Arrival, Values]:
+    def weights(self, task: PackTask, label: str) -> tuple[Arrival, Values]:
         """Return what brings a device the weights of a pack, and their values."""
         pack, key = (task.first, task.stop), (task.kind, task.station)
         if self.graph.num_shares == 1:
@@ -196,11 +195,11 @@ class PackState:
 
     # ---- gradients -------------------------------------------------------------------------------
 
-    def summed(self, task: Pack) -> Values:
+    def summed(self, task: PackTask) -> Values:
         """Return the gradients that the task before, of the same pack, has made."""
         return self._gradients[task.first, task.stop].pop(task.rank) if task.start else ()
 
-    def sums(self, task: Pack) -> Values:
+    def sums(self, task: PackTask) -> Values:
         """Return new values for the gradients of what a pack owns, and of each parameter that it
         shares. A sum over micro-batches is that of the parameters, which casts cannot hold."""
         span = task.first, task.stop
@@ -210,7 +209,7 @@ class PackState:
         shared = (Params((param,)) for param in self.layers.shared(span))
         return own, *(self.value("shared gradient", "gradients", holds) for holds in shared)
 
-    def made(self, task: Pack, gradients: Values, label: str) -> tuple[Any, list[Task]]:
+    def made(self, task: PackTask, gradients: Values, label: str) -> tuple[Any, list[Task]]:
         """Record a task's gradients; they go to the host, but for those with which a device updates
         at once; where devices have shares, when all have made theirs. Returns what rests behind the
         pass, and what runs behind it."""
@@ -249,7 +248,7 @@ class PackState:
 
     # ---- updates ---------------------------------------------------------------------------------
 
-    def update(self, task: Pack, label: str) -> Iterator[Round]:
+    def update(self, task: PackTask, label: str) -> Iterator[Round]:
         """Yield the update of a pack when the gradients of all ranks are there: on the host a pass
         later, so that nothing waits for their copies; or on the devices. Nothing where an update
         needs the gradients of all packs."""

@@ -27,8 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from capture.machine.server import Server
-from capture.plan.task_graph import Span, TaskGraph
-from capture.plan.task_graph import Task as Pack
+from capture.plan.task_graph import PackTask, Span, TaskGraph
 from capture.step import holds
 from capture.step.pack_order import Begins
 from capture.step.pack_sizes import PackPass, PackSizes
@@ -68,7 +67,7 @@ class _Pass(NamedTuple):
     """A micro-batch of a task: its number there, its lane, its rows in pieces; ``label`` for
     people."""
 
-    task: Pack
+    task: PackTask
     i: int
     lane: int
     rows: Sequence[Span]
@@ -115,11 +114,11 @@ class _Passes:
                 yield self._round(task, i, label)
         yield from self._state.update_all()
 
-    def _lane(self, task: Pack) -> int:
+    def _lane(self, task: PackTask) -> int:
         """Return a task's lane: in data parallelism every rank has its own examples."""
         return task.rank if self._graph.mode == "dp" else 0
 
-    def _round(self, task: Pack, i: int, label: str) -> Round:
+    def _round(self, task: PackTask, i: int, label: str) -> Round:
         lane = self._lane(task)
         ends, at = self._ends[lane, task.station], task.start + i
         cuts = (cut for cut in self._cuts[lane] if ends[at] < cut <= ends[at + 1])
@@ -238,7 +237,7 @@ class _Passes:
 
 
 def _microbatch_ends(
-    graph: TaskGraph, lane_of: Callable[[Pack], int]
+    graph: TaskGraph, lane_of: Callable[[PackTask], int]
 ) -> tuple[dict[tuple[int, int], tuple[int, ...]], dict[int, tuple[int, ...]]]:
     """Return examples at which micro-batches end: by (lane, station), 0 first; by lane, of all."""
     sizes: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.rates import Rates
-from capture.plan.schedule import Schedule
-from capture.plan.schedule import Task as Pass
+from capture.plan.schedule import Schedule, StagePass
 from capture.step.holds import KeptPart, Leaves, Params, State, Summary
 from capture.step.holds import Values as Between
 from capture.step.interface import SplitBackward, StageInterface
@@ -202,7 +201,7 @@ class Pipeline:
         self._away.difference_update(back)
         return Round([task], min(task.program.place.devices), [back])
 
-    def _offloaded(self, one: Pass) -> Iterator[Send]:
+    def _offloaded(self, one: StagePass) -> Iterator[Send]:
         """Yield the offload of what a forward pass keeps, which goes when all has been sent."""
         s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
         if one.kind != "forward" or (s, m) not in self._resting:
@@ -247,7 +246,7 @@ class Pipeline:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def run(self, one: Pass) -> Iterator[Task]:
+    def run(self, one: StagePass) -> Iterator[Task]:
         """Yield the task of a pass, after what has to be there for it."""
         s, m = one.stage_id, one.microbatch
         if one.kind in ("backward", "backward_weights"):
@@ -262,7 +261,7 @@ class Pipeline:
             case "backward_weights":
                 yield self._backward_weights(s, m)
 
-    def sends(self, one: Pass) -> Iterator[Send]:
+    def sends(self, one: StagePass) -> Iterator[Send]:
         """Yield the sends of what a pass has made for others, or has passed through its stage."""
         s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
         for v in stage.sent if one.kind == "forward" else ():
@@ -485,7 +484,7 @@ def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:
     return [key for key in keys if key not in others]
 
 
-def _order_of_sends(one: Pass) -> tuple[bool, int]:
+def _order_of_sends(one: StagePass) -> tuple[bool, int]:
     """Return a sort key: activations from the last stage to the first, then gradients from the
     first to the last. A stage hands on and frees what it made before it receives, except where two
     neighbours exchange both in one clock."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from capture.step.ledger import is_device
 from capture.step.program import Instruction, Place, Step
-from capture.step.tasks import Block, Turn
+from capture.step.tasks import Block, Blocks
 
 
 class Room:
@@ -22,7 +22,7 @@ class Room:
         made: Slots that have been made.
     """
 
-    def __init__(self, step: Step, turns: Sequence[Turn], limit: float):
+    def __init__(self, step: Step, turns: Sequence[Blocks], limit: float):
         self._step, self._limit, self._live = step, limit, Counter[int]()
         self.made = {*step.persistent.values()}
         #: Slots that do not end with what uses them last: what stays, or may be on its way out.
@@ -121,7 +121,7 @@ class Room:
             most, held = max(most, held + need), held + left
         return most, held
 
-    def most_of(self, device: int, turns: Iterable[Turn]) -> int:
+    def most_of(self, device: int, turns: Iterable[Blocks]) -> int:
         """Return the most that the bodies of turns take, where what is used last in one ends behind
         it."""
         most = held = 0

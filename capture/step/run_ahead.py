@@ -86,7 +86,7 @@ class _Issued:
 
 
 @dataclass
-class _Room:
+class _Allocated:
     """The allocations in one memory: ``live`` bytes after all that has finished, and the bytes
     ``taken`` by the instructions that may not have."""
 
@@ -126,7 +126,7 @@ class _Window:
         self._step, self._slots = step, step.slots
         first = step.standing_for
         self._rooms = {
-            memory: _Room(min(budgets.get(one, inf) for one in first if first[one] == memory))
+            memory: _Allocated(min(budgets.get(one, inf) for one in first if first[one] == memory))
             for memory in dict.fromkeys(first.values())
         }
         self._maker: dict[int, int] = {}  # of slots that are alive and were made in this step

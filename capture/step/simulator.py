@@ -43,7 +43,7 @@ Key = tuple[float, int, int, int]
 
 
 @dataclass(frozen=True)
-class Buffer:
+class Allocation:
     """Bytes with a lifetime.
 
     Attributes:
@@ -85,9 +85,9 @@ class Work:
     streams: tuple[str, ...] = ()
     seconds: float = 0
     after: tuple[int, ...] = ()
-    allocates: tuple[Buffer, ...] = ()
-    temporaries: tuple[Buffer, ...] = ()
-    produces: tuple[Buffer, ...] = ()
+    allocates: tuple[Allocation, ...] = ()
+    temporaries: tuple[Allocation, ...] = ()
+    produces: tuple[Allocation, ...] = ()
     frees: tuple[str, ...] = ()
     kind: str = ""
 
@@ -160,8 +160,8 @@ def simulate(
             when everything before it has ended.
 
     Example:
-        >>> weights = Buffer("weights", (0,), 80, "parameters")
-        >>> scratch = Buffer("", (0,), 20, "temporaries")
+        >>> weights = Allocation("weights", (0,), 80, "parameters")
+        >>> scratch = Allocation("", (0,), 20, "temporaries")
         >>> work = [
         ...     Work("load", ("host to device",), 2, allocates=(weights,)),
         ...     Work("compute", ("device",), 3, (0,), temporaries=(scratch,), frees=("weights",)),
@@ -221,7 +221,7 @@ def times(
 
 
 # A buffer as the item that made it and the buffer itself: names may come again.
-_Made = tuple[int, Buffer]
+_Made = tuple[int, Allocation]
 
 
 def _check(work: Sequence[Work]) -> list[list[_Made]]:
@@ -261,7 +261,7 @@ def _check(work: Sequence[Work]) -> list[list[_Made]]:
 
 def _allocate(
     i: int,
-    buffers: Sequence[Buffer],
+    buffers: Sequence[Allocation],
     live: dict[str, _Made],
     name: str,
     violations: list[Violation],

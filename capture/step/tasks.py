@@ -118,7 +118,7 @@ Block = list[Instruction]
 """The instructions of a task, or of a group of arrivals."""
 
 
-class Turn(NamedTuple):
+class Blocks(NamedTuple):
     """A round as blocks of instructions."""
 
     of: Round

@@ -35,7 +35,7 @@ from capture.machine.cluster import Cluster
 from capture.machine.rates import Rates
 from capture.step.ledger import Ledger, Memory, Peak, name_of
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
-from capture.step.simulator import Buffer, MemoryUse, Simulation, Work, simulate
+from capture.step.simulator import Allocation, MemoryUse, Simulation, Work, simulate
 
 TransferSeconds = Callable[[Feed | Copy, int, Place | None, Place], float]
 """(instruction, bytes per device, from where: None for the batch on its host, to where) ->
@@ -269,10 +269,10 @@ class _Items:
             self.processes |= zip(self._known[key], (each[0] for each in lanes), strict=True)
         return self._known[key]
 
-    def _buffers(self, slots: Sequence[int]) -> tuple[Buffer, ...]:
+    def _buffers(self, slots: Sequence[int]) -> tuple[Allocation, ...]:
         named = [self._step.slots[slot] for slot in slots]
         return tuple(
-            Buffer(slot.name, self._step.memories[slot.place.name], slot.nbytes, slot.category)
+            Allocation(slot.name, self._step.memories[slot.place.name], slot.nbytes, slot.category)
             for slot in named
         )
 
@@ -310,7 +310,7 @@ class _Items:
             self._streams(compute_stream("{}"), program.place),
             self._seconds.programs[run.program],
             self._after(after, program.place),
-            temporaries=(Buffer("", memories, program.transient_bytes, "temporaries"),),
+            temporaries=(Allocation("", memories, program.transient_bytes, "temporaries"),),
             produces=self._buffers(run.outputs),
             frees=self._names(run.donated),
             kind=program.kind,

@@ -34,7 +34,8 @@ from capture.machine.rates import Rates
 from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Collective, Kernel, ProgramWork
-from capture.plan.schedule import Schedule, TaskKind
+from capture.plan.orders import TaskKind
+from capture.plan.schedule import Schedule
 
 
 @dataclass(frozen=True)

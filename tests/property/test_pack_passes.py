@@ -29,7 +29,7 @@ from capture.step.passes.waits import wait
 from capture.step.pipeline import Pipeline
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait, replay
 from capture.step.room import Room
-from capture.step.tasks import Block, Round, Send, Turn, Value
+from capture.step.tasks import Block, Blocks, Round, Send, Value
 from tests.property import test_step, test_step_tables
 from tests.property.test_streamed_arrays import problems, swapped_problems
 from tests.property.test_streamed_step import profile_of
@@ -75,7 +75,7 @@ def example(*off: str, mode: str = "pp") -> Lowered:
 EXAMPLES = [(), ("offload",), ("p2p",), ("grouping", "jit")]
 
 
-def blocks_of(turns: Sequence[Turn]) -> list[Block]:
+def blocks_of(turns: Sequence[Blocks]) -> list[Block]:
     found = {id(block): block for turn in turns for block in (*turn.arrivals, *turn.body)}
     return list(found.values())
 
@@ -83,7 +83,7 @@ def blocks_of(turns: Sequence[Turn]) -> list[Block]:
 # ---- transfers -----------------------------------------------------------------------------------
 
 
-def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Turn]) -> None:
+def check_transfers(step: Step, rounds: Sequence[Round], turns: Sequence[Blocks]) -> None:
     """Programs read, at their places, what the lowering says, each value from one slot until it
     goes to rest; what rests is copied; and every copy is of use."""
     known: dict[Value, object] = {}
@@ -262,7 +262,7 @@ def test_faults_of_transfers_are_seen(fault: Callable[[Block], Iterator[Block]])
 # ---- residency -----------------------------------------------------------------------------------
 
 
-def check_residency(step: Step, turns: Sequence[Turn]) -> None:
+def check_residency(step: Step, turns: Sequence[Blocks]) -> None:
     """Nothing is added or left out but for ends of what goes out, which come with the next pass at
     the latest; devices run their programs in order, and arrivals come one pass early at most."""
     issued, given = step.instructions, [each for block in blocks_of(turns) for each in block]
@@ -282,8 +282,10 @@ def check_residency(step: Step, turns: Sequence[Turn]) -> None:
         for s in e.slots
     }
     assert len(issued) == len(given) + len(ends) and ends.keys() == out.keys()
-    lanes = defaultdict[int, list[tuple[int, int, Turn]]](list)  # first and last program of passes
-    readers = defaultdict[int, list[Turn]](list)
+    lanes = defaultdict[int, list[tuple[int, int, Blocks]]](
+        list
+    )  # first and last program of passes
+    readers = defaultdict[int, list[Blocks]](list)
     for turn in turns:
         for block in turn.arrivals:
             readers[id(block)].append(turn)

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.errors import PlanError
-from capture.plan.schedule import Occupancy, Schedule, Task, make_schedule, occupancy_by_position
+from capture.plan.schedule import (
+    Occupancy,
+    Schedule,
+    StagePass,
+    make_schedule,
+    occupancy_by_position,
+)
 
 schedules = st.builds(
     make_schedule, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 7), st.integers(1, 9)
@@ -84,14 +90,14 @@ def test_clocks(name, num_stages, num_microbatches, clocks):
 def test_every_stage_does_every_task_once(schedule):
     for s, order in enumerate(schedule.orders):
         assert sorted(order) == sorted(
-            Task(s, kind, m)
+            StagePass(s, kind, m)
             for kind, m in product(("forward", "backward"), range(schedule.num_microbatches))
         )
 
 
 @given(schedules)
 def test_the_clocks_are_the_orders_and_respect_what_a_task_needs(schedule):
-    done: dict[Task, int] = {}
+    done: dict[StagePass, int] = {}
     for at, clock in enumerate(schedule.clocks):
         assert len({task.stage_id for task in clock}) == len(clock)
         for task in clock:
@@ -101,11 +107,11 @@ def test_the_clocks_are_the_orders_and_respect_what_a_task_needs(schedule):
     ]
     for task, at in done.items():
         s, m = task.stage_id, task.microbatch
-        needed = [Task(s, "forward", m)] if task.kind == "backward" else []
+        needed = [StagePass(s, "forward", m)] if task.kind == "backward" else []
         if task.kind == "forward" and s > 0:
-            needed.append(Task(s - 1, "forward", m))
+            needed.append(StagePass(s - 1, "forward", m))
         if task.kind == "backward" and s + 1 < schedule.num_stages:
-            needed.append(Task(s + 1, "backward", m))
+            needed.append(StagePass(s + 1, "backward", m))
         assert all(done[other] < at for other in needed)
 
 
@@ -128,7 +134,7 @@ def test_as_many_microbatches_in_flight_as_the_schedule_promises(schedule):
 @given(schedules)
 def test_occupancies_cover_every_moment_and_none_another(schedule):
     """Against the history of each stage, read off the clocks without counters."""
-    before: list[Task] = []
+    before: list[StagePass] = []
     reached = [set() for _ in range(schedule.num_stages)]
 
     def done(s: int, kind: str) -> int:
@@ -200,7 +206,7 @@ def test_occupancy_by_position_is_no_longer_than_it_must_be():
 
 
 def test_a_cycle_is_our_bug():
-    order = (Task(0, "backward", 0), Task(0, "forward", 0))
+    order = (StagePass(0, "backward", 0), StagePass(0, "forward", 0))
     with pytest.raises(AssertionError, match=r"^schedule odd has a dependency cycle$"):
         Schedule("odd", 1, (order,)).clocks  # noqa: B018
 

@@ -15,7 +15,7 @@ from capture.plan.schedule import (
     PLAIN_SCHEDULES,
     SCHEDULES,
     Schedule,
-    Task,
+    StagePass,
     make_schedule,
 )
 
@@ -60,7 +60,7 @@ def test_table(name, num_groups, num_microbatches, table):
 @given(tables())
 def test_every_task_is_done_once_where_its_stage_is_after_what_it_needs(schedule):
     assert list(schedule.violations()) == []
-    done: dict[Task, int] = {}
+    done: dict[StagePass, int] = {}
     for at, clock in enumerate(schedule.clocks):
         assert len({schedule.placement[task.stage_id] for task in clock}) == len(clock)
         done |= dict.fromkeys(clock, at)
@@ -71,11 +71,11 @@ def test_every_task_is_done_once_where_its_stage_is_after_what_it_needs(schedule
     )
     for s in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
-            first, *rest = [done[Task(s, kind, m)] for kind in ("forward", *backward)]
+            first, *rest = [done[StagePass(s, kind, m)] for kind in ("forward", *backward)]
             assert all(first < other for other in rest) and rest == sorted(rest)
             if s:
-                assert done[Task(s - 1, "forward", m)] < first
-                assert rest[0] < done[Task(s - 1, backward[0], m)]
+                assert done[StagePass(s - 1, "forward", m)] < first
+                assert rest[0] < done[StagePass(s - 1, backward[0], m)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_numbers_that_a_schedule_cannot_do_are_refused(name, num_microbatches, n
 def waits_of(schedule: Schedule) -> tuple[int, int]:
     """(most passes that a group waits from its first to its last task, passes that the step is
     longer than the work of a group), with F = I = W = 1 and a whole backward pass of 2."""
-    end: dict[Task | None, int] = {None: 0}
+    end: dict[StagePass | None, int] = {None: 0}
     free, begin = [0] * schedule.num_groups, dict[int, int]()
     for task in (task for clock in schedule.clocks for task in clock):
         group = schedule.placement[task.stage_id]

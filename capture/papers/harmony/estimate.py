@@ -32,7 +32,7 @@ from capture.measured.layer_passes import SizedLayers
 from capture.measured.layer_profile import LayerProfile
 from capture.papers.harmony.items import P2P_OUT, STREAMS, Items, What
 from capture.plan.packs import PaperTimes
-from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.plan.task_graph import PackTask, Span, TaskGraph
 from capture.step.simulator import Simulation, Work, simulate, times
 
 _COMPUTES = ("FWD", "REC", "BWD")
@@ -186,7 +186,7 @@ def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimat
     """
     profile = profile.as_streamed(graph.swaps.stream)
     num_ranks = 1 if graph.alone else graph.num_devices
-    found: list[list[Task]] = [[] for _ in range(num_ranks)]
+    found: list[list[PackTask]] = [[] for _ in range(num_ranks)]
     for task in graph.tasks:
         if task.rank < num_ranks:
             found[task.rank].append(task)
@@ -214,14 +214,14 @@ def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimat
     return Estimate(max(rank_ends), tuple(rank_ends), rank_bytes, items, starts, ends)
 
 
-def _ordered(ranks: Sequence[Sequence[Task]]) -> list[Task] | None:
+def _ordered(ranks: Sequence[Sequence[PackTask]]) -> list[PackTask] | None:
     """Return tasks in an order in which each comes after those of its rank before it and those that
     it reads from; None where there is none."""
     ordered = sorted((task for on in ranks for task in on), key=lambda task: task.id)
     ours = {task.id for task in ordered}
     done: set[int] = set()
     waiting = [list(reversed(on)) for on in ranks]
-    found: list[Task] = []
+    found: list[PackTask] = []
     while len(found) < len(ordered):
         ready = [
             (on[-1].id, rank)
@@ -237,13 +237,13 @@ def _ordered(ranks: Sequence[Sequence[Task]]) -> list[Task] | None:
     return found
 
 
-def _read_from(task: Task) -> list[int]:
+def _read_from(task: PackTask) -> list[int]:
     kept = [channel for _, channel in task.stashes] if task.gradient else []
     channels = (task.source, task.gradient, *kept)
     return [channel.task for channel in channels if channel and channel.task is not None]
 
 
-def task_bytes(task: Task, profile: LayerProfile) -> int:
+def task_bytes(task: PackTask, profile: LayerProfile) -> int:
     """Return the bytes that a task needs at the size of its first micro-batch: C of its pack,
     beside what it reads and writes.
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
-from capture.plan.task_graph import Channel, Task, TaskGraph, completed_by
+from capture.plan.task_graph import Channel, PackTask, TaskGraph, completed_by
 
 STREAMS = ("SwapIn", "SwapOut", "P2PIn", "P2POut", "Compute", "CPU")
 _IN, _OUT, P2P_IN, P2P_OUT, _COMPUTE, _CPU = range(len(STREAMS))
@@ -53,7 +53,7 @@ class _Done:
         deleted: When the task's memory is given back.
     """
 
-    task: Task
+    task: PackTask
     computes: list[int] = field(default_factory=list)
     recomputes: list[int] = field(default_factory=list)
     deleted: int = -1
@@ -71,7 +71,7 @@ class _Station:
         gradients: When its gradients are on the host.
     """
 
-    last: Task
+    last: PackTask
     computes: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)
     told: dict[str, list[int]] = field(default_factory=lambda: {"X": [], "dY": [], "sX": []})
@@ -118,7 +118,7 @@ class Items:
         self.streams: list[tuple[int, ...]] = []
         self.whats: list[What] = []
 
-    def add(self, task: Task) -> None:
+    def add(self, task: PackTask) -> None:
         """Enter a task, after all that it reads from."""
         if task.kind == "update":
             self._update(task)
@@ -142,7 +142,7 @@ class Items:
 
     # ---- the two directions
 
-    def _forward(self, task: Task, done: _Done) -> None:
+    def _forward(self, task: PackTask, done: _Done) -> None:
         first, prefetch, compute = task.first, self._prefetch, self._lanes[task.rank][_COMPUTE]
         kept, of_size = dict(task.stashes), {}
         waits_late = self._waits_late(task)
@@ -173,7 +173,7 @@ class Items:
         late = self._last_swapped(task) if self._alone and not prefetch else ()
         done.deleted = self._item(compute, self._delete, late, _whole(task, "DEL"))
 
-    def _backward(self, task: Task, done: _Done) -> None:
+    def _backward(self, task: PackTask, done: _Done) -> None:
         lanes, of_size = self._lanes[task.rank], {}
         waits_late = self._waits_late(task)
         weights = () if waits_late else (self._weights(task),)
@@ -212,11 +212,11 @@ class Items:
         done.computes.append(item)
         self._stations[done.task.station].computes.append(item)
 
-    def _last_swapped(self, task: Task) -> Sequence[int]:
+    def _last_swapped(self, task: PackTask) -> Sequence[int]:
         """Return the swap-out of the last micro-batch's output, where it goes to the host."""
         return self._stations[task.station].swapped[-1:]
 
-    def _finish(self, task: Task, done: _Done) -> None:
+    def _finish(self, task: PackTask, done: _Done) -> None:
         """Add the items that reduce a task's gradients and bring them out."""
         lanes, pack = self._lanes[task.rank], (task.first, task.stop)
         nbytes = self._profile.gradient_bytes(*pack, alone=self._makes_at_once)
@@ -243,7 +243,7 @@ class Items:
         """Whether weights are updated on the device, right behind their backward pass."""
         return self._switches.jit and not self._switches.offload
 
-    def _update(self, task: Task) -> None:
+    def _update(self, task: PackTask) -> None:
         """Add an update, on the host when gradients are there, or on the device with its state."""
         lanes, first, stop = self._lanes[task.rank], task.first, task.stop
         gradients = self._stations[task.station].gradients
@@ -289,16 +289,16 @@ class Items:
 
     # ---- what comes in
 
-    def _before(self, task: Task, back: int = 1) -> _Done | None:
+    def _before(self, task: PackTask, back: int = 1) -> _Done | None:
         past = self._past[task.rank]
         return past[-back] if len(past) >= back else None
 
-    def _waits_late(self, task: Task) -> bool:
+    def _waits_late(self, task: PackTask) -> bool:
         """Return whether weights stand behind the first input in their queue."""
         in_order = task.kind == "forward" or task.criterion
         return self._prefetch and bool(self._past[task.rank]) and (self._alone or not in_order)
 
-    def _weights(self, task: Task) -> int:
+    def _weights(self, task: PackTask) -> int:
         before = self._before(task)
         after: tuple[int, ...] = ()
         if before is not None:
@@ -310,13 +310,13 @@ class Items:
         seconds = (1 - 1 / self._shares) * nbytes / self.p2p_bytes_per_second
         return self._item(self._lanes[task.rank][_COMPUTE], seconds, (share,), _whole(task, "AGW"))
 
-    def _gradients_in(self, task: Task) -> int:
+    def _gradients_in(self, task: PackTask) -> int:
         """Add the swap-in of the sum of gradients that the task before left, and return it."""
         nbytes = self._profile.gradient_bytes(task.first, task.stop)
         gate = (self._stations[task.station].gradients, *self._from_the_task_before(task))
         return self._swap_in(task, nbytes, gate, _whole(task, "dWB"))
 
-    def _gate(self, task: Task, i: int, weights: Sequence[int], done: _Done) -> Sequence[int]:
+    def _gate(self, task: PackTask, i: int, weights: Sequence[int], done: _Done) -> Sequence[int]:
         """Return the items that the first input of a micro-batch waits for, beside its data."""
         if not self._prefetch:
             if i == 0:
@@ -331,7 +331,7 @@ class Items:
             return () if before is None else (before.deleted,)
         return self._from_the_task_before(task)
 
-    def _from_the_task_before(self, task: Task) -> Sequence[int]:
+    def _from_the_task_before(self, task: PackTask) -> Sequence[int]:
         """Return the item after which the second buffer is free for a task's first micro-batch."""
         before, before_that = self._before(task), self._before(task, 2)
         if before is None:
@@ -340,7 +340,7 @@ class Items:
             return (before.computes[-2],)
         return () if before_that is None else (before_that.deleted,)
 
-    def _second_buffer(self, task: Task, i: int, done: _Done) -> Sequence[int]:
+    def _second_buffer(self, task: PackTask, i: int, done: _Done) -> Sequence[int]:
         """Return the items that keeping the first input of a task waits for."""
         if not self._prefetch:
             return ()
@@ -349,7 +349,7 @@ class Items:
         before = self._before(task)
         return () if before is None else (before.deleted,)
 
-    def _input(self, task: Task, i: int, nbytes: int, gate: Sequence[int]) -> int:
+    def _input(self, task: PackTask, i: int, nbytes: int, gate: Sequence[int]) -> int:
         """Add the transfer of X of a micro-batch, or of what was kept of it, and return it."""
         what = What(task.id, "X", i, task.sizes[i], task.first, task.first + 1)
         at, told = task.start + i, self._stations[task.station].told
@@ -365,7 +365,9 @@ class Items:
             gate = (self._at(source).swapped[from_], *gate)
         return self._swap_in(task, nbytes, gate, what)
 
-    def _prefetched_gradient(self, task: Task, i: int, nbytes: int, done: _Done) -> tuple[int, ...]:
+    def _prefetched_gradient(
+        self, task: PackTask, i: int, nbytes: int, done: _Done
+    ) -> tuple[int, ...]:
         if task.gradient is None or not self._prefetch:
             return ()
         if i > 0:
@@ -376,7 +378,7 @@ class Items:
             gate = (before.recomputes[-1],)
         return (self._gradient(task, i, nbytes, gate),)
 
-    def _gradient(self, task: Task, i: int, nbytes: int, gate: Sequence[int]) -> int:
+    def _gradient(self, task: PackTask, i: int, nbytes: int, gate: Sequence[int]) -> int:
         """Add the transfer of dY of a micro-batch, and return it."""
         assert task.gradient is not None
         what = What(task.id, "dY", i, task.sizes[i], task.stop - 1, task.stop)
@@ -393,13 +395,13 @@ class Items:
         assert channel.task is not None
         return self._station_of[channel.task]
 
-    def _swap_in(self, task: Task, nbytes: float, after: Sequence[int], what: What) -> int:
+    def _swap_in(self, task: PackTask, nbytes: float, after: Sequence[int], what: What) -> int:
         return self._item(
             self._lanes[task.rank][_IN], nbytes / self.swap_bytes_per_second, after, what
         )
 
     def _transfer(
-        self, task: Task, source: Channel, nbytes: int, gate: Sequence[int], what: What
+        self, task: PackTask, source: Channel, nbytes: int, gate: Sequence[int], what: What
     ) -> int:
         sender = self._at(source)
         of = sender.last
@@ -411,7 +413,7 @@ class Items:
 
     # ---- what goes out
 
-    def _output(self, task: Task, i: int, nbytes: int) -> None:
+    def _output(self, task: PackTask, i: int, nbytes: int) -> None:
         """Add the swap-out of Y or dX of a micro-batch, where it goes to the host; another device
         takes it itself."""
         sink = task.sink
@@ -427,7 +429,7 @@ class Items:
             at = layer + 1 if kind == "Y" else layer
             self._tell(task, sink, at, station.swapped[-1], what)
 
-    def _keep(self, task: Task, i: int, layer: int, nbytes: int, after: Sequence[int]) -> int:
+    def _keep(self, task: PackTask, i: int, layer: int, nbytes: int, after: Sequence[int]) -> int:
         """Add the swap-out of a layer's input that is kept for the backward pass, and return it."""
         what = What(task.id, "sX", i, task.sizes[i], layer, layer + 1)
         lane = self._lanes[task.rank][_OUT]
@@ -435,7 +437,7 @@ class Items:
         self._tell(task, dict(task.stashes)[layer], layer, out, what)
         return out
 
-    def _tell(self, task: Task, to: Channel, layer: int, out: int, what: What) -> None:
+    def _tell(self, task: PackTask, to: Channel, layer: int, out: int, what: What) -> None:
         """Add messages for the micro-batches of the other task that this one completes; the bytes
         are written and read."""
         other, at = self._at(to), task.start + what.microbatch
@@ -450,5 +452,5 @@ class Items:
             told.append(self._item(lane, nbytes / self._message * 2, (out,), message))
 
 
-def _whole(task: Task, kind: str) -> What:
+def _whole(task: PackTask, kind: str) -> What:
     return What(task.id, kind, 0, None, task.first, task.stop)

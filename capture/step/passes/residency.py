@@ -15,10 +15,10 @@ from math import inf
 
 from capture.step.program import Free, Step
 from capture.step.room import Room
-from capture.step.tasks import Block, Turn
+from capture.step.tasks import Block, Blocks
 
 
-def reside(step: Step, turns: Sequence[Turn], limit: float, *, ahead: bool, behind: bool) -> None:
+def reside(step: Step, turns: Sequence[Blocks], limit: float, *, ahead: bool, behind: bool) -> None:
     """Put the instructions of turns into a step, in the order of their issue.
 
     Args:
@@ -28,17 +28,17 @@ def reside(step: Step, turns: Sequence[Turn], limit: float, *, ahead: bool, behi
         ahead: Whether arrivals may come before the pass before.
         behind: Whether what goes out may end a pass later.
     """
-    issued = _Issued(step, turns, Room(step, turns, limit))
+    issued = _Residency(step, turns, Room(step, turns, limit))
     for turn in turns:
         issued.turn(turn, ahead=ahead, behind=behind)
     issued.flush(*issued.late)
     step.num_passes = len(step.instructions)
 
 
-class _Issued:
+class _Residency:
     """The instructions so far, and what they leave where."""
 
-    def __init__(self, step: Step, turns: Sequence[Turn], room: Room):
+    def __init__(self, step: Step, turns: Sequence[Blocks], room: Room):
         self._instructions, self._room, self._now = step.instructions, room, 0
         devices = range(step.num_devices)
         #: By device, the turns that wait for what goes out and the slots from which it does, each
@@ -46,13 +46,13 @@ class _Issued:
         self.late: dict[int, list[tuple[int, list[Block], tuple[int, ...]]]] = {
             device: [] for device in devices
         }
-        self._turns = {device: deque[Turn]() for device in devices}
+        self._turns = {device: deque[Blocks]() for device in devices}
         for turn in turns:
             for device in room.devices(*turn.body):
                 self._turns[device].append(turn)
         self._done, self._there = set[int](), {*step.persistent.values()}
 
-    def turn(self, turn: Turn, *, ahead: bool, behind: bool) -> None:
+    def turn(self, turn: Blocks, *, ahead: bool, behind: bool) -> None:
         lane, is_pass, room = turn.of.lane, turn.of.arrivals is not None, self._room
         self._now += 1
         for device in room.devices(*turn.body):
@@ -88,7 +88,7 @@ class _Issued:
                 self._instructions += [Free(gone)] if gone else []
                 self._room.hold(gone, -1)
 
-    def _fetch(self, turn: Turn, lane: int) -> None:
+    def _fetch(self, turn: Blocks, lane: int) -> None:
         """Issue what the next pass reads, as far as it is made and has room beside this one and
         what comes between the two."""
         room, coming = self._room, self._turns[lane]

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step
-from capture.step.tasks import Arrival, Block, Round, Send, Task, Turn, Value
+from capture.step.tasks import Arrival, Block, Blocks, Round, Send, Task, Value
 
 
-def transfer(step: Step, rounds: Iterable[Round], kept: Iterable[Value]) -> list[Turn]:
+def transfer(step: Step, rounds: Iterable[Round], kept: Iterable[Value]) -> list[Blocks]:
     """Return the rounds as instructions, without waits and frees but for what is written over.
 
     Args:
@@ -41,10 +41,10 @@ class _Transfers:
         #: The groups of arrivals, which rounds may share.
         self._blocks: dict[int, tuple[Arrival, Block]] = {}
 
-    def turn(self, each: Round) -> Turn:
+    def turn(self, each: Round) -> Blocks:
         arrivals = [self._arrival(group, each) for group in each.arrivals or () if group]
         body = [self._send(t) if isinstance(t, Send) else self._run(t) for t in each.tasks]
-        return Turn(each, arrivals, body)
+        return Blocks(each, arrivals, body)
 
     def _arrival(self, group: Arrival, of: Round) -> Block:
         if id(group) not in self._blocks:
