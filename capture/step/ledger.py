@@ -115,10 +115,6 @@ class Ledger:
         return self._live
 
     @property
-    def live_bytes_per_device(self) -> tuple[int, ...]:
-        return tuple(self._live[device] for device in range(self.num_devices))
-
-    @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
         return tuple(peak.peak_bytes for peak in self.peaks)
 

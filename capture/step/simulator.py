@@ -108,11 +108,6 @@ class MemoryUse:
     peak: Peak
     peak_seconds: float
 
-    @property
-    def final_bytes(self) -> int:
-        """The bytes still live after the last item: what nothing freed."""
-        return self.samples[-1][1]
-
 
 @dataclass(frozen=True)
 class Simulation:

@@ -131,7 +131,7 @@ def test_a_leaked_buffer_is_noticed(small):
         )
     assert error.value.codes == ("run-ledger-mismatch",)
     alive = sum(buffers(leaked).values())
-    booked = meter._ledger.live_bytes_per_device[0]
+    booked = meter._ledger.live_bytes[0]
     assert alive > 0
     assert str(error.value) == (
         f"before 'forward 1 on stage 1' device 0 holds {booked + alive} bytes of live arrays and the ledger "

@@ -72,7 +72,7 @@ def check_offers(
     check_window(offered, crossings, window)
     check_no_deadlock(offered, crossings, num_devices, chance)
     before, after = replay(step), replay(new)
-    assert before.live_bytes_per_device == after.live_bytes_per_device
+    assert before.live_bytes == after.live_bytes
     for here, there in zip(before.peak_bytes_per_device, after.peak_bytes_per_device, strict=True):
         assert here <= there
     passes = replace(new, instructions=new.instructions[: new.num_passes])

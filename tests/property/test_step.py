@@ -161,7 +161,7 @@ def test_every_slot_is_written_before_it_is_read_and_freed_once(step, build):
     check_lifetimes(program)
     ledger = replay(program)
     state = [StageBytes(step[0], s).state for s, stage in enumerate(step[0]) for _ in stage.devices]
-    assert ledger.live_bytes_per_device == tuple(state)
+    assert [ledger.live_bytes[device] for device in range(ledger.num_devices)] == state
 
 
 def check_shared(stages: list[StageInterface], schedule: Schedule) -> None:

@@ -237,7 +237,7 @@ def test_feeds_overlap_with_the_programs_that_they_may_run_ahead_of(
     backwards. The fourth feed begins at 6 s, when the first forward pass has ended."""
     step = timeline("gpipe", 4, [3], [1], feed=2, feeds_ahead=feeds_ahead)
     assert step.step_seconds == expected
-    above = step.peak_bytes_per_device[0] - step.program_order.live_bytes_per_device[0]
+    above = step.peak_bytes_per_device[0] - step.program_order.live_bytes[0]
     batch_bytes = straight(1)[0].batch_bytes[0]
     assert num_batches * batch_bytes <= above < (num_batches + 1) * batch_bytes, (
         "the losses are less than a batch"
@@ -326,10 +326,9 @@ def test_without_time_every_peak_is_that_of_the_replay(program):
 def test_a_step_begins_and_ends_with_what_persists(case):
     program = case[0]
     step = simulated(*case)
-    assert tuple(use.final_bytes for use in step.memory) == step.program_order.live_bytes_per_device
-    assert tuple(use.samples[0] for use in step.memory) == tuple(
-        (0, nbytes) for nbytes in step.program_order.live_bytes_per_device
-    )
+    held = [step.program_order.live_bytes[device] for device in range(len(step.memory))]
+    assert [use.samples[-1][1] for use in step.memory] == held
+    assert [use.samples[0] for use in step.memory] == [(0, nbytes) for nbytes in held]
     assert all(nbytes >= 0 for use in step.memory for _, nbytes in use.samples)
     assert step.program_order == replay(program)
     assert all(0 <= bubble <= 1 for bubble in step.bubble_fraction)

@@ -33,7 +33,7 @@ def test_peak_is_the_most_that_was_ever_live_and_its_parts_sum_to_it(entries):
         elif action == "run":
             ledger.execute([device], nbytes, f"at {i}")
         live = [sum(n for d, _, n in buffers if d == device) for device in range(3)]
-        assert ledger.live_bytes_per_device == tuple(live)
+        assert [ledger.live_bytes[device] for device in range(3)] == live
         running = nbytes if action == "run" else 0
         most = [
             max(m, n + (running if d == device else 0))
@@ -54,7 +54,7 @@ def test_a_peak_names_its_first_instant_and_the_running_programs_part():
         Peak(15, "forward 0", {"parameters": 10, "temporaries": 5}),
     )
     ledger.drop([1], 10, "parameters")
-    assert ledger.peaks[1].peak_bytes == 15 and ledger.live_bytes_per_device == (10, 0)
+    assert ledger.peaks[1].peak_bytes == 15 and ledger.live_bytes == {0: 10, 1: 0}
 
 
 def test_dropping_more_than_was_held_is_our_bug_even_if_other_categories_would_cover_it():

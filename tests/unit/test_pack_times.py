@@ -79,7 +79,6 @@ def test_idle_is_the_tail_and_gaps_are_the_whole_step():
     assert found.gap_fractions == pytest.approx(
         [1 - seconds / found.seconds for seconds in computed]
     )
-    assert found.compute_fraction == pytest.approx(sum(computed) / 2 / found.seconds)
     assert found.idle_fractions[0] == 0 < found.idle_fractions[1] < found.gap_fractions[1]
 
 

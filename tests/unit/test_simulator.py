@@ -152,7 +152,7 @@ def test_a_free_that_does_not_wait_for_its_buffer_is_refused():
         "item 2 (free) frees buffer 'b' at 1 s, before item 1 (make) allocates it; let it wait "
         "for that item (after). [simulate-buffer]"
     )
-    assert simulate([*work[:2], replace(work[2], after=(1,))]).memory[0].final_bytes == 0
+    assert simulate([*work[:2], replace(work[2], after=(1,))]).memory[0].samples[-1][1] == 0
 
 
 # ---- the trace -----------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_memory_is_the_sum_of_what_is_alive(work):
             last = [nbytes for seconds, nbytes in use.samples if seconds <= begin][-1:] or [0]
             assert last == [live_between(simulation, device, begin, end)]
         freed = {name for item in work for name in item.frees}
-        assert use.final_bytes == sum(
+        assert use.samples[-1][1] == sum(
             b.nbytes
             for item in work
             for b in (*item.allocates, *item.produces)
@@ -142,7 +142,6 @@ def test_a_peak_names_its_first_item_its_instant_and_its_parts():
         2,
     )
     assert use.samples == ((0, 10), (2, 17), (5, 0), (5, 4), (5, 14))
-    assert use.final_bytes == 14
 
 
 def test_memories_of_one_buffer():

@@ -112,11 +112,6 @@ class Estimate:
         return tuple(found)
 
     @property
-    def compute_fraction(self) -> float:
-        """The part of the step in which ranks compute, on average."""
-        return sum(self.compute_seconds) / len(self.rank_ends) / self.seconds
-
-    @property
     def gap_fractions(self) -> tuple[float, ...]:
         """The part of the whole step in which each rank does not compute: what Figure 8 shows
         (H-r)."""

@@ -75,13 +75,13 @@ class SwappedBuilder:
         self.nbytes, self.initial = tensors.nbytes(self._count), tensors.initial(self._count)
         self.operations = self._operations(tensors)
         # Losses stay; what does not fit by itself is said when the step is replayed.
-        least = max(map(self._need, self.operations))
+        least = max(operation.need(self.nbytes) for operation in self.operations)
         self.managed_bytes = max(server.usable_bytes.value - 4 * self._count, least)
         self._managers = [Manager(self.nbytes, self.managed_bytes) for _ in self._numbers]
         for manager in self._managers:
             manager.on_host.update(self.initial)
             for at, operation in enumerate(self.operations):
-                for tensor in dict.fromkeys((*operation.reads, *operation.writes)):
+                for tensor in operation.tensors:
                     manager.uses[tensor].append(at)
         #: By device and tensor, its slot there, and on the host.
         self._there: dict[tuple[int, Tensor], int] = {}
@@ -183,10 +183,6 @@ class SwappedBuilder:
 
     def _weights(self, span: Span) -> int:
         return self._nbytes(Params(self._sizes.layers.owned(span)))
-
-    def _need(self, operation: GpuOperation) -> int:
-        tensors = {*operation.reads, *operation.writes}
-        return sum(self.nbytes[tensor] for tensor in tensors) + operation.workspace_bytes
 
     # ---- swaps -----------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ def run(
             moved = manager.step(step * len(operations) + at, operation)
             if moved is None:
                 layer = (operation.reads or operation.writes)[0][1]
-                found.missing = (layer, manager.need(operation))
+                found.missing = (layer, operation.need(nbytes))
                 return found
             for tensors, way, sign in ((moved[0], "in", -1), (moved[1], "out", 1)):
                 for tensor in tensors:
@@ -126,7 +126,7 @@ def _managers(
     for gpu, tensor in initial:
         managers[gpu].on_host.add(tensor)
     for at, operation in enumerate((*operations, *operations)):
-        for tensor in dict.fromkeys((*operation.reads, *operation.writes)):
+        for tensor in operation.tensors:
             managers[operation.gpu].uses[tensor].append(at)
     return managers
 

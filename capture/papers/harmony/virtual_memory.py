@@ -39,6 +39,15 @@ class GpuOperation:
     workspace_bytes: int = 0
     after: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that it reads or writes, each once."""
+        return list(dict.fromkeys((*self.reads, *self.writes)))
+
+    def need(self, nbytes: Mapping[Tensor, int]) -> int:
+        """Return the bytes of the operation by itself: what it reads, writes and works in."""
+        return sum(nbytes[tensor] for tensor in self.tensors) + self.workspace_bytes
+
 
 @dataclass(frozen=True)
 class LayerTensors:
@@ -153,16 +162,11 @@ class Manager:
         self.on_host: set[Tensor] = set()
         self._live = self.peak = 0
 
-    def need(self, operation: GpuOperation) -> int:
-        """Return the bytes of an operation by itself: what it reads, writes and works in."""
-        tensors = {*operation.reads, *operation.writes}
-        return sum(self._nbytes[tensor] for tensor in tensors) + operation.workspace_bytes
-
     def step(self, at: int, operation: GpuOperation) -> tuple[list[Tensor], list[Tensor]] | None:
         """Return the tensors that come in and go out for an operation; None if it does not fit."""
-        if self.need(operation) > self._limit_bytes:
+        if operation.need(self._nbytes) > self._limit_bytes:
             return None
-        tensors = list(dict.fromkeys((*operation.reads, *operation.writes)))
+        tensors = operation.tensors
         missing = [tensor for tensor in tensors if tensor not in self._there]
         room = sum(self._nbytes[tensor] for tensor in missing) + operation.workspace_bytes
         outs = list(self._evicted(room, {*tensors}))

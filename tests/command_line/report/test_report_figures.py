@@ -121,7 +121,7 @@ def test_memory_over_time_shows_the_peak_of_the_simulation(facts):
     figure = drawn(facts)["memory"]
     for trace, use in zip(figure.traces, facts.schedule.memory, strict=True):
         assert max(trace["y"]) * 1e9 == pytest.approx(use.peak.peak_bytes)
-        assert trace["y"][-1] * 1e9 == pytest.approx(use.final_bytes)
+        assert trace["y"][-1] * 1e9 == pytest.approx(use.samples[-1][1])
     assert "Simulated" in figure.caption
 
 
