@@ -4,7 +4,7 @@ and an upper one, for which no compiler is asked."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -16,11 +16,11 @@ import numpy as np
 from capture import environment
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
-from capture.machine.rates import Rates
 from capture.machine.target import Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.memo import memo
 from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
 from capture.step.times import TimeModel
 from profiling_runs.batch import Progress
@@ -59,8 +59,6 @@ class ModelBounds:
         self._measurements, self._progress, self._begin = measurements, progress, begin
         self._examples, self._num_devices = tuple(examples), num_devices
         self._floors = floors
-        self._costs: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
-        self._models: dict[Cluster, tuple[TimeModel, TimeModel]] = {}
 
     @cached_property
     def facts(self) -> LayerFacts:
@@ -77,9 +75,9 @@ class ModelBounds:
 
         self.facts.learn(asked, told, **longest)
 
-    @cached_property
+    @memo
     def _learn_floors(self) -> None:
-        """The trace of all that ``seconds`` needs, made once; the value is None."""
+        """Trace all that ``seconds`` needs, once."""
         asked = [(c, n) for n, choices in self._floors.items() for c in measured_choices(choices)]
         self._learn(asked, longest=2 if self.facts.needs_pairs else 1)
 
@@ -155,13 +153,9 @@ class ModelBounds:
 
         Source: Lagrangian relaxation of the memory of all devices together.
         """
-        rates = Target.load(cluster.target).rates
-        if rates is None:
+        if Target.load(cluster.target).rates is None:
             return 0.0, 0.0
-        key = (tuple(choices), microbatch_size, cluster)
-        if key not in self._costs:
-            self._costs[key] = self._layer_costs(choices, microbatch_size, cluster, rates)
-        count, costs = self._costs[key]
+        count, costs = self._layer_costs(tuple(choices), microbatch_size, cluster)
         if num_devices is not None:
             costs = costs[:, :, [choice.num_devices == num_devices for choice in choices]]
         if not costs.size:
@@ -176,26 +170,23 @@ class ModelBounds:
         )
         return least / cluster.num_devices, expected / cluster.num_devices
 
-    def _time_models(self, cluster: Cluster, rates: Rates) -> tuple[TimeModel, TimeModel]:
+    @memo
+    def _time_models(self, cluster: Cluster) -> tuple[TimeModel, TimeModel]:
         """Return two time models of a cluster: without the time to launch kernels, and with it."""
-        if cluster not in self._models:
-            unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
-            without, model = (TimeModel(each, max(cluster.nodes)) for each in (unlaunched, rates))
-            self._models[cluster] = without, model
-        return self._models[cluster]
+        rates, num_devices = Target.load(cluster.target).rates, max(cluster.nodes)
+        assert rates is not None, "times are known"
+        unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
+        return TimeModel(unlaunched, num_devices), TimeModel(rates, num_devices)
 
+    @memo
     def _layer_costs(
-        self,
-        choices: Sequence[StageChoice],
-        microbatch_size: int,
-        cluster: Cluster,
-        rates: Rates,
+        self, choices: tuple[StageChoice, ...], microbatch_size: int, cluster: Cluster
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return how many layers are of each distinct kind, (K,), and (3, K, choices) of all
         devices of a stage: least and expected seconds, and least bytes held."""
-        _ = self._learn_floors
+        self._learn_floors()
         facts = self.facts
-        without, model = self._time_models(cluster, rates)
+        without, model = self._time_models(cluster)
         num_alike = Counter(
             alike for window, alike in facts.windows.items() if window[1] - window[0] == 1
         )

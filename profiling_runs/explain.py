@@ -56,6 +56,7 @@ class Explanation:
         stages: Per stage, its peak taken apart.
         changes: Other plans, of one decision changed each, the most saving first.
         untried: Changes that were not tried, because the time was over.
+        host_peak_bytes: Need of the host, compiled; None if the plan keeps nothing there.
     """
 
     plan: Plan

@@ -43,6 +43,7 @@ class Measurements:
         num_devices: Virtual devices of a worker.
         rule: How parameters are split, as for ``ProfileQuestion``.
         progress, watch: Told how far the jobs are.
+        costs: Of the configs that were measured.
         failures: Configs that could not be measured, and why.
     """
 

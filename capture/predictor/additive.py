@@ -18,7 +18,7 @@ import numpy as np
 
 from capture.errors import ProfileError
 from capture.machine.target import same_target
-from capture.measured.profile import Calibration, Profile, StageConfig
+from capture.measured.profile import Calibration, StageConfig
 from capture.measured.size_errors import octaves_away
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.memo import memo
@@ -54,10 +54,6 @@ class AdditivePredictor(ComponentTables):
 
     name = "additive"
 
-    def __init__(self, profile: Profile, *, allow_extrapolation: bool = False):
-        super().__init__(profile, allow_extrapolation=allow_extrapolation)
-        self._passing: dict[tuple[tuple[int, int], int], dict[str, np.ndarray]] = {}
-
     # ---- stages ----------------------------------------------------------------------------------
 
     @memo
@@ -75,7 +71,7 @@ class AdditivePredictor(ComponentTables):
         for (first, stop), known in compiled.items():
             # Where it was not compiled with a split backward pass, that is predicted.
             table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
-        parts = dict(zip(self.components, map(_whole, table), strict=True))
+        parts = dict(zip(self.components, map(_whole_bytes, table), strict=True))
         exact = self._exact(choice, microbatch_size)
         return StageMemory(**exact, summaries=parts.pop("summary"), **parts)
 
@@ -184,23 +180,24 @@ class AdditivePredictor(ComponentTables):
         """Return the parts of every stage that the layer graph alone determines: state, gradients,
         received values, batch and losses, in bytes per device."""
         params = self._stage_params(choice.param_split)
-        of = choice.value_split, microbatch_size
-        if of not in self._passing:
-            self._passing[of] = self._passed_on(choice, microbatch_size)
-        return {"params": params, "gradients": params, **self._passing[of]}
+        passed_on = self._passed_on(choice.value_split, microbatch_size)
+        return {"params": params, "gradients": params, **passed_on}
 
-    def _passed_on(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
+    @memo
+    def _passed_on(
+        self, value_split: tuple[int, int], microbatch_size: int
+    ) -> dict[str, np.ndarray]:
         """Return the bytes per device of received values, gradients from the next stage, batch
         leaves and losses, each an array (L, L + 1)."""
-        graph, split = self.graph(microbatch_size), choice.value_split
+        graph = self.graph(microbatch_size)
         shape = (graph.num_layers, graph.num_layers + 1)
-        sizes = [graph.value_bytes(v, split) for v in range(len(graph.values))]
+        sizes = [graph.value_bytes(v, value_split) for v in range(len(graph.values))]
         crossing = [graph.crossing(cut) for cut in range(graph.num_layers + 1)]
         received = np.array([sum(sizes[v] for v in values) for values in crossing])
         returned = np.array(
             [sum(sizes[v] for v in values if graph.values[v].differentiable) for values in crossing]
         )
-        leaves = np.array([leaf.shard_bytes(choice.data_parallel) for leaf in graph.batch])
+        leaves = np.array([leaf.shard_bytes(value_split[0]) for leaf in graph.batch])
         losses = np.zeros(shape, np.int64)
         losses[:, -1] = sum(sizes[v] for v in graph.layers[-1].outputs)
         return {
@@ -274,7 +271,7 @@ class AdditivePredictor(ComponentTables):
             memory = replace(memory, **{name: kinds.once(part) for name, part in parts.items()})
             arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
         if mixed is not None:
-            table = map(_whole, self._mixed(choice, microbatch_size, mixed))
+            table = map(_whole_bytes, self._mixed(choice, microbatch_size, mixed))
             parts = dict(zip(self.components, table, strict=True))
             own = parts.pop("summary")
             memory = replace(memory, **parts, summaries=own if least else memory.summaries)
@@ -461,7 +458,7 @@ class AdditivePredictor(ComponentTables):
         return layers
 
 
-def _whole(nbytes: np.ndarray) -> np.ndarray:
+def _whole_bytes(nbytes: np.ndarray) -> np.ndarray:
     """Round bytes up to integers; negative or unknown (NaN) bytes become 0."""
     return np.ceil(np.fmax(nbytes, 0)).astype(np.int64)
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 
 from capture.model.graph import LayerGraph
-from capture.plan.choices import StageChoice
 
 
 def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
@@ -44,33 +43,33 @@ def largest_part(of_stage: np.ndarray) -> np.ndarray:
     return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
 
 
-def kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
+def kept_twice(graph: LayerGraph, longest: int, value_split: tuple[int, int]) -> np.ndarray:
     """Return, per stage [first, stop), the most bytes that the sum over windows counts twice,
     (L, L + 1): of values and batch leaves that two layers touch, too far apart for a window, and
     none between."""
     found = np.zeros((graph.num_layers, graph.num_layers + 1))
-    for nbytes, layers in _touched(graph, choice):
+    for nbytes, layers in _touched(graph, value_split):
         for layer, later in pairwise(layers):
             if later - layer >= longest:
                 found[: layer + 1, later + 1 :] += nbytes
     return found
 
 
-def passed(graph: LayerGraph, choice: StageChoice) -> np.ndarray:
+def passed(graph: LayerGraph, value_split: tuple[int, int]) -> np.ndarray:
     """Return, per cut, the bytes of the values and batch leaves that layers on both sides of it
     touch, (L + 1,)."""
     found = np.zeros(graph.num_layers + 1)
-    for nbytes, layers in _touched(graph, choice):
+    for nbytes, layers in _touched(graph, value_split):
         if layers:
             found[layers[0] + 1 : layers[-1] + 1] += nbytes
     return found
 
 
-def _touched(graph: LayerGraph, choice: StageChoice) -> Iterator[tuple[int, list[int]]]:
+def _touched(graph: LayerGraph, value_split: tuple[int, int]) -> Iterator[tuple[int, list[int]]]:
     """Yield, per value and batch leaf, its bytes and the layers that read or make it, in order."""
     for v in range(len(graph.values)):
         layers = [layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs]
-        yield graph.value_bytes(v, choice.value_split), layers
+        yield graph.value_bytes(v, value_split), layers
     for b, leaf in enumerate(graph.batch):
         layers = [layer.layer_id for layer in graph.layers if b in layer.batch]
-        yield leaf.shard_bytes(choice.data_parallel), layers
+        yield leaf.shard_bytes(value_split[0]), layers

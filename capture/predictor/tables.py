@@ -50,8 +50,6 @@ class ComponentTables:
         self.profile, self._extrapolates = profile, allow_extrapolation
         passes = PASSES + SPLIT_PASSES * profile.splits_backward
         self.components, self.num_passes = (*passes, *UPDATES), len(passes)
-        self._crossing: dict[tuple[tuple[int, int], int], np.ndarray] = {}
-        self._between: dict[tuple[tuple[int, int], int], np.ndarray] = {}
 
     @memo
     def _windows(self, choice: StageChoice, microbatch_size: int) -> Windows:
@@ -140,10 +138,10 @@ class ComponentTables:
     def _most_held(self, split: ParamSplit) -> np.ndarray:
         """Return the most bytes per device that gradients of shared parameters wait in, per stage,
         (L, L + 1)."""
-        return held_gradients(self.profile.graph, self._whole(split))
+        return held_gradients(self.profile.graph, self._gradient_bytes(split))
 
     @memo
-    def _whole(self, split: ParamSplit) -> list[int]:
+    def _gradient_bytes(self, split: ParamSplit) -> list[int]:
         """Return, per parameter, the bytes per device of its gradient, which is whole until
         replicas have added theirs."""
         pairs = zip(self.param_bytes(split), self.profile.graph.params, strict=True)
@@ -171,7 +169,7 @@ class ComponentTables:
         graph, stays = self.profile.graph, self.profile.target == "cpu"
         added = {row: added_bytes(windows, graph.num_layers, row) for row in self._adding}
         return {
-            row: held_gradients(graph, self._whole(split), known if stays else None)
+            row: held_gradients(graph, self._gradient_bytes(split), known if stays else None)
             for row, known in added.items()
         }
 
@@ -219,15 +217,7 @@ class ComponentTables:
         """Take sums over windows down to what no stage can be below, where these are lower bounds:
         what a layer adds to the largest product before it says nothing of the next one."""
         graph, measured = self.graph(microbatch_size), _measured(table, windows)
-        of = choice.value_split, microbatch_size
-        if of not in self._crossing:
-            self._crossing[of] = np.array(
-                [
-                    sum(graph.value_bytes(v, choice.value_split) for v in graph.crossing(cut))
-                    for cut in range(graph.num_layers + 1)
-                ]
-            )
-        crossing = self._crossing[of]
+        crossing = self._crossing(choice.value_split, microbatch_size)
         for row, component in enumerate(self.components):
             known = measured[row]
             if component in ("forward", "backward"):
@@ -245,10 +235,19 @@ class ComponentTables:
             table[row], drift[row] = np.where(np.isnan(known), least, known), 0
         longest = max(stop - first for first, stop in windows)
         row = self.components.index("kept")
-        table[row] -= kept_twice(graph, longest, choice)
+        table[row] -= kept_twice(graph, longest, choice.value_split)
         if choice.tensor_parallel > 1:
             least = self._kept_of_parts(choice, microbatch_size, measured[row])
             table[row] = np.where(np.isnan(measured[row]), np.fmin(table[row], least), table[row])
+
+    @memo
+    def _crossing(self, value_split: tuple[int, int], microbatch_size: int) -> np.ndarray:
+        """Return, per cut, the bytes of the values that cross it, (L + 1,)."""
+        graph = self.graph(microbatch_size)
+        cuts = range(graph.num_layers + 1)
+        return np.array(
+            [sum(graph.value_bytes(v, value_split) for v in graph.crossing(cut)) for cut in cuts]
+        )
 
     def _kept_of_parts(
         self, choice: StageChoice, microbatch_size: int, known: np.ndarray
@@ -301,9 +300,9 @@ class ComponentTables:
         full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
         running, kept = mixture.running, mixture.kept
         if self.profile.is_lower_bound:
-            passed = self._passed_between(choice, microbatch_size)
-            kept = partial(mixture.least_kept, passed=passed)
-            running = partial(mixture.least_running, passed=passed)
+            between = self._passed(choice.value_split, microbatch_size)
+            kept = partial(mixture.least_kept, passed=between)
+            running = partial(mixture.least_running, passed=between)
         of_full, of_cheap = (self._held(part, microbatch_size) for part in choice.measured)
         for row, component in enumerate(self.components[: self.num_passes]):
             of = running if component in _TEMPORARIES else kept
@@ -316,20 +315,17 @@ class ComponentTables:
             yield found
         yield from cheap[self.num_passes :, mixed.first, mixed.stop]
 
-    def _passed_between(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """Return, per cut, the bytes of values and batch leaves that layers on both sides of it
-        touch, (L + 1,)."""
-        of = choice.value_split, microbatch_size
-        if of not in self._between:
-            self._between[of] = passed(self.graph(microbatch_size), choice)
-        return self._between[of]
+    @memo
+    def _passed(self, value_split: tuple[int, int], microbatch_size: int) -> np.ndarray:
+        return passed(self.graph(microbatch_size), value_split)
 
     def look_at_parts(self, choice: StageChoice, microbatch_size: int, kinds: Kinds) -> None:
         """Split kinds whose stages differ in anything that mixtures of a choice are made of."""
         for part in choice.measured:
             kinds.look(self.table(part, microbatch_size), kept=True)
             kinds.look(*self._held(part, microbatch_size).values())
-        kinds.look(np.broadcast_to(self._passed_between(choice, microbatch_size), kinds.of.shape))
+        between = self._passed(choice.value_split, microbatch_size)
+        kinds.look(np.broadcast_to(between, kinds.of.shape))
 
     def _drifted(
         self, total: np.ndarray, drift: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]
@@ -397,10 +393,11 @@ class ComponentTables:
         return True
 
     def _extrapolated_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        without_degrees = partial(replace, data_parallel=1, tensor_parallel=1)
         alike = {
             (known.data_parallel, known.tensor_parallel): known
             for known in self.profile.choices
-            if _kind(known) == _kind(choice)
+            if without_degrees(known) == without_degrees(choice)
         }
         if not self._extrapolates or not alike:
             profiled = ", ".join(f"{dp}x{tp}" for dp, tp in sorted(alike))
@@ -445,12 +442,6 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
     for (first, stop), parts in windows.items():
         measured[:, first, stop] = parts
     return measured
-
-
-def _kind(choice: StageChoice) -> StageChoice:
-    """Return a choice without its degrees, which is equal for choices that differ in nothing
-    else."""
-    return replace(choice, data_parallel=1, tensor_parallel=1)
 
 
 def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:

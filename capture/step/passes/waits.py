@@ -53,7 +53,7 @@ class _Waits:
                     freed.discard(target)
 
     def before(self, number: int, each: Instruction) -> Iterator[int]:
-        """Enter an instruction; return the targets of the copies to wait for before it."""
+        """Enter an instruction; yield the targets of the copies to wait for before it."""
         match each:
             case Feed(slot=slot):
                 self._users[slot][slot] = None
