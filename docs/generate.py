@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -220,13 +221,19 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 def _fields(cls: type, public: type) -> list[tuple[str, str, str]]:
     """(key, type, meaning) of every key that is written: what ``to_json`` spells out, else the
-    fields of the class."""
+    fields of the class. One without a text has that of a field of another class of the module: of
+    the same name and type, or of the same name where the class is the form of another in files."""
     module = sys.modules[public.__module__]
     meaning: dict[str, str] = {}
-    for other in (*cls.__mro__, public, *_dataclasses(module)):
+    types = {f.name: _type(f.type) for f in fields(cls)}
+    for other in (*cls.__mro__, public):
         for name, text in _attributes(other).items() if is_dataclass(other) else ():
             meaning.setdefault(name, text)
-    types = {f.name: _type(f.type) for f in fields(cls)}
+    for other in _dataclasses(module):
+        for name, text in described(other).items():
+            same = types.get(name) in [_type(f.type) for f in fields(other) if f.name == name]
+            if same or cls.__name__.startswith("_"):
+                meaning.setdefault(name, text)
     rows = [
         (f"`{key}`", f"`{types[name]}`" if name in types else "", meaning.get(name, ""))
         for key, name in _keys(cls) or [(name, name) for name in types]
@@ -280,7 +287,7 @@ def _attributes(cls: type) -> dict[str, str]:
         if (
             name not in found
             and (doc := getattr(member, "__doc__", None))
-            and hasattr(member, "__get__")
+            and isinstance(member, (property, cached_property))
         ):
             found[name] = " ".join(doc.split("\n\n")[0].split())
     return found

@@ -394,6 +394,12 @@ def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Row(ChoiceRow):
+    """A stage config as files have it.
+
+    Attributes:
+        layers: The first and the last layer.
+    """
+
     layers: tuple[int, int]
     microbatch_size: int
 

@@ -98,7 +98,12 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRow(ChoiceRow):
-    """A stage as files have it: ``layers`` is ``[first, last]``."""
+    """A stage as files have it.
+
+    Attributes:
+        layers: The first and the last layer.
+        offload: Groups that rest in the memory of the host between their uses (offloading).
+    """
 
     layers: tuple[int, int]
     devices: tuple[int, ...]
