@@ -29,6 +29,8 @@ SERVER = documents.Format(
     strict=True,
 )
 SERVERS_FOLDER = Path(__file__).parent / "servers"
+#: Memory of a host with which plans are counted that need more than it has, and not refused.
+ENDLESS_BYTES = 2**62
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from capture.machine.server import Server
+from capture.machine.server import ENDLESS_BYTES, Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PaperTimes, StepBytes, StepTimes
 from capture.plan.task_graph import TaskGraph
@@ -21,8 +21,6 @@ from capture.step.timeline import StepTimeline, simulate_step
 #: By what fraction of them the peaks of devices were above those of the compiled packs, at most
 #: (``benchmarks/harmony_memory.py``).
 LAYERS_ABOVE_PACKS = 0.36
-#: To be counted, not refused.
-_ENDLESS_BYTES = 2**62
 
 
 class PackEstimate(Protocol):
@@ -71,10 +69,8 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
     """Simulate the step of a plan of packs. A host with too little memory is simulated as if it had
     enough."""
-    server, profile = (
-        server.with_(host_memory_bytes=_ENDLESS_BYTES),
-        profile.as_streamed(graph.swaps.stream),
-    )
+    server = server.with_(host_memory_bytes=ENDLESS_BYTES)
+    profile = profile.as_streamed(graph.swaps.stream)
     step = packs_step(graph, profile, server)
     return simulate_step(step, packs_seconds(step, graph, profile, server))
 

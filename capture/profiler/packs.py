@@ -10,6 +10,7 @@ from typing import Any
 
 from capture.compiler.target_compiler import TargetCompiler
 from capture.compiler.target_devices import devices_of
+from capture.machine.server import ENDLESS_BYTES
 from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.model.graph import content_hash
@@ -23,8 +24,6 @@ from capture.step.program import replay
 
 #: Bump when the programs of a pack change for the same model and plan.
 PACKS_VERSION = 1
-#: To be counted, not refused.
-_ENDLESS_BYTES = 2**62
 
 
 class PackBackend:
@@ -60,7 +59,7 @@ class PackBackend:
         Raises:
             PlanError, WorkloadError: those of ``streamed``; TargetError: as ``devices_of``.
         """
-        machine = plan.machine.with_(host_memory_bytes=_ENDLESS_BYTES)
+        machine = plan.machine.with_(host_memory_bytes=ENDLESS_BYTES)
         plan = replace(plan, machine=machine)
         if self._step is None or self._step.plan != plan:
             devices = list(self._compiler.devices(machine.devices))

@@ -3,6 +3,7 @@ until nothing that is tried is better."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -115,15 +116,8 @@ def _fewest(space: Space, swap: dict[int, Choice], again: list[int]) -> int | No
     def fits(count: int) -> bool:
         return space.least_fits(_chosen(space, {**swap, **dict.fromkeys(again[:count], RECOMPUTE)}))
 
-    if fits(0):
-        return 0
-    if not fits(len(again)):
-        return None
-    low, high = 0, len(again)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    count = bisect_left(range(len(again) + 1), True, key=fits)
+    return count if count <= len(again) else None
 
 
 def _revised(

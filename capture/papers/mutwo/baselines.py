@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from capture.step.sub_array import SubArray, movable
+from recommender.bisection import last_that_holds
 from recommender.mutwo.descent import families
 from recommender.mutwo.problem import (
     RECOMPUTE,
@@ -100,11 +101,7 @@ def _largest(problem: ArrayProblem, models: Sequence[int]) -> Partition:
             return False
         return _rounds(problem, "", tried(size)).fits
 
-    low, high = 1, len(models) + 1 if fits(1) else 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return tried(low)
+    return tried(max(1, last_that_holds(fits, 1, len(models))))
 
 
 def resident_bytes(array: SubArray) -> int:
