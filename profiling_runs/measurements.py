@@ -16,7 +16,6 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.measured.store import Store
-from capture.memo import memo
 from capture.model.graph import agreed_value_dims
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
@@ -62,7 +61,6 @@ class Measurements:
     _begun: set[str] = field(default_factory=set)
     _live: tuple[Batch, Iterator[Outcome | None]] | None = None
 
-    @memo
     def key(self, config: StageConfig) -> str:
         """Return the content hash under which the store keeps the measurement of a config."""
         return self.backend.key(config)

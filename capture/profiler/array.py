@@ -33,6 +33,7 @@ from capture.machine.link_fit import fit_host_link
 from capture.machine.rates import HostLink, Rates
 from capture.machine.target import Target
 from capture.measured.store import Store
+from capture.memo import memo
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
@@ -104,7 +105,6 @@ class ArrayBackend:
         self._workload, self._shape, self._target = workload, shape, target
         self.store = Store() if store is None else store
         self.machine = None if target is not None else machine or machine_here()
-        self._arrays: dict[int, FusedArray] = {}
 
     @cached_property
     def fuser(self) -> Fuser:
@@ -130,20 +130,19 @@ class ArrayBackend:
             facts = self.machine.provenance
         return {**facts, "array_version": ARRAY_VERSION}
 
+    @memo
     def sub_array(self, num_models: int) -> FusedArray:
         """Return a sub-array of ``num_models`` fused models, which cannot run: from its outline in
         the store, or traced and then stored."""
-        if num_models not in self._arrays:
-            facts = {"backend": "trace", "versions": environment.versions(), "code": _code()}
-            key = content_hash([facts, self.fuser.key(num_models)])
-            document, start = self.store.get([key]).get(key), time.perf_counter()
-            if document is None:
-                document = self.fuser.of(num_models).outline
-                took = time.perf_counter() - start
-                known = {**facts, "kind": "outline"}  # of no job
-                self.store.put(key, document, provenance=known, seconds=took)
-            self._arrays[num_models] = self.fuser.outlined(num_models, document)
-        return self._arrays[num_models]
+        facts = {"backend": "trace", "versions": environment.versions(), "code": _code()}
+        key = content_hash([facts, self.fuser.key(num_models)])
+        document, start = self.store.get([key]).get(key), time.perf_counter()
+        if document is None:
+            document = self.fuser.of(num_models).outline
+            took = time.perf_counter() - start
+            known = {**facts, "kind": "outline"}  # of no job
+            self.store.put(key, document, provenance=known, seconds=took)
+        return self.fuser.outlined(num_models, document)
 
     def key(self, what: What) -> str:
         """Return the content hash of everything that can change a measurement."""

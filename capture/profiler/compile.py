@@ -220,6 +220,7 @@ class CompileBackend:
         name = Path(self.target.name).name
         return {**self.provenance, "target": name, "backend": f"compile:{name}"}
 
+    @memo
     def key(self, config: StageConfig) -> str:
         """Return the content hash of everything that can change the measurement of a stage config;
         equal for stages that differ only in position."""

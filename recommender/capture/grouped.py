@@ -18,6 +18,7 @@ from math import inf
 import numpy as np
 
 from capture.measured.profile import Profile
+from capture.memo import memo
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES, make_schedule
 from capture.predictor.step_time import CountedSteps
@@ -199,14 +200,11 @@ class _Estimated(TimePredictor):
     ):
         super().__init__(profile, devices_per_node)
         self._ratios = ratios
-        self._estimated: dict[StageChoice, StageTable] = {}
 
+    @memo
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Return the estimated seconds of every stage, at the one micro-batch size of a part."""
-        if choice not in self._estimated:
-            table = super().table(choice, microbatch_size)
-            self._estimated[choice] = self._estimate(choice, table)
-        return self._estimated[choice]
+        return self._estimate(choice, super().table(choice, microbatch_size))
 
     def _estimate(self, choice: StageChoice, table: StageTable) -> StageTable:
         forward, backward, update = (

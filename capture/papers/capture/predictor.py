@@ -18,6 +18,7 @@ import numpy as np
 
 from capture.errors import ProfileError, Violation
 from capture.measured.profile import Profile
+from capture.memo import memo
 from capture.papers.capture.profile import PaperStatistics
 from capture.plan.choices import StageChoice
 from capture.plan.prediction import Prediction, StagePrediction
@@ -63,8 +64,8 @@ class PaperPredictor:
 
     def __init__(self, statistics: PaperStatistics, fit: str = "log"):
         self._statistics, self._transform = statistics, np.log if fit == "log" else inverse
-        self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
 
+    @memo
     def peaks(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
         """Return predicted peaks of every stage: float64 (L, L + 1), NaN where a statistic is
         missing or stop <= first.
@@ -73,22 +74,6 @@ class PaperPredictor:
             ProfileError: ``profile-choice`` for data and tensor parallelism together, or a degree
                 that cannot be fitted.
         """
-        key = (choice, num_microbatches)
-        if key not in self._tables:
-            self._tables[key] = self._table(choice, num_microbatches)
-        return self._tables[key]
-
-    def rows(self, num_microbatches: int) -> Callable[[StageChoice], np.ndarray]:
-        """Return the bytes that a search looks at, by choice: shape (1, L, L + 1)."""
-
-        def of(choice: StageChoice) -> np.ndarray:
-            peaks = self.peaks(choice, num_microbatches)
-            whole = np.where(np.isnan(peaks), NEVER, np.ceil(np.nan_to_num(peaks)))
-            return whole.astype(np.int64)[None]
-
-        return of
-
-    def _table(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
         known: Mapping[StageChoice, Any] = self._statistics.statistics
         if choice in known:
             sizes = sorted(known[choice])
@@ -111,6 +96,16 @@ class PaperPredictor:
         return fit_degree(
             [2, 4], [self.peaks(c, num_microbatches) for c in profiled], degree, self._transform
         )
+
+    def rows(self, num_microbatches: int) -> Callable[[StageChoice], np.ndarray]:
+        """Return the bytes that a search looks at, by choice: shape (1, L, L + 1)."""
+
+        def of(choice: StageChoice) -> np.ndarray:
+            peaks = self.peaks(choice, num_microbatches)
+            whole = np.where(np.isnan(peaks), NEVER, np.ceil(np.nan_to_num(peaks)))
+            return whole.astype(np.int64)[None]
+
+        return of
 
     def choices(self, degrees: Iterable[int]) -> tuple[StageChoice, ...]:
         """Return the choices on these numbers of devices that can be predicted."""

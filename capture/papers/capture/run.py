@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from capture.errors import CaptureError, is_bug
-from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol, takes_key
@@ -79,7 +78,6 @@ class RunBackend:
             fresh_process,
         )
         self.machine = machine_here() if machine is None else machine
-        self._stage_keys: dict[StageConfig, str] = {}
         self._compiled: dict[Any, StagePrograms] = {}
 
     @property
@@ -102,10 +100,7 @@ class RunBackend:
 
     def key(self, run: ProfilingRun) -> str:
         """Return a content hash of everything that can change the measurement."""
-        for config in run.configs:
-            if config not in self._stage_keys:
-                self._stage_keys[config] = self.compiler.key(config)
-        stages = [self._stage_keys[config] for config in run.configs]
+        stages = list(map(self.compiler.key, run.configs))
         model_hash = self.compiler.traced(run.microbatch_size).graph.model_hash
         repeats = [run.repeats] if run.repeats > 1 else []
         return content_hash(
