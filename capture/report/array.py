@@ -16,10 +16,10 @@ from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import INK, KINDS, LIMIT, OTHER
 from capture.report.units import bytes_unit, seconds_unit
-from capture.step.multiplexed import ArraySteps, build_array, lifetimes, program_seconds
+from capture.step.multiplexed import ArraySteps, array_seconds, build_array, lifetimes
 from capture.step.simulator import Work
 from capture.step.sub_array import Lifetimes, Programs, SubArray, movable
-from capture.step.timeline import Seconds, StepTimeline, simulate_step
+from capture.step.timeline import StepTimeline, simulate_step
 
 HEADER = ["sub-array", "bundle", "bytes", "is", "rests", "why"]
 #: Rows of the figure of a step, from the top.
@@ -63,13 +63,7 @@ def array_facts(
         lifetimes(array, own) for array, own in zip(sub_arrays, plan.decisions, strict=True)
     )
     steps = build_array(arrays, plan.order, programs, plan.memory_limit_bytes)
-
-    def transfer(instruction: Any, nbytes: int, source: Any, target: Any) -> float:
-        inwards = source is None or source.host is not None
-        return (host.to_device if inwards else host.to_host).seconds(nbytes)
-
-    seconds = Seconds(program_seconds(steps.body), transfer, host.duplex)
-    timeline = simulate_step(steps.body, seconds, feeds_ahead=0)
+    timeline = simulate_step(steps.body, array_seconds(steps.body, host), feeds_ahead=0)
     return ArrayFacts(plan, arrays, steps, timeline, host)
 
 

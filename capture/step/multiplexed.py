@@ -26,6 +26,7 @@ from itertools import accumulate
 from math import inf
 
 from capture.errors import PlanError, Violation
+from capture.machine.rates import HostLink
 from capture.plan.array import Decision
 from capture.plan.array import Order as Turns
 from capture.step.issue import Issue, Listener, Node, Order, Silent
@@ -55,6 +56,7 @@ from capture.step.sub_array import (
     movable,
     recomputable,
 )
+from capture.step.timeline import Seconds
 
 HOST = "host"
 
@@ -340,9 +342,16 @@ class _Writer:
         return since >= self._arrays[a].behind.get(number, inf)
 
 
-def program_seconds(step: Step) -> dict[str, float]:
-    """Return the seconds of each program of an array's step, as its calls are known to take."""
-    return {name: program.call.seconds for name, program in step.programs.items()}
+def array_seconds(step: Step, host: HostLink) -> Seconds:
+    """Return the seconds of an array's step: of programs as their calls are known to take, and of
+    copies over the link with the host."""
+
+    def transfer(of: Feed | Copy, nbytes: int, source: Place | None, target: Place) -> float:
+        inwards = source is None or source.host is not None
+        return (host.to_device if inwards else host.to_host).seconds(nbytes)
+
+    programs = {name: program.call.seconds for name, program in step.programs.items()}
+    return Seconds(programs, transfer, host.duplex)
 
 
 def swapped_bytes(steps: ArraySteps) -> int:

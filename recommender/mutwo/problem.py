@@ -21,15 +21,14 @@ from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
     HOST,
     ArraySteps,
+    array_seconds,
     build_array,
     lifetimes,
     orders,
     peak_of,
-    program_seconds,
     recomputed_bytes,
     swapped_bytes,
 )
-from capture.step.program import Copy, Feed, Place
 from capture.step.sub_array import (
     Call,
     Lifetimes,
@@ -40,7 +39,7 @@ from capture.step.sub_array import (
     movable,
     recomputable,
 )
-from capture.step.timeline import Seconds, StepTimeline, simulate_step
+from capture.step.timeline import StepTimeline, simulate_step
 from recommender.mutwo.ways import Rule, Way, ways_of_each
 
 
@@ -248,13 +247,6 @@ class ArrayProblem:
     def num_evaluated(self) -> int:
         return sum(len(space.known) for space in self._spaces.values())
 
-    def transfer(
-        self, instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place
-    ) -> float:
-        """Return the seconds of a copy, as ``LinkTimes`` has them for one device."""
-        inwards = source is None or source.host is not None
-        return (self.host.to_device if inwards else self.host.to_host).seconds(nbytes)
-
 
 class AllPrograms:
     """The programs of the sub-arrays of all tasks.
@@ -454,6 +446,6 @@ class Space:
             lifetimes(self._array(kind), own) for kind, own in zip(self.kinds, decided, strict=True)
         )
         steps = build_array(arrays, self.way.order, problem.programs, limit)
-        seconds = Seconds(program_seconds(steps.body), problem.transfer, problem.host.duplex)
+        seconds = array_seconds(steps.body, problem.host)
         timeline = simulate_step(steps.body, seconds, feeds_ahead=0)
         return WrittenWay(arrays, decided, steps, steps.replay(), timeline, limit)

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from benchmarks.mutwo_graphs import host_link, random_graph
 from capture.plan.array import Decision
 from capture.step.issue import Clock, Silent
-from capture.step.multiplexed import build_array, issue, lifetimes, peak_of, program_seconds
+from capture.step.multiplexed import array_seconds, build_array, issue, lifetimes, peak_of
 from capture.step.multiplexed import orders as order_of
 from capture.step.program import Copy, Feed, Free
 from capture.step.sub_array import movable, recomputable
-from capture.step.timeline import LinkTimes, Seconds, simulate_step
+from capture.step.timeline import Seconds, simulate_step
 from recommender.mutwo.problem import ArrayProblem
 from recommender.mutwo.ways import Way, placed
 from tests.step_judge import judge
 
-LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
+
+def slowed(seconds: Seconds, slower: float) -> Seconds:
+    """Return the times of a step whose copies take so many times as long."""
+    return replace(seconds, transfer=lambda *given: slower * seconds.transfer(*given))
 
 
 @st.composite
@@ -60,11 +63,7 @@ def test_a_limit_is_kept_in_program_order_and_over_time(data, layers, between, s
     judge(steps.body)
     assert peak_of(steps.replay(), 0)[0] <= max(least, limit)
     for built, ledger in zip(steps.all, steps.replay(), strict=True):
-        seconds = Seconds(
-            program_seconds(built),
-            lambda *given: slower * LINKS.seconds(*given),
-            MACHINE.rates.host.duplex,
-        )
+        seconds = slowed(array_seconds(built, MACHINE.rates.host), slower)
         peak = ledger.peak_of(0).peak_bytes
         timeline = simulate_step(built, seconds, feeds_ahead=0)
         assert timeline.memory_of(0).peak.peak_bytes <= peak
@@ -95,11 +94,7 @@ def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
         for built, ledger in zip(planned.steps.all, planned.ledgers, strict=True):
             peak = ledger.peak_of(0).peak_bytes
             for slower in (0.1, 0.1 * 100 ** draw.random(), 10.0):
-                seconds = Seconds(
-                    program_seconds(built),
-                    lambda *given, by=slower, of=free: by * of.transfer(*given),
-                    duplex,
-                )
+                seconds = slowed(array_seconds(built, link), slower)
                 timeline = simulate_step(built, seconds, feeds_ahead=0)
                 assert timeline.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
                 held = simulate_step(built, seconds, capacity_bytes={0: peak})
@@ -226,7 +221,8 @@ def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
         for a, life in enumerate(arrays)
     ]
     body = build_array(known, turns, kit, limit).body
-    seconds = Seconds(program_seconds(body), lambda *given: slower * LINKS.seconds(*given), duplex)
+    host = replace(MACHINE.rates.host, duplex=duplex)
+    seconds = slowed(array_seconds(body, host), slower)
     timeline = simulate_step(body, seconds, feeds_ahead=0)
     assert clock.seconds == timeline.step_seconds
     ledger = timeline.program_order
