@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -346,8 +347,9 @@ def _named(plan: ArrayPlan, choice: str) -> str:
 
 def plan_lines(plan: ArrayPlan) -> list[str]:
     """Return the lines of a plan of an array: its sub-arrays, and what is predicted."""
+    counts = [Counter(decision.choice for decision in own) for own in plan.decisions]
     rows = [
-        [a, " ".join(map(str, group)), *(_moved(plan, a, name) for name in ("swap", "recompute"))]
+        [a, " ".join(map(str, group)), counts[a]["swap"], counts[a]["recompute"]]
         for a, group in enumerate(plan.partition)
     ]
     each = f"{counted(plan.batch_size, 'example')} each"
@@ -373,10 +375,6 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
             f"{format_bytes(found.host_peak_bytes)} at most",
         ]
     return lines
-
-
-def _moved(plan: ArrayPlan, a: int, choice: str) -> int:
-    return sum(decision.choice == choice for decision in plan.decisions[a])
 
 
 ASKS = Asks("Model arrays (--system mutwo)", "several models on one device", OPTIONS, plan)

@@ -11,7 +11,7 @@ from capture.plan.packs import PaperTimes, StepBytes, StepTimes
 from capture.plan.task_graph import TaskGraph
 from capture.registered import REGISTERED
 from capture.step.ledger import Ledger
-from capture.step.pack_order import Begins, as_the_first
+from capture.step.pack_order import as_the_first
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.pack_times import packs_seconds, volumes_bytes
 from capture.step.packs import build_step
@@ -46,12 +46,6 @@ def by_the_paper(graph: TaskGraph, profile: LayerProfile, server: Server) -> Pac
     return REGISTERED["estimates of packs"]["released"](graph, profile, server)
 
 
-def begins_of(graph: TaskGraph, found: PackEstimate) -> Begins:
-    """Return when each pass begins in the paper's estimate, which decides the order in which passes
-    are issued."""
-    return as_the_first(graph, found.begins)
-
-
 def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
     """Build the instructions of a step of a plan of packs.
 
@@ -61,7 +55,8 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         server: Bandwidths, and memory of the host.
     """
     profile = profile.as_streamed(graph.swaps.stream)
-    begins = begins_of(graph, by_the_paper(graph, profile, server))
+    # The order of the paper's estimate, in which passes are issued.
+    begins = as_the_first(graph, by_the_paper(graph, profile, server).begins)
     sizes = ProfileSizes(profile, graph.num_shares)
     return build_step(graph, sizes, server, begins)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from capture.errors import PlanError
 from capture.measured.merge import merge_profiles
@@ -78,7 +79,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     why = (
         _infeasible(result)
         if result.status == "infeasible"
-        else _why(result, prediction, question, profile, _num_choices(problem))
+        else _why(result, prediction, question, profile, len({*chain(*problem.choices.values())}))
     )
     why = replace(why, front=front)
     plan = plan.with_(prediction=prediction, why=why)
@@ -208,10 +209,6 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
             schedule.
     """
     return REGISTERED["baselines"]["stages"](profile, question, weigh)
-
-
-def _num_choices(problem: SearchProblem) -> int:
-    return len({choice for choices in problem.choices.values() for choice in choices})
 
 
 def _why(

@@ -36,12 +36,6 @@ def balanced_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> P
     return _fewest(layers, num_layers, limit_bytes, _cut_left_of_time)
 
 
-def nearest_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
-    """Pack layers into the fewest packs of nearly equal time that fit, with every cut where the sum
-    of times is nearest, not left of it as in ``balanced_time``."""
-    return _fewest(layers, num_layers, limit_bytes, _cut_nearest_time)
-
-
 def balanced_memory(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
     """Pack layers into the fewest packs of nearly equal bytes that fit; cuts as
     ``balanced_time``."""

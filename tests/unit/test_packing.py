@@ -22,12 +22,13 @@ from recommender.harmony.bound import least_seconds
 from recommender.harmony.packing import (
     PACKINGS,
     LeastMaxTime,
+    _cut_nearest_time,
+    _fewest,
     balanced_memory,
     balanced_time,
     constant,
     greedy,
     greedy_reverse,
-    nearest_time,
     of_length,
     reused,
 )
@@ -70,7 +71,7 @@ def problem(name: str, **changes) -> PacksProblem:
 def test_left_insertion_leaves_the_first_pack_short_and_nearest_does_not():
     six = layers([1] * 6)
     assert balanced_time(six, 6, 30) == ((0, 1), (1, 3), (3, 6))
-    assert nearest_time(six, 6, 20) == ((0, 2), (2, 4), (4, 6))
+    assert _fewest(six, 6, 20, _cut_nearest_time) == ((0, 2), (2, 4), (4, 6))
 
 
 def test_a_pack_of_exactly_the_limit_fits_balanced_but_not_greedy():
@@ -99,7 +100,7 @@ def test_empty_packs_are_no_packs():
     # Every cut of the long first layer is left of it.
     assert balanced_time(layers([100, 1, 1, 1]), 4, 20) is None
     assert balanced_time(layers([100, 1, 1, 1]), 4, 40) == ((0, 4),)
-    assert nearest_time(layers([100, 1, 1, 1]), 4, 30) == ((0, 1), (1, 4))
+    assert _fewest(layers([100, 1, 1, 1]), 4, 30, _cut_nearest_time) == ((0, 1), (1, 4))
 
 
 @pytest.mark.parametrize("name", PACKINGS)
