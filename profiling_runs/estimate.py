@@ -14,6 +14,8 @@ TRAINING_PASSES = 3
 #: Activation checkpointing modes that are counted: everything is kept, what is cheap to make again
 #: is not, and layers keep their inputs alone.
 REMATS: tuple[Remat, ...] = ("none", "cheap", "full")
+#: Over so many devices, and fewer, it is counted what sharded parameters take.
+MAX_DEVICES = 2**14
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,7 @@ class TrainingNeed:
 
 
 def training_need(
-    workload: WorkloadProtocol,
-    microbatch_size: int = 1,
-    num_layers: int | None = None,
-    max_devices: int = 2**14,
+    workload: WorkloadProtocol, microbatch_size: int = 1, num_layers: int | None = None
 ) -> TrainingNeed:
     """Trace a model and count the memory and work of a training step.
 
@@ -83,7 +82,6 @@ def training_need(
         workload: The task.
         microbatch_size: Examples of a micro-batch.
         num_layers: Layers to cut into; None at the model's marks.
-        max_devices: The largest number of devices that parameters are sharded over.
 
     Raises:
         TracingError: if the model cannot be traced.
@@ -94,12 +92,11 @@ def training_need(
     backend = CompileBackend(workload, num_layers)
     traced, sharding = backend.traced(microbatch_size), backend.sharding(microbatch_size)
     kept = {remat: kept_activations(backend, microbatch_size, remat) for remat in REMATS}
-    degrees = [2**n for n in range(max_devices.bit_length())]
     return TrainingNeed(
         traced.graph,
         backend.state_bytes(microbatch_size),
         {remat: each.total_bytes for remat, each in kept.items()},
         kept["none"].largest_layer_bytes,
-        {degree: sharding.param_bytes((1, degree)) for degree in degrees},
+        {2**n: sharding.param_bytes((1, 2**n)) for n in range(MAX_DEVICES.bit_length())},
         traced.auto_layers,
     )

@@ -251,7 +251,7 @@ def _width() -> int:
     return 80
 
 
-def _progress_lines(pause_seconds: float = PAUSE_SECONDS) -> Progress:
+def _progress_lines() -> Progress:
     tally = Tally()
     said = float("-inf")
 
@@ -262,7 +262,7 @@ def _progress_lines(pause_seconds: float = PAUSE_SECONDS) -> Progress:
         if tally.done == tally.total:
             print(_did(kind, tally), file=sys.stderr, flush=True)
             said = now
-        elif tally.done and now - said >= pause_seconds:
+        elif tally.done and now - said >= PAUSE_SECONDS:
             # When the first is done all kinds are known.
             print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)
             said = now

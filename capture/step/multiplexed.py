@@ -154,7 +154,6 @@ def build_array(
     turns: Turns,
     programs: Programs,
     memory_limit_bytes: int | None = None,
-    host_memory_bytes: int | None = None,
 ) -> ArraySteps:
     """Return the steps of sub-arrays in an order.
 
@@ -164,10 +163,9 @@ def build_array(
         programs: Compiles what is not yet.
         memory_limit_bytes: Of the device, above which a step waits for what goes out. A step that
             needs more all the same is built; its replay says so.
-        host_memory_bytes: What may be swapped at once; None if nobody knows.
     """
     body, prologue, epilogue = (
-        None if order is None else _written(order, programs, memory_limit_bytes, host_memory_bytes)
+        None if order is None else _written(order, programs, memory_limit_bytes)
         for order in orders(arrays, turns)
     )
     assert body is not None, "every order has a body"
@@ -183,10 +181,8 @@ def issue(order: Order, programs: Programs, listener: Listener, limit_bytes: int
     return Issue(order, programs, listener, limit_bytes, least.needs)
 
 
-def _written(
-    order: Order, programs: Programs, limit_bytes: int | None, host_bytes: int | None
-) -> Step:
-    writer = _Writer(order, host_bytes)
+def _written(order: Order, programs: Programs, limit_bytes: int | None) -> Step:
+    writer = _Writer(order)
     issue(order, programs, writer, limit_bytes)
     return writer.end()
 
@@ -196,15 +192,14 @@ class _Writer:
 
     Args:
         order: Of the step.
-        host_bytes: Capacity of the host.
     """
 
-    def __init__(self, order: Order, host_bytes: int | None):
+    def __init__(self, order: Order):
         self._arrays = order.arrays
         leaves = (life.sub_array.num_leaves for life in order.arrays)
         self._first_leaf = list(accumulate(leaves, initial=0))
         self._device = Place("device", (0,))
-        self._host = Place(HOST, (0,), Host(HOST, host_bytes))
+        self._host = Place(HOST, (0,), Host(HOST))
         self._step = Step((self._device, self._host))
         self._here: dict[Key, int] = {}
         self._there: dict[Key, int] = {}

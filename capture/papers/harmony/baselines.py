@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,9 +27,7 @@ from recommender.harmony.result import Baseline
 ZERO_BUFFER_FACTOR = 1.5
 
 
-def dp_swap(
-    problem: PacksProblem, *, remat: bool = False, always: bool = True, alone: bool = False
-) -> Baseline:
+def dp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
     """Estimate data parallelism over virtual memory: every GPU has all layers, its share of the
     batch, and a manager.
 
@@ -36,30 +35,24 @@ def dp_swap(
         problem: Layers, server, minibatch.
         remat: Whether the backward pass computes the forward pass of a layer again.
         always: Whether managers write back what did not change, too.
-        alone: Whether nothing stays on a GPU between steps, as in ``swapped_run``.
     """
     name = f"DP Swap{' (R)' if remat else ''}"
-    return _best(
-        name,
-        problem,
-        lambda size: _data_parallel(problem, size, remat=remat, always=always, alone=alone),
-    )
+    run_at = partial(_data_parallel, problem, remat=remat, always=always)
+    return _best(name, problem, run_at)
 
 
-def gp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
+def gp_swap(problem: PacksProblem, *, remat: bool = False) -> Baseline:
     """Estimate GPipe over virtual memory: a stage per GPU, all forward, then all backward
     passes."""
     name = f"GP Swap{' (R)' if remat else ''}"
-    options = _Pipelined("gpipe", remat=remat, always=always)
-    return _best(name, problem, lambda size: _pipelined(problem, size, options))
+    return _best(name, problem, partial(_pipelined, problem, _Pipelined("gpipe", remat)))
 
 
-def two_bw_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
+def two_bw_swap(problem: PacksProblem, *, remat: bool = False) -> Baseline:
     """Estimate PipeDream-2BW over virtual memory: one pass forward, one backward, two versions of
     the weights, and no flush: in its steady state a step takes as long as its slowest GPU."""
     name = f"2BW Swap{' (R)' if remat else ''}"
-    options = _Pipelined("1f1b", remat=remat, always=always, versions=2)
-    return _best(name, problem, lambda size: _pipelined(problem, size, options))
+    return _best(name, problem, partial(_pipelined, problem, _Pipelined("1f1b", remat, 2)))
 
 
 def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseline:
@@ -180,13 +173,11 @@ class _Pipelined:
     Attributes:
         schedule: Of ``make_schedule``.
         remat: Whether the backward pass computes the forward pass of a layer again.
-        always: Whether managers write back what did not change, too.
         versions: Of the weights; with two there is no flush.
     """
 
     schedule: str
     remat: bool
-    always: bool
     versions: int = 1
 
 
@@ -247,9 +238,7 @@ def _memory(problem: PacksProblem, *, always: bool) -> GpuMemory:
     )
 
 
-def _data_parallel(
-    problem: PacksProblem, size: int, *, remat: bool, always: bool, alone: bool
-) -> Swapped:
+def _data_parallel(problem: PacksProblem, size: int, *, remat: bool, always: bool) -> Swapped:
     """Run one GPU and count it for all, which do the same."""
     devices = problem.server.devices
     share = max(1, problem.minibatch_size // devices)
@@ -260,14 +249,14 @@ def _data_parallel(
     operations = layers.data_parallel(count, reduce)
     initial = [(0, tensor) for tensor in layers.initial(count)]
     memory = _memory(problem, always=always)
-    found = run(operations, layers.nbytes(count), initial, memory, alone=alone)
+    found = run(operations, layers.nbytes(count), initial, memory)
     for name in found.volumes_bytes:
         found.volumes_bytes[name] *= devices
     found.host_bytes *= devices
     return found
 
 
-def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped:
+def _pipelined(problem: PacksProblem, options: _Pipelined, size: int) -> Swapped:
     devices, layers = problem.server.devices, _layers_of(problem, size, remat=options.remat)
     count = -(-problem.minibatch_size // size)
     stages = _stages(problem, size, min(devices, layers.count))
@@ -299,8 +288,7 @@ def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped
         for what in states
     ]
     initial += [(0, ("X", 0, m)) for m in range(count)]
-    memory = _memory(problem, always=options.always)
-    found = run(operations, layers.nbytes(count), initial, memory)
+    found = run(operations, layers.nbytes(count), initial, _memory(problem, always=True))
     if options.versions > 1 and found.missing is None:
         found.seconds = max(found.busy_seconds)
     return found
