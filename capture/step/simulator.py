@@ -101,12 +101,10 @@ class MemoryUse:
             several may share an instant.
         peak: The most that was ever live, the label of the item that reached it first, and its
             parts by category.
-        peak_seconds: When.
     """
 
     samples: tuple[tuple[float, int], ...]
     peak: Peak
-    peak_seconds: float
 
 
 @dataclass(frozen=True)
@@ -323,12 +321,10 @@ def _memory(
             ledger.hold(buffer.devices, buffer.nbytes, buffer.category, item.label)
         for device in {device for buffer in (*dropped, *made) for device in buffer.devices}:
             samples[device].append((seconds, ledger.live_bytes[device]))
-    use = {}
-    for device, levels in samples.items():
-        peak = ledger.peak_of(device)
-        first = next(seconds for seconds, nbytes in levels if nbytes == peak.peak_bytes)
-        use[device] = MemoryUse(tuple(levels), peak, first)
-    return use
+    return {
+        device: MemoryUse(tuple(levels), ledger.peak_of(device))
+        for device, levels in samples.items()
+    }
 
 
 # ---- limited memory ------------------------------------------------------------------------------

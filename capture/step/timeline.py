@@ -143,7 +143,7 @@ class StepTimeline:
         return tuple(use.peak.peak_bytes for use in self.memory)
 
 
-_UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}), 0)
+_UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}))
 
 
 def compute_stream(name: str) -> str:
