@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import TypeVar
 
@@ -151,6 +151,18 @@ def format_quantity(name: str, value: float) -> str:
     if name.endswith("_bytes"):
         return format_bytes(value)
     return format_seconds(value) if name.endswith("_seconds") else f"{value:g}"
+
+
+def ids_text(ids: Sequence[int]) -> str:
+    """Write ascending ids, as a range where none is left out.
+
+    Example:
+        >>> ids_text([4]), ids_text(range(4, 8)), ids_text([0, 2])
+        ('4', '4-7', '0,2')
+    """
+    if list(ids) != list(range(ids[0], ids[-1] + 1)):
+        return ",".join(map(str, ids))
+    return str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from capture.cli import asked
 from capture.cli import options as shared
@@ -19,12 +19,11 @@ from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes
+from capture.quantities import format_bytes, ids_text, signed_bytes
 from capture.report.difference import (
     DiffReport,
-    describe_name,
-    describe_value,
     device_groups,
+    difference_rows,
     differences,
     needs_of,
 )
@@ -118,20 +117,15 @@ def _profiles(paths: list[Path]) -> list[Profile | None]:
 def as_text(report: DiffReport) -> Iterator[str]:
     """Yield a table of what differs, of plans of stages one of their devices, and one of what both
     plans need."""
-    rows = [
-        [describe_name(d.name), describe_value(d.name, d.first), describe_value(d.name, d.second)]
-        for d in report.differences
-    ]
+    rows = difference_rows(report.differences)
     yield table(["differs", "A", "B"], rows) if rows else "the plans decide alike"
     yield ""
     devices = [
         [
-            str(group.devices[0])
-            if group.devices[0] == group.devices[1]
-            else f"{group.devices[0]}-{group.devices[1]}",
-            *(_or_dash(stage) for stage in group.stages),
+            ids_text(range(group.devices[0], group.devices[1] + 1)),
+            *("-" if stage is None else stage for stage in group.stages),
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
-            "-" if group.change_bytes is None else _change(group.change_bytes),
+            "-" if (more := group.change_bytes) is None else "+" * (more > 0) + signed_bytes(more),
         ]
         for group in report.devices
     ]
@@ -143,11 +137,3 @@ def as_text(report: DiffReport) -> Iterator[str]:
     yield table(["", "A", "B"], [[n, one.get(n, "-"), other.get(n, "-")] for n in names])
     if devices and None in [needs.step_seconds for needs in report.plans]:
         yield "\nStep times need measurements for an accelerator (--profile FILE), not for a CPU."
-
-
-def _or_dash(value: Any) -> str:
-    return "-" if value is None else str(value)
-
-
-def _change(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{format_bytes(abs(nbytes))}"

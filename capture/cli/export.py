@@ -16,8 +16,8 @@ from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
 from capture.plan.kinds import load_plan, of_stages
-from capture.quantities import counted, format_bytes
-from capture.report.difference import Difference, describe_name, describe_value, differences
+from capture.quantities import counted, format_bytes, ids_text
+from capture.report.difference import Difference, difference_rows, differences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,14 +103,14 @@ def main(options: argparse.Namespace) -> int:
         local = (
             f"0-{exported.num_devices_per_host - 1}"
             if len(hosts) > 1
-            else _span([d % exported.num_devices_per_host for d in where])
+            else ids_text([d % exported.num_devices_per_host for d in where])
         )
         shapes = exported.submesh_physical_shapes[s], exported.submesh_logical_shapes[s]
         rows.append(
             [
                 s,
                 f"{stage.first}-{stage.stop - 1}",
-                f"{_span(hosts)}:{local}",
+                f"{ids_text(hosts)}:{local}",
                 *shapes,
                 exported.submesh_autosharding_option_dicts[s],
             ]
@@ -133,14 +133,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _nearest_lines(found: NearestReport, output: Path | None) -> list[str]:
     """Return the lines on what is not as planned, in decisions and in bytes."""
-    rows = [
-        [
-            describe_name(each.name),
-            describe_value(each.name, each.first),
-            describe_value(each.name, each.second),
-        ]
-        for each in found.changes
-    ]
+    rows = difference_rows(found.changes)
     sizes = {
         "state at the peak, per device": found.state_bytes,
         "peak per device": found.peak_bytes,
@@ -151,7 +144,3 @@ def _nearest_lines(found: NearestReport, output: Path | None) -> list[str]:
         name = "its plan" if output is None else output.with_suffix(".json")
         lines.append(f"its peak is not known: capture verify {name} compiles it")
     return lines
-
-
-def _span(ids: list[int]) -> str:
-    return str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"

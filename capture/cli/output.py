@@ -15,7 +15,7 @@ from capture.plan.prediction import StepTime
 from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.predictor.step_time import describe_time
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import counted, format_bytes, format_seconds, ids_text
 from recommender.answer import StageAnswer
 from recommender.plan_report import PlanReport
 
@@ -168,9 +168,7 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
         [
             s,
             f"{stage.first}-{stage.stop - 1}",
-            f"{stage.devices[0]}-{stage.devices[-1]}"
-            if stage.num_devices > 1
-            else stage.devices[0],
+            ids_text(range(stage.devices[0], stage.devices[-1] + 1)),
             stage.choice.replicas_text,
             stage.choice.tensor_parallel,
             format_bytes(predicted.peak_bytes),

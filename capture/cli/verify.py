@@ -14,7 +14,7 @@ from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
-from capture.quantities import format_bytes
+from capture.quantities import format_bytes, ids_text
 from capture.report.verification import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 
@@ -77,7 +77,7 @@ def as_text(report: VerifyReport) -> Iterator[str]:
     for row in report.peaks:
         first, last, error = row.devices[0], row.devices[-1], errors and errors[row.devices[0]]
         cells = [
-            str(first) if first == last else f"{first}-{last}",
+            ids_text(range(first, last + 1)),
             format_bytes(guesses[first]) if guesses else "-",
             format_bytes(row.peak_bytes),
             "-" if error is None else f"{error:+.2%}",

@@ -29,6 +29,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import Front
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
+from capture.quantities import ids_text
 from capture.step.ledger import Memory
 from capture.step.pipeline import build_step, stage_seconds
 from capture.step.simulator import MemoryUse, Simulation, Work, simulate
@@ -76,18 +77,11 @@ class StageFacts:
 
     @property
     def devices_text(self) -> str:
-        devices = self.stage.devices
-        whole = devices == tuple(range(devices[0], devices[-1] + 1))
-        return (
-            (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}")
-            if whole
-            else ",".join(map(str, devices))
-        )
+        return ids_text(self.stage.devices)
 
     @property
     def layers_text(self) -> str:
-        first, last = self.stage.first, self.stage.stop - 1
-        return str(first) if first == last else f"{first}-{last}"
+        return ids_text(range(self.stage.first, self.stage.stop))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.quantities import ids_text
 from capture.report.data import ReportFacts
 from capture.report.needs import PlanNeeds
 
@@ -172,12 +173,12 @@ def describe_value(name: str, value: Any) -> str:
         case Mapping():
             stage = Stage.from_json(value)
             degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
-            layers = _layers((stage.first, stage.stop - 1))
-            return f"layers {layers} on devices {_ids(stage.devices)}, {degrees}"
+            layers = ids_text(range(stage.first, stage.stop))
+            return f"layers {layers} on devices {ids_text(stage.devices)}, {degrees}"
         case list() if name.endswith(".offload"):
             return ", ".join(value) or "nothing"
         case list():
-            return _layers(value) if name.endswith(".layers") else _ids(value)
+            return ids_text(range(value[0], value[1] + 1) if name.endswith(".layers") else value)
         case bool():
             return "yes" if value else "no"
     return (value[:12] or "unknown") if name == "model_hash" else str(value)
@@ -192,15 +193,12 @@ def describe_name(name: str) -> str:
     return " ".join(["stage", stage[1], *([_STAGE_FIELDS[stage[2]]] if stage[2] else [])])
 
 
-def _layers(layers: Sequence[int]) -> str:
-    first, last = layers
-    return _ids(range(first, last + 1))
-
-
-def _ids(ids: Sequence[int]) -> str:
-    if list(ids) != list(range(ids[0], ids[-1] + 1)):
-        return ",".join(map(str, ids))
-    return str(ids[0]) if ids[0] == ids[-1] else f"{ids[0]}-{ids[-1]}"
+def difference_rows(found: Iterable[Difference]) -> list[list[str]]:
+    """Return a row per difference, for people: its name, and the value of each plan."""
+    return [
+        [describe_name(d.name), describe_value(d.name, d.first), describe_value(d.name, d.second)]
+        for d in found
+    ]
 
 
 def needs_of(facts: ReportFacts) -> PlanNeeds:
