@@ -27,9 +27,8 @@ from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step, plan_timeline
 from capture.step.program import replay
 from capture.step.times import TimeModel
-from recommender.capture.posed import search_problem
+from recommender.capture.posed import plan_of, search_problem
 from recommender.capture.problem import SearchProblem
-from recommender.capture.recommendation import plan_of
 from recommender.question import PlanQuestion
 from recommender.whole import WholeQuestion
 from tests.search_kit import every_plan

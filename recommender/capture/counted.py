@@ -30,6 +30,7 @@ from capture.predictor.alike import Kinds
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.minmax import least_peak
 from recommender.capture.pareto import pareto, undominated
+from recommender.capture.posed import plan_of
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult, placed
 from recommender.capture.throughput import throughput
@@ -150,14 +151,7 @@ class CountedSearch:
         return min([fastest, *left], key=lambda p: p.seconds), front
 
     def _planned(self, stages: Sequence[PlacedStage]) -> Plan:
-        question = self._question
-        return self._profile.plan(
-            question.cluster,
-            stages,
-            global_batch_size=question.global_batch_size,
-            num_microbatches=question.num_microbatches,
-            schedule=question.schedule,
-        )
+        return plan_of(self._profile, self._question, stages)
 
     def _counted(self, result: SearchResult, plan: Plan) -> Proposal:
         return Proposal(replace(result, step_seconds=self._steps.seconds(plan)), plan)

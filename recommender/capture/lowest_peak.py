@@ -15,11 +15,10 @@ from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.parts import Found, OpenPart, Part
-from recommender.capture.posed import search_problem
+from recommender.capture.posed import plan_of, search_problem
 from recommender.capture.problem import NEVER, SearchProblem, together
 from recommender.capture.recommendation import (
     depends_on_cuts_behind,
-    plan_of,
     predict_plan,
     recommend,
 )

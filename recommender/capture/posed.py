@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 from capture.errors import ProfileError, said_once
 from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.alike import Kinds, empty_stages
 from capture.predictor.mixture import Mixed
@@ -274,6 +276,17 @@ def _choices(
     if fitting and not known:
         predictor.table(fitting[0], microbatch_size)  # raises, and says what is missing
     return known
+
+
+def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:
+    """Return stages as a plan that answers a question."""
+    return profile.plan(
+        question.cluster,
+        stages,
+        global_batch_size=question.global_batch_size,
+        num_microbatches=question.num_microbatches,
+        schedule=question.schedule,
+    )
 
 
 def paper_predictor(profile: Profile) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 from capture.errors import PlanError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint, Why
 from capture.predictor import AdditivePredictor, Prediction
@@ -19,7 +18,7 @@ from capture.quantities import counted
 from capture.registered import REGISTERED
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.counted import CountedSearch
-from recommender.capture.posed import paper_predictor, search_problem
+from recommender.capture.posed import paper_predictor, plan_of, search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import SearchResult
 from recommender.capture.search import search
@@ -125,17 +124,6 @@ def _front_of_table(search: TableSearch, question: PlanQuestion, profile: Profil
     )
     extrapolated = question.microbatch_size not in profile.microbatch_sizes
     return Front(points, False, extrapolated, time.perf_counter() - start)
-
-
-def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:
-    """Return stages as a plan that answers a question."""
-    return profile.plan(
-        question.cluster,
-        stages,
-        global_batch_size=question.global_batch_size,
-        num_microbatches=question.num_microbatches,
-        schedule=question.schedule,
-    )
 
 
 def depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:

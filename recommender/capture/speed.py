@@ -46,8 +46,9 @@ from recommender.capture.parts import (
     posed,
     posed_both,
 )
+from recommender.capture.posed import plan_of
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.recommendation import plan_of, predict_plan
+from recommender.capture.recommendation import predict_plan
 from recommender.capture.refine import ROUNDING, Corner, Look, Policy, Search, above, far
 from recommender.capture.refuted import Refuted
 from recommender.capture.result import PlacedStage

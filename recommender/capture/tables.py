@@ -26,7 +26,7 @@ from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.pareto import undominated
-from recommender.capture.posed import stage_choices
+from recommender.capture.posed import plan_of, stage_choices
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
 from recommender.capture.table_space import TableSpace
 from recommender.question import PlanQuestion
@@ -162,14 +162,7 @@ class TableSearch:
         return replace(best, result=within_limit(result, self.question.limit_bytes))
 
     def _planned(self, stages: Sequence[PlacedStage], proven: bool, explored: int) -> TablePlan:
-        question = self.question
-        plan = self.profile.plan(
-            question.cluster,
-            stages,
-            global_batch_size=question.global_batch_size,
-            num_microbatches=question.num_microbatches,
-            schedule=question.schedule,
-        )
+        plan = plan_of(self.profile, self.question, stages)
         prediction = self.predictor.predict(plan)
         seconds = None if self.steps is None else self.steps.seconds(plan)
         result = _result(stages, prediction, seconds)

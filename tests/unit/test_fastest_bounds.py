@@ -24,8 +24,8 @@ from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion, recommend
 from recommender.capture.parts import Part
-from recommender.capture.posed import search_problem
-from recommender.capture.recommendation import plan_of, predict_plan
+from recommender.capture.posed import plan_of, search_problem
+from recommender.capture.recommendation import predict_plan
 from recommender.capture.refine import ROUNDING, Effort, refine
 from recommender.capture.speed import Timed as Policy
 

@@ -18,8 +18,8 @@ from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, with_sequence_parallel, with_sharded_params
 from capture.plan.stage import Stage
 from recommender import PlanQuestion, recommend
-from recommender.capture.posed import search_problem
-from recommender.capture.recommendation import plan_of, predict_plan
+from recommender.capture.posed import plan_of, search_problem
+from recommender.capture.recommendation import predict_plan
 from recommender.fixed import DECISIONS, FixedPlan
 from recommender.whole import WholeQuestion
 
