@@ -31,7 +31,7 @@ from capture.predictor.step_time import CountedSteps
 from recommender.capture.minmax import least_peak
 from recommender.capture.pareto import pareto, undominated
 from recommender.capture.posed import plan_of
-from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult, placed
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
@@ -205,14 +205,13 @@ class CountedSearch:
     ) -> Iterator[tuple[PlacedStage, ...]]:
         """Yield these stages on consecutive devices, if all are possible and within the limit."""
         problem, device, found = self._problem, 0, list[PlacedStage]()
-        limit = NEVER - 1 if problem.memory_limit_bytes is None else problem.memory_limit_bytes
         for s, (choice, (first, stop)) in enumerate(zip(choices, pairwise(cuts), strict=True)):
             d = choice.num_devices
             if d not in problem.degrees[device]:
                 return
             peaks = problem.bytes_per_choice(d, len(choices) - s, first, stop)
             peak = int(peaks[problem.choices[d].index(choice)])
-            if peak > limit:
+            if peak > problem.limit_bytes:
                 return
             found.append(placed(device, first, stop, choice, peak))
             device += d

@@ -92,8 +92,7 @@ class LeastStep:
     def corners(self) -> tuple[tuple[int, float], ...]:
         """Return (bytes, seconds) pairs: every plan within the problem's limit is at least as large
         and as slow as one of them; none if nothing fits."""
-        top = self._problem.memory_limit_bytes
-        top = NEVER - 1 if top is None else top
+        top = self._problem.limit_bytes
         seconds, low = self.within(top)
         if seconds == np.inf:
             return ()

@@ -217,6 +217,11 @@ class SearchProblem:
             fewest[p] = min((1 + fewest[p + d] for d in self.degrees[p]), default=num_devices + 1)
         return fewest
 
+    @property
+    def limit_bytes(self) -> int:
+        """The memory limit of a device; without one, the most that a possible stage may need."""
+        return NEVER - 1 if self.memory_limit_bytes is None else self.memory_limit_bytes
+
     def floor(self, d: int) -> np.ndarray:
         """Return the least bytes of a stage on d devices over choices and positions, (L, L + 1);
         ``NEVER`` on and below the diagonal."""

@@ -370,10 +370,9 @@ def _possible(search: Search) -> Iterator[Found]:
     ]
     for part in sorted(may_be, key=_least_seconds):
         problem, below = part.once(posed), inf
-        given = problem.memory_limit_bytes
-        most = NEVER - 1 if given is None else given
         for limit, slower in zip(limits, [*(seconds for _, seconds in known), 0.0], strict=True):
-            for seconds, stages in LeastStep(problem).plans(int(min(limit, most)), below):
+            most = int(min(limit, problem.limit_bytes))
+            for seconds, stages in LeastStep(problem).plans(most, below):
                 found = _bounded(part, problem, seconds, stages)
                 if not search.is_asked(found):
                     yield found._replace(answer=expected(part, found.answer.proof))

@@ -35,9 +35,6 @@ from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import SearchResult, found
 from recommender.capture.ticks import Ticks, step_seconds
 
-#: Above it no plan is looked for.
-NOTHING = NEVER - 1
-
 #: Programmes per memory limit: more than 64 layers on 8x8 were seen to need.
 MAX_PROGRAMMES = 1000
 
@@ -83,7 +80,7 @@ class Fastest:
     ):
         self.ticks = Ticks.of(problem)
         self.problem = _possible_in_time(problem, self.ticks.stage)
-        self.limit = NOTHING if problem.memory_limit_bytes is None else problem.memory_limit_bytes
+        self.limit = problem.limit_bytes
         self.gap_fraction, self.max_programmes = gap_fraction, max_programmes
         self.num_explored = 0
         stages = [np.unique(t[t < NEVER]) for t in self.ticks.stage.values()]
