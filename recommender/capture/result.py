@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from capture.documents import fields_of
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from recommender.capture.problem import SearchProblem
@@ -84,17 +85,8 @@ class SearchResult:
     bound_fraction: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        names = (
-            "seconds",
-            "algorithm",
-            "optimal",
-            "tie_break",
-            "tie_break_columns",
-            "num_explored",
-            "step_seconds",
-            "bound_fraction",
-        )
-        return {name: getattr(self, name) for name in names}
+        names = ("seconds", "algorithm", "optimal", "tie_break", "tie_break_columns")
+        return fields_of(self, *names, "num_explored", "step_seconds", "bound_fraction")
 
     @property
     def sorted_peaks(self) -> tuple[int, ...]:

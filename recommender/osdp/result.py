@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from capture.documents import fields_of
 from capture.plan.sharding import Mode, ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
 
@@ -40,7 +41,7 @@ class ShardingResult:
 
     def to_json(self) -> dict[str, Any]:
         names = ("seconds", "algorithm", "optimal", "num_explored", "num_batch_sizes")
-        return {name: getattr(self, name) for name in (*names, "bound_fraction")}
+        return fields_of(self, *names, "bound_fraction")
 
 
 def plan_of(
