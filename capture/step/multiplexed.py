@@ -182,12 +182,12 @@ def issue(order: Order, programs: Programs, listener: Listener, limit_bytes: int
 
 
 def _written(order: Order, programs: Programs, limit_bytes: int | None) -> Step:
-    writer = _Writer(order)
+    writer = _ArrayWriter(order)
     issue(order, programs, writer, limit_bytes)
     return writer.end()
 
 
-class _Writer:
+class _ArrayWriter:
     """A listener that writes what is issued as instructions.
 
     Args:

@@ -69,7 +69,7 @@ def with_offers(step: Step, crossings: Mapping[int, Crossing], window: int) -> O
         window: Offers from a process to another that may wait to be pulled, at least 1.
     """
     assert window >= 1, f"window={window} would let nothing be offered"
-    return _Writer(step, crossings, window).write()
+    return _OfferWriter(step, crossings, window).write()
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class _Offer:
     pieces: tuple[int, ...]
 
 
-class _Writer:
+class _OfferWriter:
     def __init__(self, step: Step, crossings: Mapping[int, Crossing], window: int):
         self._old, self._crossings, self._window = step, crossings, window
         self._step = replace(step, slots=list(step.slots), instructions=[])

@@ -20,14 +20,14 @@ def step_of(schedule: PairSchedule, *, instant_copies: bool) -> tuple[Step, dict
         instant_copies: Wait for every copy to the host when it is issued, so that its bytes are
             free, as Algorithm G takes them to be; otherwise at the end.
     """
-    writer = _Writer(schedule, instant_copies)
+    writer = _PairWriter(schedule, instant_copies)
     for node in schedule.merged():
         writer.add(writer.node(node))
     writer.add(writer.end())
     return writer.step, writer.seconds
 
 
-class _Writer:
+class _PairWriter:
     def __init__(self, schedule: PairSchedule, instant_copies: bool):
         self._graph, self._now = schedule.graph, schedule.now
         self._instant = instant_copies
