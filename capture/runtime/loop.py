@@ -88,7 +88,7 @@ class Loop:
 
 
 class _Ahead:
-    """The batches of a training; where it is asked to, a thread draws the next one beside a step."""
+    """The batches of a training, of which a thread may draw the next one beside a step."""
 
     def __init__(self, fed: Iterator[Fed]):
         self._fed, self._next = fed, Future[Fed | None]()
