@@ -23,7 +23,7 @@ from capture.runtime.bounds import BoundedProgram, Bounder
 from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 20
+BOUNDS_VERSION = 21
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -63,6 +63,7 @@ class BoundsBackend:
             product_scratch_bytes=_CUBLAS_BYTES * uses_cublas,
             counts_work=target.rates is not None,
             for_devices=for_devices,
+            gathers_alone=target.platform == "tpu",
         )
         self._traces: tuple[Any, StageTraces] = None, StageTraces()
 

@@ -80,6 +80,8 @@ class Bounder:
         counts_work: Whether to say what programs compute, read, write and send.
         for_devices: Products are taken to be split over no fewer devices: what is said then holds
             of programs with the same examples on each of up to so many.
+        gathers_alone: Whether the compiler gathers every split parameter by a collective of its
+            own, as that for TPUs does; others put those of a layer together.
     """
 
     is_cpu: bool = False
@@ -87,6 +89,7 @@ class Bounder:
     product_scratch_bytes: int = 0
     counts_work: bool = False
     for_devices: int = 1
+    gathers_alone: bool = False
 
     def __call__(
         self,
@@ -153,7 +156,8 @@ class Bounder:
         memory = Memory(program, split, fresh, least_fresh, lent, self, num_devices)
         work = None
         if self.counts_work:
-            work = TracedWork(program, split, memory.computed, mesh.shape, self.keeps_products)
+            rules = self.keeps_products, self.gathers_alone
+            work = TracedWork(program, split, memory.computed, mesh.shape, *rules)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),

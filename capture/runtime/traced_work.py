@@ -34,7 +34,7 @@ class TracedWork:
         split: How its values lie on the devices.
         computed: Bytes of values that are computed and cannot be read as anything else.
         mesh_shape: Devices by axis, in the order of the mesh.
-        keeps_products: As of ``Bounder``.
+        keeps_products, gathers_alone: As of ``Bounder``.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class TracedWork:
         computed: Mapping[Any, int],
         mesh_shape: Mapping[str, int],
         keeps_products: bool,
+        gathers_alone: bool = False,
     ):
         self._program, self._keeps_products = program, keeps_products
         self._products = LargeProducts(program, split, keeps_products)
@@ -55,7 +56,13 @@ class TracedWork:
         for name, degree in reversed([*mesh_shape.items()]):
             if name in axes:
                 one = Exchanges(
-                    program, split, self._products, axes[name], stride, name == DATA_AXIS
+                    program,
+                    split,
+                    self._products,
+                    axes[name],
+                    stride,
+                    name == DATA_AXIS,
+                    gathers_alone,
                 )
                 self._exchanges.append(one)
             stride *= degree
