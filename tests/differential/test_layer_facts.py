@@ -227,14 +227,17 @@ def normalized(params, x):
     return jnp.mean(x**2)
 
 
-def wide(loss, width, target, optimizer=None):
+def wide(loss, width, target, optimizer=None, init=None):
     """The facts of two layers of one width, and what traces them by themselves."""
 
-    def init(key):
+    def squares(key):
         return [jax.random.normal(each, (width, width)) for each in jax.random.split(key)]
 
     model = Workload(
-        loss, init, lambda key, n: jax.random.normal(key, (n, width)), optimizer or optax.sgd(0.1)
+        loss,
+        init or squares,
+        lambda key, n: jax.random.normal(key, (n, width)),
+        optimizer or optax.sgd(0.1),
     )
     backend = CompileBackend(
         model, store=Store(), target=Target.load(target), num_devices=NUM_DEVICES
@@ -282,6 +285,34 @@ def test_split_parameters_are_expected_to_be_gathered_whole():
             assert sent == [4 * 1024**2], (size, work.collectives)
         least = found.least.forward_work.collectives
         assert sum(each.nbytes for each in least) <= 4 * 1024**2
+
+
+@pytest.mark.parametrize(("target", "alone"), [("h100", False), ("v6e", True)])
+def test_the_latency_of_collectives_is_expected_as_compilers_put_them_together(target, alone):
+    """Of TPUs every large parameter is gathered alone; elsewhere those of a layer are one. Bounds
+    count no latency."""
+    width = 256
+
+    def init(key):
+        square = jnp.ones((width, width))
+        return [{"one": square, "other": square, "scale": jnp.ones((32, 8))} for _ in range(2)]
+
+    def loss(params, x):
+        for each in params:
+            low = x[:, :32] @ each["scale"]
+            x = mark(jnp.tanh(x @ each["one"]) @ each["other"] + low.mean())
+        return jnp.mean(x**2)
+
+    facts, _ = wide(loss, width, target, init=init)
+    choice = StageChoice(2, 1, "none", shard_optimizer=True, shard_params=True)
+    found = facts.bounds((1, 2), choice, 64)
+    for name in ("forward_work", "backward_work"):
+        least, most = getattr(found.least, name), getattr(found.most, name)
+        assert all(each.is_part for each in least.collectives)
+        assert not any(each.is_part for each in most.collectives)
+        (gathers,) = [each for each in most.collectives if each.kind == "all-gather"]
+        assert gathers.count == (2 if alone else 1), most.collectives
+        assert gathers.count * gathers.nbytes >= 2 * 4 * width**2
 
 
 def test_whole_updates_of_split_states_are_expected_to_be_gathered():
