@@ -12,6 +12,7 @@ from capture.documents import read, write
 from capture.environment import without_collecting
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds, UpdateCost
+from capture.measured.work import Collective, ProgramWork
 from capture.model.graph import content_hash
 from capture.partition.tensor_parallel import DATA_AXIS
 from capture.profiler import other_splits
@@ -24,6 +25,8 @@ from capture.runtime.traced_stage import StageTraces, TracedStage
 
 #: Bump when the bounds of the same programs change.
 BOUNDS_VERSION = 21
+#: Bytes of a collective over replicas above which every layer has one; smaller ones are of a mean.
+_LEAST_OF_A_LAYER = 2**10
 #: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
 _CUBLAS_BYTES = 4 * 2**20
 
@@ -136,6 +139,11 @@ class BoundsBackend:
         programs = self._programs(config, traces)
         forward, backward = _traced(programs.forward), _traced(programs.backward)
         most, stored = programs.cost_given_update(ends.most), programs.residuals.stored
+        most = replace(
+            most,
+            forward_work=_of_each_layer(most.forward_work, config),
+            backward_work=_of_each_layer(most.backward_work, config),
+        )
         kept = forward.least_outputs[len(forward.least_outputs) - len(stored) :]
         common = sum(
             nbytes
@@ -198,6 +206,22 @@ def bounded(backend: CompileBackend, asked: BoundedPasses) -> list[StageBounds |
     else:
         all(map(trace, asked.configs))
     return [*map(found.get, asked.configs)]
+
+
+def _of_each_layer(work: ProgramWork | None, config: StageConfig) -> ProgramWork | None:
+    """Return the expected work whose large collectives over replicas are of one layer each, as
+    compilers put together hardly more."""
+    if work is None:
+        return None
+    count, stride = config.num_layers, config.choice.tensor_parallel
+
+    def of_layer(each: Collective) -> Collective:
+        is_of_replicas = each.stride == stride and each.group_size > 1
+        if each.count > 1 or not is_of_replicas or each.nbytes < count * _LEAST_OF_A_LAYER:
+            return each
+        return replace(each, nbytes=each.nbytes // count, count=count)
+
+    return replace(work, collectives=tuple(map(of_layer, work.collectives)))
 
 
 def _traced(program: object) -> BoundedProgram:
