@@ -128,8 +128,24 @@ class Named(Timed):
         if within is not None and within <= asked:
             return None
         if found is not None and seconds_of(found) < best:
-            return found
+            return self._of_another_shape(search, best) or found
         return self._doubted(search) or self._candidate
+
+    def _of_another_shape(self, search: Search, enough: float) -> Found | None:
+        """Return the plan that is estimated to be fastest of those with other numbers of stages or
+        micro-batches than all that were compiled lately, once some of these were not as fast as was
+        expected: estimates of plans that are alike are wrong alike. None if none is fast enough."""
+        if (missed := self._num_missed(search)) < PATIENCE:
+            return None
+        shapes = {_shape(found) for found in search.compiled[-1 - missed :]}
+        known = {part.size: part.once(slowness) for part in search.parts.values()}
+        plans = (
+            found
+            for part in search.parts.values()
+            for found in part.once(proposed, ratios(part, known), False)
+            if seconds_of(found) < enough and not search.is_asked(found)
+        )
+        return min((e for e in plans if _shape(e) not in shapes), key=seconds_of, default=None)
 
     def nearly(self, search: Search) -> float:
         is_small = next(iter(search.parts.values())).known.graph.num_layers <= FEW_LAYERS
@@ -204,6 +220,11 @@ class Named(Timed):
         points[-1] = replace(points[-1], name=FASTEST)
         why = replace(found.why, front=Front(tuple(points), False, False, search.seconds))
         return replace(found, why=why, plan=found.plan.with_(why=why))
+
+
+def _shape(found: Found) -> tuple[int, int]:
+    """Return the numbers of micro-batches and of stages of a plan."""
+    return found.part.question.num_microbatches, len(found.configs)
 
 
 def _of_compiled_stages(search: Search) -> Found | None:

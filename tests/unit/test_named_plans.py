@@ -228,3 +228,39 @@ def test_no_plan_of_compiled_stages_is_faster_than_the_answer(monkeypatch, looks
         ]
         slower.append(answer.proof.step_seconds > min(of_compiled) * (1 + ROUNDING))
     assert any(slower) != looks
+
+
+def test_after_misses_a_plan_of_another_shape_is_next():
+    """Of other micro-batches or stages than what was compiled since the fastest plan."""
+
+    def found(part, stages, seconds):
+        proof = SimpleNamespace(step_seconds=seconds)
+        return SimpleNamespace(
+            part=part, configs=[None] * stages, answer=SimpleNamespace(proof=proof)
+        )
+
+    class Size(SimpleNamespace):
+        def once(self, function, *given):
+            return {} if function is speed.slowness else self.proposed
+
+    known = SimpleNamespace(choices=[StageChoice()])
+    parts = [
+        Size(size=n, is_plain=False, known=known, question=SimpleNamespace(num_microbatches=n))
+        for n in (8, 2, 1)
+    ]
+    for part, (stages, seconds) in zip(parts, [(4, 0.5), (2, 0.7), (1, 0.8)], strict=True):
+        part.proposed = [found(part, stages, seconds)]
+    fastest, missed = found(parts[0], 4, 0.9), found(parts[0], 4, 1.5)
+    search = SimpleNamespace(
+        parts=dict(enumerate(parts)),
+        compiled=[found(parts[1], 2, 0.95), fastest, missed, missed],
+        fitting=[fastest],
+        is_asked=lambda each: False,
+    )
+    other = parts[1].proposed[0]
+    assert Named()._of_another_shape(search, 0.9) is other
+    assert Named()._of_another_shape(search, 0.6) is None
+    search.is_asked = lambda each: each is other
+    assert Named()._of_another_shape(search, 0.9) is parts[2].proposed[0]
+    search.compiled.pop()
+    assert Named()._of_another_shape(search, 0.9) is None, "one may be chance"
