@@ -14,6 +14,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.array_state import check_count
 from capture.runtime.layerwise import KEYS
+from capture.runtime.microbatches import host_leaf, leaves_of
 from capture.runtime.state import made_by_host
 from capture.tracing import TracedModel
 
@@ -82,13 +83,8 @@ def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: 
 def _checked(traced: TracedModel, batch: Any, name: str) -> list[np.ndarray]:
     """Return the leaves of a batch that are no keys, which come last."""
     tensors = [tensor for tensor in traced.graph.batch if tensor.dtype not in KEYS]
-    try:
-        known = traced.batch_leaves(batch, jax.eval_shape(lambda: jax.random.key(0)))
-    except ValueError as error:  # of JAX's flattening; it names the first difference
-        raise ExecutionError.of(
-            f"{name} has another structure than the plan's: {error}.", "run-batch"
-        ) from None
-    leaves = [np.asarray(leaf) for leaf in known[: len(tensors)]]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    leaves = leaves_of(traced, jax.tree.map(host_leaf, batch), key, name)[: len(tensors)]
     ExecutionError.check(
         Violation(
             f"{tensor.name} of {name} has shape {leaf.shape} {leaf.dtype}; the plan's has "

@@ -73,7 +73,8 @@ class Loop:
             if loss is None:
                 continue
             count, seconds = count + 1, time.perf_counter() - start
-            record = work.record(count, loss, seconds, self.meters.peak_bytes)
+            peak, alone = self.meters.peak_bytes, self.meters.leaves_alone(number)
+            record = work.record(count, loss, seconds, peak, metered=not alone)
             self.records.add(record, is_last=count == self.last)
             self.warnings.step(count, listed(loss))
             if self.saves is not None:

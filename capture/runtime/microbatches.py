@@ -62,14 +62,9 @@ def split_examples(
     tensors, num_parts = traced.graph.batch, len(sizes)
     needs = needs or [Need(tensor.name, True) for tensor in tensors]
     traced_size, starts = traced.graph.microbatch_size, (0, *accumulate(sizes))
-    host = jax.tree.map(_host_leaf, batch)
+    host = jax.tree.map(host_leaf, batch)
     keys = [None] * num_parts if key is None else _microbatch_keys(key, num_parts)
-    try:
-        parts = [traced.batch_leaves(host, own) for own in keys]
-    except ValueError as error:  # of JAX's flattening; it names the first difference
-        raise ExecutionError.of(
-            f"the batch has another structure than the plan's: {error}.", "run-batch"
-        ) from None
+    parts = [leaves_of(traced, host, own) for own in keys]
     wholes = [_whole_shape(tensor, traced_size, sizes) for tensor in tensors]
     ExecutionError.check(_batch_violations(tensors, parts[0], wholes, needs, num_parts))
 
@@ -84,7 +79,28 @@ def split_examples(
     ]
 
 
-def _host_leaf(leaf: Any) -> np.ndarray:
+def leaves_of(traced: TracedModel, batch: PyTree, key: Any, name: str = "the batch") -> list[Any]:
+    """Return the leaves of a batch on the host, and a random key, in the order of the layer graph.
+
+    Raises:
+        ExecutionError: ``run-batch`` for a batch of another structure.
+    """
+    try:
+        return traced.batch_leaves(batch, key)
+    except ValueError:
+        # JAX's flattening names the first difference, with what it finds there: shapes, no numbers.
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+        try:
+            traced.batch_leaves(shapes, key)
+        except ValueError as error:
+            said = str(error).rstrip(".")
+            raise ExecutionError.of(
+                f"{name} has another structure than the plan's: {said}.", "run-batch"
+            ) from None
+        raise
+
+
+def host_leaf(leaf: Any) -> np.ndarray:
     """Return a leaf as JAX takes it: 64-bit numbers as 32-bit, unless it is told to keep them."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

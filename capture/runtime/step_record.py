@@ -32,6 +32,8 @@ class StepRecord:
             devices are specified to reach; None where the devices are not those of the plan, or
             have no rates.
         peak_bytes: The most that a device was measured to hold so far; None before it was.
+        metered: Whether memory was measured meanwhile, so that the step took longer than others:
+            the first and the last ones.
     """
 
     step: int
@@ -41,6 +43,7 @@ class StepRecord:
     tokens_per_second: float | None = None
     model_flops_utilization: float | None = None
     peak_bytes: int | None = None
+    metered: bool = False
 
     def __str__(self) -> str:
         losses = listed(self.loss)
@@ -56,7 +59,7 @@ class StepRecord:
             said.append(f"MFU {self.model_flops_utilization:.1%}")
         if self.peak_bytes is not None:
             said.append(f"peak {format_bytes(self.peak_bytes)}")
-        return ", ".join(said)
+        return ", ".join(said) + " (memory was measured meanwhile)" * self.metered
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,12 @@ class StepWork:
         )
 
     def record(
-        self, step: int, loss: float | Sequence[float], seconds: float, peak_bytes: int | None
+        self,
+        step: int,
+        loss: float | Sequence[float],
+        seconds: float,
+        peak_bytes: int | None,
+        metered: bool = False,
     ) -> StepRecord:
         """Return the record of a step that took so long."""
         return StepRecord(
@@ -111,6 +119,7 @@ class StepWork:
             self.tokens / seconds if self.tokens else None,
             None if self.least_seconds is None else self.least_seconds / seconds,
             peak_bytes,
+            metered,
         )
 
 

@@ -53,10 +53,11 @@ def test_any_iterator_is_data_and_is_read_one_batch_ahead_at_most():
         mlp(num_blocks=3),
         Training(6, fast_compile=True),
         data=reader(),
-        on_step=lambda record: steps.append((record.step, len(read))),
+        on_step=lambda record: steps.append((record.step, len(read), record.metered)),
     )
-    assert [step for step, _ in steps] == list(range(1, 7))
-    assert all(step <= taken <= step + 1 for step, taken in steps) and len(read) == 6
+    assert [metered for *_, metered in steps] == [True, False, False, False, False, True]
+    assert [step for step, *_ in steps] == list(range(1, 7))
+    assert all(step <= taken <= step + 1 for step, taken, _ in steps) and len(read) == 6
     assert len(threads) > 1, "some are drawn beside a step"
     checked = trained(list(batches(7)), 6, check=True)
     assert checked["losses"] == found["losses"]

@@ -40,6 +40,8 @@ def test_work_is_that_of_all_models_and_devices():
         record
     )
     assert str(record).endswith(", peak 1 GB")
+    metered = work.record(7, 0.5, 1.0, None, metered=True)
+    assert metered.metered and str(metered).endswith(" (memory was measured meanwhile)")
 
 
 def test_what_is_not_known_is_not_said():
