@@ -160,7 +160,8 @@ class Named(Timed):
             found
             for part in search.plain_parts
             # What stages take beyond what is expected of them is another part of smaller ones.
-            for found in part.once(proposed, ratios(part, {part.size: part.once(slowness)}), False)
+            for known in [ratios(part, {part.size: part.once(slowness)})]
+            for found in (*part.once(proposed, known, False), *part.once(_uniform, known))
             if seconds_of(found) <= enough and not search.is_asked(found)
         ]
         self._num_doubted += bool(plans)
@@ -220,6 +221,20 @@ class Named(Timed):
         points[-1] = replace(points[-1], name=FASTEST)
         why = replace(found.why, front=Front(tuple(points), False, False, search.seconds))
         return replace(found, why=why, plan=found.plan.with_(why=why))
+
+
+def _uniform(part: OpenPart, known: Ratios) -> Sequence[Found]:
+    """Return, for each way to use devices, a part's plan that is estimated to be fastest of those
+    whose stages all use theirs so; none of those that are not expected to fit."""
+    if not part.known.verified:
+        return ()
+    problem = part.once(estimates, known)
+    results = (
+        throughput(_chosen(problem, {d: [n]}))
+        for d, choices in problem.choices.items()
+        for n in range(len(choices))
+    )
+    return [Found(part, expected(part, each)) for each in results if each.status == "ok"]
 
 
 def _shape(found: Found) -> tuple[int, int]:
