@@ -119,6 +119,7 @@ def recompute_bytes(equation: Any) -> float | None:
     is called, the sum of its body, of a ``cond`` all branches.
 
     Example:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> jaxpr = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((10, 10)))
         >>> [recompute_bytes(e) for e in jaxpr.eqns]
@@ -147,6 +148,7 @@ def product_bytes(equation: Any) -> float:
     arithmetic, or what it reads and writes where that is more.
 
     Example:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> jaxpr = jax.make_jaxpr(lambda x: x @ x)(jnp.ones((1000, 1000)))
         >>> [round(product_bytes(e) / 1e6, 1) for e in jaxpr.eqns]

@@ -52,7 +52,8 @@ def estimated(step: SwappedStep) -> dict[str, int]:
 def test_as_one_device_and_as_estimated():
     devices = 2
     least = swapped(WORKLOAD, SERVER.with_(num_devices=devices), 4, 1)
-    needs = max(map(built(least)._need, built(least).operations))
+    builder = built(least)
+    needs = max(operation.need(builder.nbytes) for operation in builder.operations)
     server = SERVER.with_(num_devices=devices, usable_bytes=needs + 1000)
     step = swapped(WORKLOAD, server, 4, 1, fast_compile=True)
     params = WORKLOAD.init(jax.random.key(0))
