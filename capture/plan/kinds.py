@@ -30,7 +30,8 @@ class Kind:
         verbs: By name, what a verb of the command line does with plans of this kind; loaded when it
             is asked for.
         python: What runs it in Python.
-        train: The same: makes the compiled step of a workload and a plan.
+        train: Function that compiles the training step of a workload and a plan; loaded when it is
+            called.
     """
 
     name: str

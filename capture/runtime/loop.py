@@ -11,28 +11,25 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
+
+import jax
 
 from capture.errors import ExecutionError, PlanError
 from capture.options import listed
+from capture.runtime import checkpoint
 from capture.runtime.asked import Training
 from capture.runtime.heap import HeapMeasurement, measure_heap
+from capture.runtime.hosts.saved import set_aside
+from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import Measurement, measure_step
+from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.step_record import Records, StepWork
 from capture.runtime.trace import StepTrace
-from capture.runtime.train_step import Fed, Metered
-
-
-class Saves(Protocol):
-    """The checkpoints of a training."""
-
-    def stepped(self, state: Any) -> None:
-        """Save the state of a step, if it is one of those that are saved."""
-
-    def wait(self) -> None:
-        """Wait until what is saved is complete."""
+from capture.runtime.train_step import Fed, Metered, TrainStep
 
 
 @dataclass(frozen=True)
@@ -92,19 +89,17 @@ class _Ahead:
     """The batches of a training, of which a thread may draw the next one beside a step."""
 
     def __init__(self, fed: Iterator[Fed]):
-        self._fed, self._next = fed, Future[Fed | None]()
-        self._has_begun = False
+        self._fed = fed
+        self._next: Future[Fed | None] | None = None
 
     def take(self) -> Fed | None:
         """Return the next; None where the data have ended."""
-        if not self._has_begun:
-            return next(self._fed, None)
-        self._has_begun = False
-        return self._next.result()
+        begun, self._next = self._next, None
+        return next(self._fed, None) if begun is None else begun.result()
 
     def begin(self) -> None:
         """Begin to draw the next. A process that ends does not wait for it."""
-        self._has_begun, self._next = True, Future()
+        self._next = Future()
         threading.Thread(target=self._draw, args=(self._next,), daemon=True).start()
 
     def _draw(self, found: Future[Fed | None]) -> None:
@@ -198,3 +193,54 @@ class Meters:
             # Of steps without a meter.
             "dispatch_seconds": median(self._dispatch) if self._dispatch else None,
         }
+
+
+class Saves:
+    """The checkpoints of a training.
+
+    Args:
+        step: What is trained.
+        training: With where and when its state is saved.
+        done: Steps with which it begins.
+    """
+
+    def __init__(self, step: TrainStep | ArrayTraining, training: Training, done: int):
+        assert training.save is not None, "there is a directory"
+        # Refuses some of parameters that a scan stacks, before anything is trained.
+        assert step.optimizer.stages, "every parameter is updated"
+        self._step, self._directory, self._every = step, training.save, training.save_every
+        self._last: Path | None = None
+        self._begin, self._saved = done, -1
+        together = checkpoint.shared(step)
+        goes_on = training.restore is not None and (
+            training.restore.resolve() == training.save.resolve()
+        )
+        if goes_on and (together is None or jax.process_index() == 0):
+            set_aside(training.save, done)
+        self._saver = None if together is None else Saver(together, training.save)
+
+    def stepped(self, state: Any) -> None:
+        """Save the state of a step, if it is one of those that are saved."""
+        if self._saver is not None:
+            self._saver.check()
+        if self._every and state.num_steps % self._every == 0:
+            self._save(state)
+
+    def _save(self, state: Any) -> None:
+        self._saved = state.num_steps
+        if self._saver is not None:
+            self._last = self._saver.save(state)
+        else:
+            self._last = checkpoint.save(self._step, state, self._directory)
+
+    def wait(self) -> None:
+        """Wait until what is saved is complete."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def finish(self, state: Any) -> str | None:
+        """Save the last state, and return where it is once it is complete."""
+        if state.num_steps not in (self._saved, self._begin):
+            self._save(state)
+        self.wait()
+        return None if self._last is None else str(self._last)

@@ -32,8 +32,8 @@ class StepRecord:
             devices are specified to reach; None where the devices are not those of the plan, or
             have no rates.
         peak_bytes: The most that a device was measured to hold so far; None before it was.
-        metered: Whether memory was measured meanwhile, so that the step took longer than others:
-            the first and the last ones.
+        metered: Whether memory was measured meanwhile, or the step traced, so that it took longer
+            than others: the first and the last ones.
     """
 
     step: int
@@ -59,7 +59,7 @@ class StepRecord:
             said.append(f"MFU {self.model_flops_utilization:.1%}")
         if self.peak_bytes is not None:
             said.append(f"peak {format_bytes(self.peak_bytes)}")
-        return ", ".join(said) + " (memory was measured meanwhile)" * self.metered
+        return ", ".join(said) + " (measured meanwhile)" * self.metered
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class StepWork:
 
 
 def _computed_in(graph: LayerGraph) -> str:
-    """Return the dtype of most of what passes between the layers: that of the products."""
+    """Return the dtype of the largest value between the layers, which is taken for that of the
+    products."""
     values = [value for value in graph.values if value.differentiable]
     return max(values, key=lambda value: value.size).dtype
 

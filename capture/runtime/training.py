@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,9 +22,8 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.kinds import AnyPlan, kind_of
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
-from capture.runtime.hosts.saved import check_folders, set_aside
-from capture.runtime.hosts.saving import Saver
-from capture.runtime.loop import Loop, Meters
+from capture.runtime.hosts.saved import check_folders
+from capture.runtime.loop import Loop, Meters, Saves
 from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import Measurement
 from capture.runtime.multiplexed import ArrayTraining
@@ -108,7 +106,7 @@ def follow(
         restored = checkpoint.restore(step, training.restore, report=report)
     # A restored training goes on with the data that come next.
     done = 0 if restored is None else restored.num_steps
-    saves = None if training.save is None else _Saves(step, training, done)
+    saves = None if training.save is None else Saves(step, training, done)
     num_steps = training.num_steps if training.until is None else training.until - done
     executions, is_first = step.executions(num_steps), hosts is None or hosts.process == 0
     meters, warnings = Meters(executions, training), LossWarnings(report)
@@ -119,8 +117,8 @@ def follow(
     if state is None:
         params = step.first_params(training.seed)
         if training.check:  # with the same batches
-            given = list(islice(batches, num_steps))
-            batches, compare = iter(given), step.comparison(params, given, training.seed)
+            batches = iter(given := list(islice(batches, num_steps)))
+            compare = step.comparison(params, given, training.seed) if given else None
         state = step.init_from(params)
         del params
     records = Records(report, training.log_every, training.metrics if is_first else None, on_step)
@@ -228,57 +226,6 @@ def _step(
         workload, plan, fast_compile=training.fast_compile, **shared
     )
     return step
-
-
-class _Saves:
-    """The checkpoints of a training.
-
-    Args:
-        step: What is trained.
-        training: With where and when its state is saved.
-        done: Steps with which it begins.
-    """
-
-    def __init__(self, step: TrainStep | ArrayTraining, training: Training, done: int):
-        assert training.save is not None, "there is a directory"
-        # Refuses some of parameters that a scan stacks, before anything is trained.
-        assert step.optimizer.stages, "every parameter is updated"
-        self._step, self._directory, self._every = step, training.save, training.save_every
-        self._last: Path | None = None
-        self._begin, self._saved = done, -1
-        together = checkpoint.shared(step)
-        goes_on = training.restore is not None and (
-            training.restore.resolve() == training.save.resolve()
-        )
-        if goes_on and (together is None or jax.process_index() == 0):
-            set_aside(training.save, done)
-        self._saver = None if together is None else Saver(together, training.save)
-
-    def stepped(self, state: Any) -> None:
-        """Save the state of a step, if it is one of those that are saved."""
-        if self._saver is not None:
-            self._saver.check()
-        if self._every and state.num_steps % self._every == 0:
-            self._save(state)
-
-    def _save(self, state: Any) -> None:
-        self._saved = state.num_steps
-        if self._saver is not None:
-            self._last = self._saver.save(state)
-        else:
-            self._last = checkpoint.save(self._step, state, self._directory)
-
-    def wait(self) -> None:
-        """Wait until what is saved is complete."""
-        if self._saver is not None:
-            self._saver.finish()
-
-    def finish(self, state: Any) -> str | None:
-        """Save the last state, and return where it is once it is complete."""
-        if state.num_steps not in (self._saved, self._begin):
-            self._save(state)
-        self.wait()
-        return None if self._last is None else str(self._last)
 
 
 def _offered_bytes(step: PipelinedStep) -> list[int]:

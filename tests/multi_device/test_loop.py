@@ -77,9 +77,10 @@ def test_data_that_end_end_the_training_and_its_last_state_is_saved(tmp_path, of
     )
     assert len(found["losses"]) == found["num_steps"] == complete_steps(tmp_path)[-1] == 3
     assert lines[-1] == "the data have ended after step 3, of 5 that were asked for"
-    with pytest.raises(ExecutionError) as error:
-        trained(iter(()))
-    assert error.value.codes == ("run-data",)
+    for check in (False, True):
+        with pytest.raises(ExecutionError) as error:
+            trained(iter(()), check=check)
+        assert error.value.codes == ("run-data",)
 
 
 def test_an_error_of_the_data_is_the_users():

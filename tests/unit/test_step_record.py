@@ -41,7 +41,7 @@ def test_work_is_that_of_all_models_and_devices():
     )
     assert str(record).endswith(", peak 1 GB")
     metered = work.record(7, 0.5, 1.0, None, metered=True)
-    assert metered.metered and str(metered).endswith(" (memory was measured meanwhile)")
+    assert metered.metered and str(metered).endswith(" (measured meanwhile)")
 
 
 def test_what_is_not_known_is_not_said():
