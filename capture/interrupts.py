@@ -21,14 +21,15 @@ _noted = threading.Event()
 @contextmanager
 def noted() -> Iterator[None]:
     """Note interrupts while the block runs, besides raising them; nothing changes outside the main
-    thread, or where the process handles or ignores them in another way."""
+    thread, or for a signal that the process handles or ignores in another way, as shells have jobs
+    in the background ignore Ctrl-C."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    before: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        before[signal.SIGTERM] = signal.SIG_DFL
+    before: dict[int, Any] = {
+        number: handler
+        for number, handler in own.items()
+        if is_main and signal.getsignal(number) is handler
+    }
     for number in before:
         signal.signal(number, _note)
     try:
@@ -36,7 +37,8 @@ def noted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _noted.clear()
+        if before:  # else the note is of a block around this one
+            _noted.clear()
 
 
 def _note(number: int, frame: FrameType | None) -> None:

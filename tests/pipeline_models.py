@@ -112,6 +112,33 @@ def tied(optimizer=None, dropout: bool = True) -> Workload:
     )
 
 
+def taught(stops: str = "output", num_blocks: int = 3) -> Workload:
+    """A student beside a teacher that does not learn: no gradient flows through the teacher's
+    parameters, its ``output``, or the class that it would choose (``choice``)."""
+    shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+
+    def init(key):
+        keys = jax.random.split(key, 2 * num_blocks)
+        blocks = [_normals(k, shapes) for k in keys]
+        return {"student": blocks[:num_blocks], "teacher": blocks[num_blocks:]}
+
+    def block(params, x):
+        return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+    def loss(params, x):
+        teacher = params["teacher"]
+        teacher = jax.lax.stop_gradient(teacher) if stops == "parameters" else teacher
+        seen = x
+        for i, (own, other) in enumerate(zip(params["student"], teacher, strict=True)):
+            x, seen = block(own, x), block(other, seen)
+            x = mark(x) if i + 1 < num_blocks else x
+        if stops == "choice":
+            return -jnp.mean(jax.nn.log_softmax(x)[jnp.arange(len(x)), jnp.argmax(seen, axis=-1)])
+        return jnp.mean((x - (jax.lax.stop_gradient(seen) if stops == "output" else seen)) ** 2)
+
+    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, WIDTH)), optax.sgd(0.1))
+
+
 def pipeline(
     layers: Sequence[int],
     degrees: Sequence[tuple[int, int]],

@@ -177,18 +177,23 @@ class LossProgram:
 
     @cached_property
     def differentiable(self) -> frozenset[int]:
-        """The floating-point values through which a gradient can flow back to a parameter."""
+        """The floating-point parameters, and the floating-point values through which a gradient
+        flows from the loss back to one of them."""
         reached = self._reached_from(self.params, stop=frozenset({"stop_gradient"}))
-        return frozenset(v for v in reached if jnp.issubdtype(self.avals[v].dtype, jnp.inexact))
+        passing = (reached & self.toward_loss).union(self.params)
+        return frozenset(filter(self._is_inexact, passing))
 
     @cached_property
     def toward_loss(self) -> frozenset[int]:
-        """The values through which a gradient can come back from the loss."""
+        """The floating-point values to which a gradient comes back from the loss."""
         reached = {self.loss}
         for op in reversed(self.ops):
             if op.primitive.name != "stop_gradient" and not reached.isdisjoint(op.outputs):
-                reached.update(op.reads)
+                reached.update(filter(self._is_inexact, op.reads))
         return frozenset(reached)
+
+    def _is_inexact(self, value: int) -> bool:
+        return jnp.issubdtype(self.avals[value].dtype, jnp.inexact)
 
     def _is_early(self, op: Op) -> bool:
         """Tell whether an op needs parameters only, or batch only, so that it could run in any

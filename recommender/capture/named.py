@@ -87,10 +87,15 @@ class Named(Timed):
         return next((found for way in ways if (found := way(search, look)) is not None), None)
 
     def _num_missed(self, search: Search) -> int:
-        """Count the plans that were compiled after the fastest one."""
-        fastest = min(search.fitting, key=seconds_of, default=None)
-        later = takewhile(lambda each: each is not fastest, reversed(search.compiled))
-        return 0 if fastest is None else sum(1 for _ in later)
+        """Count the plans since the fastest one for which a stage was compiled."""
+        since = _since_fastest(search)
+        before = search.compiled[: len(search.compiled) - len(since) + 1]
+        known = {config for each in before for config in each.configs}
+        num = 0
+        for each in since[1:]:
+            num += not known.issuperset(each.configs)
+            known.update(each.configs)
+        return num
 
     def _next_faster(self, search: Search, look: Look) -> Found | None:
         if search.effort.within_fraction and self._num_missed(search) >= MOST_MISSED:
@@ -135,9 +140,9 @@ class Named(Timed):
         """Return the plan that is estimated to be fastest of those with other numbers of stages or
         micro-batches than all that were compiled lately, once some of these were not as fast as was
         expected: estimates of plans that are alike are wrong alike. None if none is fast enough."""
-        if (missed := self._num_missed(search)) < PATIENCE:
+        if self._num_missed(search) < PATIENCE:
             return None
-        shapes = {_shape(found) for found in search.compiled[-1 - missed :]}
+        shapes = set(map(_shape, _since_fastest(search)))
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         plans = (
             found
@@ -235,6 +240,13 @@ def _uniform(part: OpenPart, known: Ratios) -> Sequence[Found]:
         for n in range(len(choices))
     )
     return [Found(part, expected(part, each)) for each in results if each.status == "ok"]
+
+
+def _since_fastest(search: Search) -> Sequence[Found]:
+    """Return the plans that were compiled from the fastest one on; none before one fits."""
+    fastest = min(search.fitting, key=seconds_of, default=None)
+    later = [*takewhile(lambda each: each is not fastest, reversed(search.compiled))]
+    return [] if fastest is None else [fastest, *reversed(later)]
 
 
 def _shape(found: Found) -> tuple[int, int]:

@@ -10,17 +10,22 @@ import optax
 import pytest
 
 from capture.documents import write
+from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds
 from capture.measured.store import Store
 from capture.model.workload import Workload
 from capture.plan.choices import REMAT_POLICIES, StageChoice
+from capture.predictor.additive import AdditivePredictor
 from capture.predictor.formula import kept_bytes
-from capture.profiler.bounds import BoundsBackend, bounded
+from capture.profiler.bounds import NO_END, BoundsBackend, bounded
 from capture.profiler.compile import CompileBackend
 from capture.profiler.facts import LayerFacts
 from capture.profiler.other_splits import among_replicas
+from profiling_runs.bounds import ModelBounds
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 from tests import pipeline_models, zoo_models
 from tests.pipeline_models import mark
 
@@ -370,3 +375,25 @@ def test_numbers_of_examples_that_nobody_asked_for_are_traced_only_where_lines_p
     facts.learn([(StageChoice(2, 1, "none"), 8)])
     examples = {c.microbatch_size // c.choice.data_parallel for b in batches for c in b.configs}
     assert examples == ({1, 2, 4, 8} if follows else {4})
+
+
+@pytest.mark.parametrize("stops", ["parameters", "output", "choice"])
+def test_stages_keep_no_less_of_a_teacher_than_sums_over_windows_say(stops):
+    """Whether a teacher's layers keep anything depends on the last layer, which stops its gradient."""
+    question = ProfileQuestion(
+        pipeline_models.taught(stops), Cluster((2,)), 4, choices=tuple(TAUGHT), calibration_plans=0
+    )
+    measurements = open_measurements(question, store=Store())
+    known = ModelBounds(measurements, (2, 4), num_devices=2).at(TAUGHT, 4).least
+    predictor, graph = AdditivePredictor(known), known.graph
+    alone = BoundsBackend(measurements.backend, for_devices=2)
+    assert [value.differentiable for value in graph.values].count(True) == graph.num_layers
+    for choice in TAUGHT:
+        kept = predictor.memory(choice, 4).kept
+        for window in itertools.combinations(range(graph.num_layers + 1), 2):
+            traced = alone.of_passes(StageConfig(*window, choice, 4), NO_END).least
+            assert kept[window] <= kept_bytes(graph, *window, choice, traced), (choice, window)
+
+
+#: Both ways to split, and to keep nearly all or nearly nothing.
+TAUGHT = [StageChoice(1, 1, "none"), StageChoice(2, 1, "cheap"), StageChoice(1, 2, "full")]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, tied
+from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, taught, tied
 
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import WorkloadSpec
@@ -138,6 +138,15 @@ def test_layers_without_parameters(optimizer):
         step, state, bare().batch(jax.random.key(1), step.plan.global_batch_size), strict=True
     )
     assert list(measured.peak_bytes_per_device) == list(step.replay().peak_bytes_per_device)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("stops", ["parameters", "output", "choice"])
+def test_nothing_comes_back_to_a_teacher_whose_gradient_is_stopped(stops, schedule):
+    """Wherever it is stopped, stages send back what the student needs alone."""
+    plan = pipeline((1, 2), ((2, 1), (1, 2)), schedule=schedule)
+    step = compare(taught(stops), plan)
+    assert [len(stage.cotangents) for stage in step.stages] == [1, 0]
 
 
 def test_tied_embedding_dropout_and_a_skip_that_passes_through():

@@ -52,11 +52,24 @@ def test_what_a_callback_loses_is_raised_once():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_a_scheduler_sends_is_an_interrupt():
+@pytest.mark.parametrize("of_ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
+def test_what_a_scheduler_sends_is_an_interrupt(of_ctrl_c):
+    """In the background, too, where a shell has its jobs ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, of_ctrl_c)
     before = signal.getsignal(signal.SIGTERM)
     with interrupts.noted(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGINT) is of_ctrl_c
+
+
+def test_a_note_outlives_a_block_within():
+    with interrupts.noted():
+        lose_an_interrupt()
+        with interrupts.noted():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.raise_noted()
 
 
 def test_nothing_is_noted_once_the_block_has_ended():

@@ -235,9 +235,8 @@ def test_after_misses_a_plan_of_another_shape_is_next():
 
     def found(part, stages, seconds):
         proof = SimpleNamespace(step_seconds=seconds)
-        return SimpleNamespace(
-            part=part, configs=[None] * stages, answer=SimpleNamespace(proof=proof)
-        )
+        configs = [object() for _ in range(stages)]
+        return SimpleNamespace(part=part, configs=configs, answer=SimpleNamespace(proof=proof))
 
     class Size(SimpleNamespace):
         def once(self, function, *given):
@@ -250,10 +249,10 @@ def test_after_misses_a_plan_of_another_shape_is_next():
     ]
     for part, (stages, seconds) in zip(parts, [(4, 0.5), (2, 0.7), (1, 0.8)], strict=True):
         part.proposed = [found(part, stages, seconds)]
-    fastest, missed = found(parts[0], 4, 0.9), found(parts[0], 4, 1.5)
+    fastest, *missed = (found(parts[0], 4, seconds) for seconds in (0.9, 1.5, 1.5))
     search = SimpleNamespace(
         parts=dict(enumerate(parts)),
-        compiled=[found(parts[1], 2, 0.95), fastest, missed, missed],
+        compiled=[found(parts[1], 2, 0.95), fastest, *missed],
         fitting=[fastest],
         is_asked=lambda each: False,
     )
@@ -262,5 +261,7 @@ def test_after_misses_a_plan_of_another_shape_is_next():
     assert Named()._of_another_shape(search, 0.6) is None
     search.is_asked = lambda each: each is other
     assert Named()._of_another_shape(search, 0.9) is parts[2].proposed[0]
+    missed[1].configs = [*missed[0].configs[:2], *fastest.configs[:2]]
+    assert Named()._of_another_shape(search, 0.9) is None, "nothing was compiled for the second"
     search.compiled.pop()
     assert Named()._of_another_shape(search, 0.9) is None, "one may be chance"
