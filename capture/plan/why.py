@@ -228,7 +228,7 @@ class Proven:
             fits; ``fits``: a plan does, and any was asked for; ``compiles``, ``seconds``: so many
             were allowed; ``interrupted``; ``below``: no plan needs less than another answer;
             ``search``: it names a compiled plan again; ``missed``: plans that were expected to be
-            faster were not, one after the other, and others still are.
+            better were not, one after the other, and others still are.
         refuted: Per lower bound that a compiled stage was below, a sentence that asks to report it.
             What is proven rests on no bound of its kind, and the trail is that from then on.
         by_layers: The same of the fastest plan by estimates; None where there is none.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 from math import inf, log
 
 import numpy as np
@@ -21,7 +21,13 @@ from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.capture import grouped
 from recommender.capture.estimates import Ratios, estimates, proposed, ratios, slowness
-from recommender.capture.lowest_peak import between, expected, open_others
+from recommender.capture.lowest_peak import (
+    between,
+    expected,
+    num_missed,
+    open_others,
+    since,
+)
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import (
     Found,
@@ -87,15 +93,10 @@ class Named(Timed):
         return next((found for way in ways if (found := way(search, look)) is not None), None)
 
     def _num_missed(self, search: Search) -> int:
-        """Count the plans since the fastest one for which a stage was compiled."""
-        since = _since_fastest(search)
-        before = search.compiled[: len(search.compiled) - len(since) + 1]
-        known = {config for each in before for config in each.configs}
-        num = 0
-        for each in since[1:]:
-            num += not known.issuperset(each.configs)
-            known.update(each.configs)
-        return num
+        return num_missed(search, self._fastest(search))
+
+    def _fastest(self, search: Search) -> Found | None:
+        return min(search.fitting, key=seconds_of, default=None)
 
     def _next_faster(self, search: Search, look: Look) -> Found | None:
         if search.effort.within_fraction and self._num_missed(search) >= MOST_MISSED:
@@ -142,7 +143,7 @@ class Named(Timed):
         expected: estimates of plans that are alike are wrong alike. None if none is fast enough."""
         if self._num_missed(search) < PATIENCE:
             return None
-        shapes = set(map(_shape, _since_fastest(search)))
+        shapes = set(map(_shape, since(search, self._fastest(search))))
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         plans = (
             found
@@ -187,7 +188,7 @@ class Named(Timed):
         """Return the plan that estimates give a name; None if they have none that fits."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         lowest = min(part.once(_least_expected) for part in search.parts.values())
-        fastest = min(search.fitting, key=seconds_of, default=None)
+        fastest = self._fastest(search)
         limits: tuple[int, ...] = (lowest,)
         if name == KNEE:
             assert fastest is not None, "it is the other end of the front"
@@ -240,13 +241,6 @@ def _uniform(part: OpenPart, known: Ratios) -> Sequence[Found]:
         for n in range(len(choices))
     )
     return [Found(part, expected(part, each)) for each in results if each.status == "ok"]
-
-
-def _since_fastest(search: Search) -> Sequence[Found]:
-    """Return the plans that were compiled from the fastest one on; none before one fits."""
-    fastest = min(search.fitting, key=seconds_of, default=None)
-    later = [*takewhile(lambda each: each is not fastest, reversed(search.compiled))]
-    return [] if fastest is None else [fastest, *reversed(later)]
 
 
 def _shape(found: Found) -> tuple[int, int]:

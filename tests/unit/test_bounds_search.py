@@ -17,6 +17,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import Why
 from capture.quantities import format_bytes
 from recommender import PlanQuestion, recommend
+from recommender.capture import lowest_peak
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
 from recommender.capture.refine import Effort, refine
@@ -109,6 +110,25 @@ def test_what_may_be_twice_as_large_is_not_called_proven():
     least = once.proven.trail[-1].least_bytes
     assert f"not proven: no plan needs less than {format_bytes(least)} for remat" in once.summary
     assert "proven optimal for remat" in planted.search().why.summary
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_where_bounds_say_little_plans_are_tried_as_long_as_they_are_smaller(monkeypatch, most):
+    """A compiler may give every program so much that no bound comes near it."""
+    monkeypatch.setattr(lowest_peak, "_MOST_TRIED", most)
+    planted = Planted4(0)
+    nothing = {
+        config: replace(cost, residual_bytes=0, forward_bytes=0, backward_bytes=0)
+        for config, cost in planted.least.measurements.items()
+    }
+    planted.least = replace(planted.least, measurements=nothing)
+    found = planted.search(Effort(within_fraction=0.01))
+    assert found.why.proven.ended == "missed" and not found.why.verified.settled
+    compiled = [planted.compiler(plan, planted.all)[0] for plan in planted.compiler.compiled.copy()]
+    peaks = [max(each.peak_bytes_per_device) for each in compiled]
+    assert peaks.index(min(peaks)) < len(peaks) - most
+    assert found.peak_bytes == min(peaks)
+    assert planted.search().why.proven.ended == "proven", "where the best of all is asked for"
 
 
 def test_stages_that_decide_are_compiled_first():
