@@ -110,8 +110,7 @@ class LayerBackend:
     def state_bytes(self) -> list[int]:
         """Return the bytes of optimizer state of every layer. State that belongs to no parameter,
         such as a count, is in each."""
-        structs = self._update[1].state_structs
-        return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
+        return [sum(map(_struct_bytes, stage.state_structs)) for stage in self._updates]
 
     def shared(self) -> tuple[tuple[int, ...], ...]:
         """Return, per parameter that several layers read, its bytes followed by the indices of
@@ -179,7 +178,7 @@ class LayerBackend:
         if what.direction == "update":
             stage, params = self._updates[what.layer], self.graph().params
             structs = [struct_of(params[p]) for p in stage.params]
-            structs += [stage.state_structs[k] for k in stage.state]
+            structs += stage.state_structs
             keys = [self._update[0].param_keys[p] for p in stage.params]
             return content_hash([*facts, keys, [[list(s.shape), str(s.dtype)] for s in structs]])
         limit = [] if self._machine is None else [self._memory_limit_bytes]
@@ -240,8 +239,7 @@ class LayerBackend:
         with jax.default_device(jax.devices("cpu")[0]):
             others = [
                 [jnp.zeros(aval.shape, aval.dtype) for aval in other.summary]
-                for other in stage.siblings
-                if other.stage_id != stage.stage_id
+                for other in stage.others
             ]
             update = jax.jit(lambda p, s, g: stage.update(p, s, g, others), donate_argnums=(0, 1))
             grads, own = ([filled(struct_of(params[p])) for p in stage.params] for _ in range(2))

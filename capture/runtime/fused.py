@@ -90,7 +90,12 @@ class Fuser:
     def _key(self) -> str:
         optimizer, shared = self.optimizer, sorted(self.optimizer.shared)
         return content_hash(
-            [self.traced.graph.model_hash, optimizer.sliced.key, shared, self.shared_batches]
+            [
+                self.traced.graph.model_hash,
+                optimizer.sliced.traced.update.key,
+                shared,
+                self.shared_batches,
+            ]
         )
 
     def outlined(self, num_models: int, document: Mapping[str, Any]) -> FusedArray:
@@ -147,7 +152,7 @@ class FusedArray:
         self.num_leaves = len(graph.batch)
         self._traced, self._stages = traced, optimizer.stages
         self._bundle_bytes, self._shared = bundle_bytes, optimizer.shared
-        self._late = any(stage.summary for stage in self._stages)
+        self._late = optimizer.sliced.exchanges
         self._batch_axes = [
             None if shared_batches and tensor.dtype not in KEYS else 0 for tensor in graph.batch
         ]
@@ -183,12 +188,11 @@ class FusedArray:
         def stacked(struct: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.num_models, *struct.shape), struct.dtype)
 
-        structs = optimizer.sliced.state_structs
         params = [
             struct_of(tensor) if p in self._shared else stacked(struct_of(tensor))
             for p, tensor in enumerate(graph.params)
         ]
-        state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
+        state = [list(map(stacked, stage.state_structs)) for stage in self._stages]
         batch = [
             struct_of(tensor) if axis is None else stacked(struct_of(tensor))
             for tensor, axis in zip(graph.batch, self._batch_axes, strict=True)
@@ -217,7 +221,7 @@ class FusedArray:
         gradients: dict[int, Any] = {}
         new_params, new_state = list(params), [list(own) for own in state]
         waiting: dict[int, tuple[list[Any], Sequence[Any], list[Any]]] = {}
-        summaries: list[list[Any]] = [[] for _ in self._stages[0].siblings]
+        summaries: list[list[Any]] = [[] for _ in self._stages[0].optimizer.stages]
         for layer in reversed(range(self.num_layers)):
             part = self._traced.slice(layer, layer + 1)
             made = [v for v in part.outputs if graph.values[v].differentiable]

@@ -152,17 +152,15 @@ def _matches_nothing(what: str, paths: Sequence[str]) -> Violation:
 def _updated(update: TracedOptimizer, shared: Collection[int]) -> Iterator[Violation]:
     """Yield a violation for shared parameters that the optimizer would change, keeps state for, or
     whose gradients it reads for others. They would have one value per model."""
-    program, num_params = update.update, len(update.params)
-    of_state = update.params_of_state
-    held = {p for owners in of_state for p in owners}
-    results = [program.outputs[p] for p in range(num_params) if p not in shared]
-    results += program.outputs[num_params:]
+    program, (params, _, gradients) = update.update, update.groups
+    held = {p for owners in update.params_of_state for p in owners}
+    results = [program.outputs[p] for p in range(len(params)) if p not in shared]
+    results += update.new_state
     read = {v for e in program.needed(results) for v in e.invars if is_variable(v)}
     wrong = []
     for p in sorted(shared):
-        gradient = program.inputs[num_params + len(update.state) + p]
-        kept = _is_same(program, program.outputs[p], program.inputs[p])
-        if not kept or p in held or gradient in read or program.inputs[p] in read:
+        kept = _is_same(program, program.outputs[p], params[p])
+        if not kept or p in held or gradients[p] in read or params[p] in read:
             wrong.append(update.param_names[p])
     if wrong:
         named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")

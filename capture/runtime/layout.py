@@ -165,20 +165,14 @@ class StageLayout:
             spec = over_replicas(spec, self.graph.params[param].shape, self.choice.data_parallel)
         return NamedSharding(self.mesh, spec)
 
-    def state_sharding(self, leaf: int) -> NamedSharding:
+    def _state_sharding(self, param: int | None, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of a leaf of the optimizer's state: as of its parameter if it has
         that shape, and over the replicas too if the plan says so."""
-        struct = self.optimizer.state_structs[leaf]
-        param = self.optimizer.param_of_state.get(leaf)
-        spec = PartitionSpec()
-        if param is not None and struct.shape == self.graph.params[param].shape:
-            spec = self.specs[param]
-        return NamedSharding(
-            self.mesh,
-            over_replicas(spec, struct.shape, self.choice.data_parallel)
-            if self.choice.shard_optimizer
-            else spec,
-        )
+        is_like = param is not None and shape == self.graph.params[param].shape
+        spec = self.specs[param] if param is not None and is_like else PartitionSpec()
+        if self.choice.shard_optimizer:
+            spec = over_replicas(spec, shape, self.choice.data_parallel)
+        return NamedSharding(self.mesh, spec)
 
     def param_structs(self, params: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         return [struct_of(self.graph.params[p], self.param_sharding(p)) for p in params]
@@ -190,32 +184,31 @@ class StageLayout:
         return [struct_of(self.graph.batch[b], self.batch_sharding(b)) for b in leaves]
 
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
-        structs = self.optimizer.state_structs
         return [
             jax.ShapeDtypeStruct(
-                structs[k].shape, structs[k].dtype, sharding=self.state_sharding(k)
+                struct.shape, struct.dtype, sharding=self._state_sharding(param, struct.shape)
             )
-            for k in self.optimizer.state
+            for param, struct in zip(
+                self.params_of_state, self.optimizer.state_structs, strict=True
+            )
         ]
 
-    def layer_of_state(self, leaf: int) -> int | None:
-        """Return the layer whose parameter a leaf of the optimizer's state is of; None if none."""
-        param = self.optimizer.param_of_state.get(leaf)
-        return None if param is None else self.graph.param_owner(param)
+    @property
+    def params_of_state(self) -> list[int | None]:
+        """The parameter of each leaf of the stage's optimizer state; None of what is of no one."""
+        found = self.optimizer.optimizer.traced.param_of_state
+        return [found.get(leaf) for leaf in self.optimizer.state]
 
     def state_buffers(self) -> tuple[Buffer, ...]:
         """Return what the state of the optimizer consists of."""
-        of = self.optimizer.param_of_state
-        names = {leaf: f"state of {self.graph.params[param].name}" for leaf, param in of.items()}
-        return tuple(
-            Buffer(
-                shard_bytes(struct),
-                "optimizer",
-                self.layer_of_state(leaf),
-                names.get(leaf, "state"),
-            )
-            for leaf, struct in zip(self.optimizer.state, self.state_structs(), strict=True)
-        )
+        found = []
+        for param, struct in zip(self.params_of_state, self.state_structs(), strict=True):
+            layer, name = None, "state"
+            if param is not None:
+                layer = self.graph.param_owner(param)
+                name = f"state of {self.graph.params[param].name}"
+            found.append(Buffer(shard_bytes(struct), "optimizer", layer, name))
+        return tuple(found)
 
 
 def split_dim(spec: PartitionSpec, axis: str) -> int | None:

@@ -115,9 +115,10 @@ class _Updates:
         self._owners = self._program.propagate(
             optimizer.sources_of(self._params_of_state, self._program), owner_of_result
         )
-        roles = ["parameter"] * len(optimizer.params) + ["state"] * len(optimizer.state)
-        roles += ["gradient"] * len(optimizer.params)
-        self._roles = dict(zip(self._program.inputs, roles, strict=True))
+        groups = zip(
+            optimizer.groups_of(self._program), ("parameter", "state", "gradient"), strict=True
+        )
+        self._roles = {v: role for variables, role in groups for v in variables}
 
     def key(self, param: int) -> str | None:
         """Return a hash, shapes aside, of the operations that make the new parameter and its state

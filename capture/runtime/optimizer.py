@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from capture.errors import WorkloadError
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import in_groups, is_variable
 
 #: Larger values do not travel between stages at the end of a step.
 _MAX_SUMMARY_ELEMENTS = 256
@@ -29,46 +29,50 @@ _NOBODY = -1  # owner of what is shared by all
 
 @dataclass(frozen=True)
 class StageUpdate:
-    """The slice of the optimizer that updates the parameters of one stage.
+    """The slice of the optimizer that updates the parameters of one stage; its functions can be
+    traced.
 
     Attributes:
         params: Parameters it updates, indices into the layer graph.
         state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a
             step count) are in every stage.
-        summary: Avals of the small values that updates of other stages need from this stage's
-            gradients.
+        exports: The small values that updates of other stages need from this stage's gradients, as
+            variables of the traced update.
     """
 
     optimizer: SlicedOptimizer
     stage_id: int
     params: tuple[int, ...]
     state: tuple[int, ...]
-    summary: tuple[Any, ...]
+    exports: tuple[Any, ...]
 
     @property
-    def siblings(self) -> tuple[StageUpdate, ...]:
-        """The updates of all stages, in stage order."""
-        return self.optimizer.stages
+    def summary(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of ``exports``."""
+        return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.exports)
+
+    @property
+    def others(self) -> list[StageUpdate]:
+        """The updates of all other stages, in stage order."""
+        return [stage for stage in self.optimizer.stages if stage.stage_id != self.stage_id]
 
     @property
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of all leaves of the whole optimizer state."""
-        return self.optimizer.state_structs
-
-    @property
-    def param_of_state(self) -> dict[int, int]:
-        """The parameter of each state leaf that belongs to a single one."""
-        return self.optimizer.param_of_state
+        """The shapes of the leaves that the stage holds."""
+        return [self.optimizer.state_structs[k] for k in self.state]
 
     def init(self, params: Sequence[Any]) -> list[Any]:
-        """Return the stage's leaves of the initial optimizer state; traceable."""
-        return self.optimizer._init(self, params)
+        """Return the stage's leaves of the initial optimizer state."""
+        flow = self.optimizer.traced.init
+        wanted = [flow.outputs[k] for k in self.state]
+        return flow.part([[flow.inputs[p] for p in self.params]], [wanted])(params)[0]
 
     def summarize(
         self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
-        """Return the stage's summary values; traceable."""
-        return self.optimizer._summarize(self, params, state, grads)
+        """Return the stage's summary values."""
+        flow, read = self.optimizer.traced.update, self._read
+        return flow.part(read, [self.exports])(params, state, grads)[0]
 
     def update(
         self,
@@ -77,13 +81,25 @@ class StageUpdate:
         grads: Sequence[Any],
         summaries: Sequence[Sequence[Any]],
     ) -> tuple[list[Any], list[Any]]:
-        """Return new parameters and new state of the stage; traceable.
+        """Return new parameters and new state of the stage.
 
         Args:
             params, state, grads: Those that this stage owns.
-            summaries: Those of all other stages, in stage order.
+            summaries: Those of all other stages, in stage order; none where nobody needs any.
         """
-        return self.optimizer._update(self, params, state, grads, summaries)
+        traced, others = self.optimizer.traced, self.others if summaries else []
+        read = [*self._read, *(stage.exports for stage in others)]
+        new = [traced.update.outputs[p] for p in self.params]
+        wanted = new, [traced.new_state[k] for k in self.state]
+        params, state = traced.update.part(read, wanted)(params, state, grads, *summaries)
+        return params, state
+
+    @property
+    def _read(self) -> list[list[Any]]:
+        """The inputs of the whole update that are the stage's parameters, state and gradients."""
+        params, state, grads = self.optimizer.traced.groups
+        held = (params, self.params), (state, self.state), (grads, self.params)
+        return [[variables[i] for i in own] for variables, own in held]
 
 
 class TracedOptimizer:
@@ -125,7 +141,7 @@ class TracedOptimizer:
         """A hash, per parameter, of its update and that of its state: equal keys mean the same
         operations, hence the same memory, for another parameter."""
         outputs = [[self.update.outputs[p]] for p in range(len(self.params))]
-        for params, state in zip(self.params_of_state, self._new_state, strict=True):
+        for params, state in zip(self.params_of_state, self.new_state, strict=True):
             for p in params:
                 outputs[p].append(state)
         return [self.update.key_of(*each) for each in outputs]
@@ -133,12 +149,29 @@ class TracedOptimizer:
     @cached_property
     def shared_key(self) -> str:
         """A hash of the update of the state that belongs to no parameter, which every stage has."""
-        owned = zip(self.params_of_state, self._new_state, strict=True)
+        owned = zip(self.params_of_state, self.new_state, strict=True)
         return self.update.key_of(*(state for params, state in owned if not params))
 
     @property
-    def _new_state(self) -> Sequence[Any]:
+    def new_state(self) -> Sequence[Any]:
+        """The results of the update that are the new state."""
         return self.update.outputs[len(self.params) :]
+
+    @property
+    def groups(self) -> list[list[Any]]:
+        """The inputs of the update: parameters, state and gradients."""
+        return self.groups_of(self.update)
+
+    def groups_of(self, program: DataFlow) -> list[list[Any]]:
+        """Return the inputs of the update's like: parameters, state and gradients."""
+        sizes = len(self.params), len(self.state), len(self.params)
+        return in_groups(program.inputs, sizes)
+
+    @cached_property
+    def param_of_state(self) -> dict[int, int]:
+        """The parameter of each state leaf that belongs to a single one."""
+        owned = enumerate(self.params_of_state)
+        return {k: next(iter(params)) for k, params in owned if len(params) == 1}
 
     @cached_property
     def params_of_state(self) -> list[frozenset[int]]:
@@ -180,13 +213,9 @@ class TracedOptimizer:
         self, params_of_state: Sequence[frozenset[int]], program: DataFlow
     ) -> dict[Any, frozenset[int]]:
         """Return the parameters that each input of the update, or of its like, belongs to."""
-        variables, n, num_state = program.inputs, len(self.params), len(self.state)
-        of_params = {
-            v: frozenset([p])
-            for own in (variables[:n], variables[n + num_state :])
-            for p, v in enumerate(own)
-        }
-        return of_params | dict(zip(variables[n : n + num_state], params_of_state, strict=True))
+        params, state, grads = self.groups_of(program)
+        of_params = {v: frozenset([p]) for own in (params, grads) for p, v in enumerate(own)}
+        return of_params | dict(zip(state, params_of_state, strict=True))
 
 
 class SlicedOptimizer:
@@ -203,107 +232,82 @@ class SlicedOptimizer:
     """
 
     def __init__(self, traced: TracedOptimizer, stages: Sequence[Sequence[int]]):
-        self._num_params = len(traced.params)
-        self._state_leaves, self._state_tree = traced.state, traced.state_tree
-        self._update_program, self._init_program, self._param_names = (
-            traced.update,
-            traced.init,
-            traced.param_names,
-        )
+        self.traced = traced
         self._stage_of_param = {p: s for s, params in enumerate(stages) for p in params}
-        assert len(self._stage_of_param) == self._num_params, (
+        assert len(self._stage_of_param) == len(traced.params), (
             "every parameter belongs to exactly one stage"
         )
-        self._num_stages = len(stages)
-        self._state_params = traced.params_of_state
         self._stages_of = {
             v: frozenset(self._stage_of_param[p] for p in params)
             for v, params in traced.params_of_value.items()
         }
-        self.stages = tuple(self._stage(s, tuple(params)) for s, params in enumerate(stages))
+        held = [self._held(s) for s in range(len(stages))]
+        exchanged = self._exchanged(stages, held)
+        self.stages = tuple(
+            StageUpdate(
+                self,
+                s,
+                tuple(params),
+                state,
+                tuple(v for v in exchanged if self._stages_of[v] == {s}),
+            )
+            for s, (params, state) in enumerate(zip(stages, held, strict=True))
+        )
 
     @property
-    def num_state_leaves(self) -> int:
-        return len(self._state_leaves)
+    def exchanges(self) -> bool:
+        """Whether the update of a stage needs values of another."""
+        return any(stage.exports for stage in self.stages)
 
     @property
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of all leaves of the optimizer state, in ``jax.tree`` order."""
-        return self._state_leaves
-
-    @property
-    def key(self) -> str:
-        """A hash that is equal for equal updates of equal parameters."""
-        return self._update_program.key
+        return self.traced.state
 
     @property
     def state_struct(self) -> Any:
         """The shapes of the optimizer state, as optax would hold it."""
-        return self.unflatten_state(self._state_leaves)
+        return self.unflatten_state(self.state_structs)
 
     def unflatten_state(self, leaves: Sequence[Any]) -> Any:
         """Return the optimizer state as optax would hold it."""
-        return jax.tree.unflatten(self._state_tree, leaves)
+        return jax.tree.unflatten(self.traced.state_tree, leaves)
 
-    @cached_property
-    def param_of_state(self) -> dict[int, int]:
-        """The parameter of each state leaf that belongs to a single one."""
-        return {
-            k: next(iter(params)) for k, params in enumerate(self._state_params) if len(params) == 1
-        }
-
-    def _stage(self, stage_id: int, params: tuple[int, ...]) -> StageUpdate:
-        state = []
-        for k, owners in enumerate(self._state_params):
+    def _held(self, stage_id: int) -> tuple[int, ...]:
+        """Return the leaves of the state that a stage holds."""
+        found = []
+        for k, owners in enumerate(self.traced.params_of_state):
             stages = {self._stage_of_param[p] for p in owners}
             if len(stages) > 1:
-                self._refuse(self._state_leaves[k].shape, owners)
+                self._refuse(self.state_structs[k].shape, owners)
             if not stages or stages == {stage_id}:
-                state.append(k)
-        summary = tuple(
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._exports(stage_id)
-        )
-        return StageUpdate(self, stage_id, params, tuple(state), summary)
+                found.append(k)
+        return tuple(found)
 
-    def _exports(self, stage_id: int) -> list[Any]:
-        """Return the values of one stage that the updates of others need, in program order."""
-        return [v for v in self._exchanged if self._stages_of[v] == {stage_id}]
-
-    @cached_property
-    def _exchanged(self) -> list[Any]:
-        """The values that depend on a single stage and that the update of another stage needs."""
+    def _exchanged(
+        self, stages: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """Return the values that depend on a single stage and that the update of another stage
+        needs, in program order."""
         found: dict[Any, None] = {}
+        program, new_state = self.traced.update, self.traced.new_state
         # Also of stages without parameters, which hold the leaves that are of no parameter.
-        for stage_id in range(self._num_stages):
+        for stage_id, (params, state) in enumerate(zip(stages, held, strict=True)):
             foreign = {
-                v
-                for v, stages in self._stages_of.items()
-                if len(stages) == 1 and stage_id not in stages
+                v for v, of in self._stages_of.items() if len(of) == 1 and stage_id not in of
             }
-            wanted = self._wanted(stage_id)
-            needed = self._update_program.needed(wanted, foreign)
+            wanted = [*(program.outputs[p] for p in params), *(new_state[k] for k in state)]
+            needed = program.needed(wanted, foreign)
             read = [*wanted, *(v for equation in needed for v in equation.invars)]
             found |= {v: None for v in read if is_variable(v) and v in foreign}
         for v in found:
             if math.prod(v.aval.shape) > _MAX_SUMMARY_ELEMENTS:
-                stage = next(iter(self._stages_of[v]))
-                self._refuse(
-                    v.aval.shape, [p for p, s in self._stage_of_param.items() if s == stage]
-                )
-        return sorted(found, key=self._update_program.order)
+                (stage,) = self._stages_of[v]
+                self._refuse(v.aval.shape, stages[stage])
+        return sorted(found, key=program.order)
 
-    def _wanted(self, stage_id: int) -> list[Any]:
-        outputs, n = self._update_program.outputs, self._num_params
-        params = [outputs[p] for p, s in self._stage_of_param.items() if s == stage_id]
-        state = [
-            outputs[n + k]
-            for k, owners in enumerate(self._state_params)
-            if all(self._stage_of_param[p] == stage_id for p in owners)
-        ]
-        return params + state
-
-    def _refuse(self, shape: tuple[int, ...], params: Any) -> None:
-        names = ", ".join(self._param_names[p] for p in sorted(params)[:3])
+    def _refuse(self, shape: tuple[int, ...], params: Collection[int]) -> None:
+        names = ", ".join(self.traced.param_names[p] for p in sorted(params)[:3])
         raise WorkloadError.of(
             f"the optimizer needs a tensor of shape {shape} made from gradients of several "
             f"pipeline stages (of {names}, ...); only values "
@@ -312,44 +316,6 @@ class SlicedOptimizer:
             "parameters separately, or a single stage.",
             "optimizer-cross-stage",
         )
-
-    def _inputs(self, stage: StageUpdate, params, state, grads) -> dict[Any, Any]:
-        variables, n = self._update_program.inputs, self._num_params
-        env = {variables[p]: value for p, value in zip(stage.params, params, strict=True)}
-        env |= {variables[n + k]: value for k, value in zip(stage.state, state, strict=True)}
-        env |= {
-            variables[n + self.num_state_leaves + p]: value
-            for p, value in zip(stage.params, grads, strict=True)
-        }
-        return env
-
-    def _init(self, stage: StageUpdate, params: Sequence[Any]) -> list[Any]:
-        env = {
-            self._init_program.inputs[p]: value
-            for p, value in zip(stage.params, params, strict=True)
-        }
-        return self._init_program.evaluate(
-            env, [self._init_program.outputs[k] for k in stage.state]
-        )
-
-    def _summarize(self, stage: StageUpdate, params, state, grads) -> list[Any]:
-        return self._update_program.evaluate(
-            self._inputs(stage, params, state, grads), self._exports(stage.stage_id)
-        )
-
-    def _update(
-        self, stage: StageUpdate, params, state, grads, summaries
-    ) -> tuple[list[Any], list[Any]]:
-        env = self._inputs(stage, params, state, grads)
-        others = [s for s in range(len(self.stages)) if s != stage.stage_id]
-        if summaries:
-            for s, values in zip(others, summaries, strict=True):
-                env |= dict(zip(self._exports(s), values, strict=True))
-        n = self._num_params
-        wanted = [self._update_program.outputs[p] for p in stage.params]
-        wanted += [self._update_program.outputs[n + k] for k in stage.state]
-        results = self._update_program.evaluate(env, wanted)
-        return results[: len(stage.params)], results[len(stage.params) :]
 
 
 def owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:

@@ -46,10 +46,10 @@ class PackUpdate:
         stage = self.stage
         at = {param: i for i, param in enumerate(stage.params)}
         # Which of the other packs' values is which, the keys of parameters do not say.
-        number = stage.stage_id if any(each.summary for each in stage.siblings) else None
+        number = stage.stage_id if stage.optimizer.exchanges else None
         return (
             tuple(traced.param_keys[p] for p in stage.params),
-            tuple(at.get(stage.param_of_state.get(k, -1), -1) for k in stage.state),
+            tuple(at.get(traced.param_of_state.get(k, -1), -1) for k in stage.state),
             tuple(None if param is None else at[param] for param in self.params),
             number,
         )
@@ -58,7 +58,7 @@ class PackUpdate:
         """Return new weights and state."""
         params, state, gradients, summaries = self._arguments(slots)
         if summaries:  # what the loss does not read, has none
-            summaries += [[]] * (len(self.stage.siblings) - 1 - len(summaries))
+            summaries += [[]] * (len(self.stage.others) - len(summaries))
         params, state = self.stage.update(params, state, gradients, summaries)
         if (count := self.num_shares) == 1:
             return [*in_groups(params, self.weights), state]

@@ -112,8 +112,7 @@ class TracedSizes:
                 made = {"whole": self.param, "sent": self.streamed, "alone": self.alone}[form]
                 return map(made, ids)
             case State(params):
-                stage = self.stage(params)
-                return (stage.state_structs[k] for k in stage.state)
+                return self.stage(params).state_structs
             case Summary(tuple(params)):
                 return self.stage(params).summary
             case Loss():

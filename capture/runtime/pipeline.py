@@ -372,7 +372,7 @@ def _initial(
         return list(map(jnp.copy, params)), optimizer
 
     of_params = [stage.param_sharding(p) for p in stage.params]
-    of_state = [stage.state_sharding(k) for k in stage.optimizer.state]
+    of_state = [struct.sharding for struct in stage.state_structs()]
     params = [
         to_device(leaves[p], sharding) for p, sharding in zip(stage.params, of_params, strict=True)
     ]

@@ -392,7 +392,7 @@ class StagePrograms(StageLayout):
     def summarize(self) -> Executable | None:
         """The program (params, state, gradients, arrived) -> summary; None where the optimizer
         needs nothing of other stages."""
-        if not any(stage.summary for stage in self.optimizer.siblings):
+        if not self.optimizer.optimizer.exchanges:
             return None
         arriving = self.param_structs(self.arriving)
         out = [self.replicated] * len(self.optimizer.summary)
@@ -401,8 +401,8 @@ class StagePrograms(StageLayout):
     @cached_property
     def update(self) -> Executable:
         """The program (params, state, gradients, arrived, summaries) -> (params, state)."""
-        others = [s for s in self.optimizer.siblings if s is not self.optimizer]
-        summaries = [self.summary_structs(s.summary) for s in others] if self.summarize else []
+        others = self.optimizer.others if self.summarize else []
+        summaries = [self.summary_structs(stage.summary) for stage in others]
         args = (*self._own, self.param_structs(self.arriving), summaries)
         out = tuple([struct.sharding for struct in group] for group in self._own[:2])
         return self._compile(self._update, args, (0, 1), out)
@@ -489,7 +489,8 @@ class StagePrograms(StageLayout):
             case "gradients":
                 return self.graph.param_owner(self.owned[index])
             case "state":
-                return self.layer_of_state(self.optimizer.state[index])
+                param = self.params_of_state[index]
+                return None if param is None else self.graph.param_owner(param)
             case "residuals":
                 return layer_of(self._saving_all, self.residuals.stored[index])
             case "inputs" | "batch":

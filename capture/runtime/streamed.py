@@ -131,8 +131,8 @@ class StreamedStep(TrainStep):
         )
         #: Whether the optimizer needs the gradients of all packs, such as their norm: they wait on
         #: the host, and the updates come after all passes.
-        self.updates_last = any(stage.summary for stage in self.optimizer.stages)
-        if self._unused and self.optimizer.stages[-1].summary:
+        self.updates_last = self.optimizer.exchanges
+        if self._unused and self.optimizer.stages[-1].exports:
             raise WorkloadError.of(
                 "the optimizer needs values of parameters that the loss does not read, before it "
                 "updates any other; leave those out of the model, or of the optimizer.",

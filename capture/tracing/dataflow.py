@@ -18,6 +18,7 @@ from capture.tracing.jaxprs import (
     CUSTOM_RULES,
     REMATS,
     evaluate,
+    in_groups,
     is_variable,
     value_of,
     variables,
@@ -167,6 +168,21 @@ class DataFlow:
         for equation in self.jaxpr.eqns if whole else self.needed(wanted, values):
             bind(equation, [value_of(v, values) for v in equation.invars], values)
         return [value_of(v, values) for v in wanted]
+
+    def part(
+        self, given: Sequence[Sequence[Any]], wanted: Sequence[Sequence[Any]]
+    ) -> Callable[..., list[list[Any]]]:
+        """Return a part of the program as a function, from groups of arrays for the given variables
+        to groups of arrays of the wanted ones."""
+
+        def run(*groups: Sequence[Any]) -> list[list[Any]]:
+            env: dict[Any, Any] = {}
+            for named, arrays in zip(given, groups, strict=True):
+                env |= zip(named, arrays, strict=True)
+            made = self.evaluate(env, [v for group in wanted for v in group])
+            return in_groups(made, map(len, wanted))
+
+        return run
 
 
 def bind(

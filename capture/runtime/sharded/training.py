@@ -19,7 +19,7 @@ from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import counted
 from capture.runtime.leaf_parts import check_rows
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import TracedOptimizer
 from capture.runtime.sharded.mesh import mesh_of
 from capture.runtime.sharded.placement import LeafPlacement, place_leaves
 from capture.runtime.sharded.transform import gathered_loss
@@ -142,8 +142,7 @@ class Sharded:
         """The placement of the parameter to which each array of the optimizer's state belongs and
         whose shape it has; None for all else, which is replicated."""
         params = self.optimizer.params
-        param_of_state = SlicedOptimizer(self.optimizer, [range(len(params))]).param_of_state
-        found = map(param_of_state.get, range(len(self.optimizer.state)))
+        found = map(self.optimizer.param_of_state.get, range(len(self.optimizer.state)))
         return [
             None if p is None or struct.shape != params[p].shape else self.leaves[p]
             for p, struct in zip(found, self.optimizer.state, strict=True)
