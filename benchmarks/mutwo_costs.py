@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from capture.step.sub_array import Bundle, Call, ProgramFacts, Segment
+from capture.step.sub_array import Bundle, Call, ProgramFacts, StepSegment
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Graph:
         return len(self.bundles) - 1
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[StepSegment, ...]:
         """What they read and write, as the bundles say."""
         reads: list[list[int]] = [[] for _ in range(2 * self.num_layers)]
         writes: list[list[int]] = [[] for _ in range(2 * self.num_layers)]
@@ -54,7 +54,7 @@ class Graph:
                 if made is not None:
                     writes[made].append(number)
         pairs = zip(reads, writes, strict=True)
-        return tuple(Segment(tuple(read), tuple(written)) for read, written in pairs)
+        return tuple(StepSegment(tuple(read), tuple(written)) for read, written in pairs)
 
     def sources(self, targets: Sequence[int], available: frozenset[int]) -> tuple[int, ...]:
         """See ``SubArray``."""

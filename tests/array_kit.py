@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from capture.machine.cluster import Cluster, Machine
-from capture.step.sub_array import Bundle, Call, ProgramFacts, Segment
+from capture.step.sub_array import Bundle, Call, ProgramFacts, StepSegment
 
 MACHINE = Machine.of(Cluster((1,), "h200"))
 
@@ -39,7 +39,7 @@ class Chain:
         return 1
 
     @cached_property
-    def _made(self) -> tuple[list[Bundle], list[Segment]]:
+    def _made(self) -> tuple[list[Bundle], list[StepSegment]]:
         last, bundles = self.num_layers, list[Bundle]()
         reads: list[list[int]] = [[] for _ in range(2 * last)]
         writes: list[list[int]] = [[] for _ in range(2 * last)]
@@ -77,14 +77,14 @@ class Chain:
                 add(f"layer {layer} cotangents", "cotangents", self.border_bytes, back - 1, (back,))
         add("loss", "loss", 4, last - 1, ())
         pairs = zip(reads, writes, strict=True)
-        return bundles, [Segment(tuple(r), tuple(w)) for r, w in pairs]
+        return bundles, [StepSegment(tuple(r), tuple(w)) for r, w in pairs]
 
     @property
     def bundles(self) -> list[Bundle]:
         return self._made[0]
 
     @property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[StepSegment]:
         return self._made[1]
 
     @property

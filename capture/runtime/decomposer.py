@@ -22,7 +22,7 @@ import jax
 from capture.measured.layer_passes import Pass
 from capture.model.graph import Tensor, content_hash
 from capture.model.workload import PyTree, WorkloadProtocol
-from capture.runtime.pack_functions import PackFunctions, differentiable
+from capture.runtime.pack_functions import PackFunctions
 from capture.tracing import TracedModel, trace
 from capture.tracing.slices import struct_of
 
@@ -95,14 +95,13 @@ class Decomposed:
         where = {param: (0, i) for i, param in enumerate(layers.params)}
         leaves = graph.stage_batch(*span)
         pack = PackFunctions(self.traced, span, where, (graph.microbatch_size,), leaves)
-        is_last = span[1] == graph.num_layers
-        flows = [] if which == "forward" or is_last else differentiable(graph, span[1])
+        flows = () if which == "forward" else pack.cotangents
 
         def forward(weights: Any, input: Any, batch: Any, gradient: Any) -> list[list[Any]]:
-            return pack.forward([weights], [input], [batch])
+            return pack.forward_pieces([weights], [input], [batch])
 
         def backward(weights: Any, input: Any, batch: Any, gradient: Any) -> list[list[Any]]:
-            made, of_weights = pack.backward(
+            made, of_weights = pack.backward_pieces(
                 [weights], [input], [batch], [gradient] if flows else [], share=1.0
             )
             return [*made, [of_weights[p] for p in layers.params]]

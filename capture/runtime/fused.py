@@ -28,7 +28,8 @@ from capture.model.graph import content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
-from capture.step.sub_array import Bundle, Segment
+from capture.runtime.segment import Segment
+from capture.step.sub_array import Bundle, StepSegment
 from capture.tracing import TracedModel, trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
 from capture.tracing.hashing import ProgramHasher
@@ -250,30 +251,21 @@ class FusedArray:
         self, layer: int, params: Sequence[Any], values: dict[int, Any], batch: Sequence[Any]
     ) -> Any:
         """Add what a layer makes to the values, and return its pullback."""
-        graph, part = self._traced.graph, self._traced.slice(layer, layer + 1)
-        smooth = {v for v in (*part.inputs, *part.outputs) if graph.values[v].differentiable}
-        fixed = {v: values[v] for v in part.inputs if v not in smooth}
+        part = self._traced.slice(layer, layer + 1)
+        trained = self._trained(part.params)
 
-        def run(own, differentiable):
-            read = [v for v in part.inputs if v in smooth]
-            given = fixed | dict(zip(read, differentiable, strict=True))
-            weights = dict(zip(self._trained(part.params), own, strict=True))
-            made = part(
-                [weights[p] if p in weights else params[p] for p in part.params],
+        def run(own: Sequence[Any], given: Mapping[int, Any]) -> list[Any]:
+            weights = {**dict(enumerate(params)), **dict(zip(trained, own, strict=True))}
+            return part(
+                [weights[p] for p in part.params],
                 [given[v] for v in part.inputs],
                 [batch[b] for b in part.batch],
             )
-            pairs = list(zip(part.outputs, made, strict=True))
-            return [x for v, x in pairs if v in smooth], [x for v, x in pairs if v not in smooth]
 
-        own = [params[p] for p in self._trained(part.params)]
-        given = [values[v] for v in part.inputs if v in smooth]
-        made, pull, rest = jax.vjp(run, own, given, has_aux=True)
-        found = dict(zip([v for v in part.outputs if v in smooth], made, strict=True))
-        found |= zip([v for v in part.outputs if v not in smooth], rest, strict=True)
+        segment = Segment(self._traced.graph, part)
+        made, pull = segment.forward(run, [params[p] for p in trained], values)
         first = part.outputs[0]
-        values |= found
-        values[first] = checkpoint_name(found[first], LAYER_BOUNDARY)
+        values |= {**made, first: checkpoint_name(made[first], LAYER_BOUNDARY)}
         return pull
 
     def _trained(self, params: Sequence[int]) -> list[int]:
@@ -379,9 +371,9 @@ class FusedArray:
             for value in (*values, *renewed)
         }
 
-    def _segment(self, ops: LayerOps) -> Segment:
+    def _segment(self, ops: LayerOps) -> StepSegment:
         reads = (*ops.params, *ops.batch, *ops.inputs)
-        return Segment(self._bundles(reads), self._bundles(ops.outputs))
+        return StepSegment(self._bundles(reads), self._bundles(ops.outputs))
 
     def _bundles(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self._bundle_of[value] for value in values))

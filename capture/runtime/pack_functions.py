@@ -7,27 +7,22 @@ them read it, each from the parameter made of it again, so that the gradient is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from capture.model.graph import LayerGraph, Tensor
+from capture.model.graph import Tensor
 from capture.plan.task_graph import Span
+from capture.runtime.segment import Arrays, Segment
 from capture.tracing import TracedModel
 from capture.tracing.slices import struct_of
 
-Arrays = Sequence[Any]
 
-
-def differentiable(graph: LayerGraph, layer: int) -> list[int]:
-    """Return the values that enter a layer and have gradients."""
-    return [v for v in graph.crossing(layer) if graph.values[v].differentiable]
-
-
-class PackFunctions:
+class PackFunctions(Segment):
     """Layers at a micro-batch size, as functions of slots.
 
     Args:
@@ -46,20 +41,19 @@ class PackFunctions:
         pieces: tuple[int, ...],
         leaves: tuple[int, ...],
     ):
-        graph = self._graph = traced.graph
+        graph = traced.graph
+        super().__init__(graph, traced.slice(*span), graph.crossing(span[0]))
         #: Of which casts the gradients are as good as those of the parameters.
         self.once = frozenset(p for p, cast in enumerate(traced.casts) if cast and cast.once)
-        self._layers, self.where, self._pieces = traced.slice(*span), where, pieces
-        self._leaves = leaves
-        self._entering, self._leaving = graph.crossing(span[0]), graph.crossing(span[1])
-        self._is_last = span[1] == graph.num_layers
+        self.where, self._pieces, self._leaves = where, pieces, leaves
+        self._leaving = graph.crossing(span[1])
 
     @property
     def key(self) -> Any:
         """A key of what the pack computes of whole parameters, and which arguments it reads."""
-        layers, graph = self._layers, self._graph
-        ids = {v: i for i, v in enumerate((*self._entering, *layers.outputs))}
-        passed = [graph.values[v] for v in (*self._entering, *self._leaving)]
+        layers, graph = self.layers, self.graph
+        ids = {v: i for i, v in enumerate((*self.given, *layers.outputs))}
+        passed = [graph.values[v] for v in (*self.given, *self._leaving)]
         flows = [(bool(value.differentiable), value.batch_dim) for value in passed]
         return (
             layers.key,
@@ -72,20 +66,20 @@ class PackFunctions:
             tuple(graph.batch[b].batch_dim for b in self._leaves),
         )
 
-    def forward(
+    def forward_pieces(
         self, weights: Sequence[Arrays], inputs: Sequence[Arrays], batch: Sequence[Arrays]
     ) -> list[list[Any]]:
         """Return pieces of what leaves the pack; of the last one, the loss."""
-        params = self._params(weights, self._layers.params)
-        entering = self._joined(self._entering, inputs)
-        made = dict(zip(self._layers.outputs, self._run(params, entering, batch), strict=True))
-        if self._is_last:
-            return [[made[self._layers.outputs[-1]]]]
+        params = self._params(weights, self.layers.params)
+        entering = self._joined(self.given, inputs)
+        made = dict(zip(self.layers.outputs, self._run(batch, params, entering), strict=True))
+        if self.is_last:
+            return [[made[self.layers.outputs[-1]]]]
         return self._split(
             {v: made[v] if v in made else jnp.copy(entering[v]) for v in self._leaving}
         )
 
-    def backward(
+    def backward_pieces(
         self,
         weights: Sequence[Arrays],
         inputs: Sequence[Arrays],
@@ -96,51 +90,34 @@ class PackFunctions:
     ) -> tuple[list[list[Any]], dict[int, Any]]:
         """Return pieces of the gradient of what enters, and the loss of the last pack; and the
         gradient of every parameter, or of its only cast, in the order of the layers."""
-        graph, layers = self._graph, self._layers
-        params = self._params(weights, self.once)
-        entering = self._joined(self._entering, inputs)
-        flowing = [v for v in self._entering if graph.values[v].differentiable]
-        outputs = [v for v in layers.outputs if graph.values[v].differentiable]
-
-        def apply(params: Arrays, values: Mapping[int, Any]) -> list[Any]:
-            made = self._run(params, {**entering, **values}, batch)
-            by_value = dict(zip(layers.outputs, made, strict=True))
-            return [by_value[v] for v in outputs]
-
-        made, vjp = jax.vjp(apply, params, {v: entering[v] for v in flowing})
-        leaving = [v for v in self._leaving if graph.values[v].differentiable]
-        arrived = {} if self._is_last else self._joined(leaving, cotangents)
-        seeds = [
-            jnp.full_like(array, share) if self._is_last else arrived[v]
-            for v, array in zip(outputs, made, strict=True)
-        ]
-        of_params, of_values = vjp(seeds)
-        for v in flowing:
-            if v in arrived:
-                of_values[v] = of_values[v] + arrived[v]
-        results = self._split(of_values) if self._entering else []
-        return [*results, *([made] if self._is_last else ())], dict(
-            zip(layers.params, of_params, strict=True)
-        )
+        params, entering = self._params(weights, self.once), self._joined(self.given, inputs)
+        made, backward = self.forward(partial(self._run, batch), params, entering)
+        losses = [[made[v] for v in self.outputs]] if self.is_last else []
+        arrived: Iterable[Any] = [jnp.full_like(loss, share) for own in losses for loss in own]
+        if not self.is_last:
+            arrived = self._joined(self.cotangents, cotangents).values()
+        of_params, of_values = self.gradients(backward, arrived)
+        found = self._split(dict(zip(self.inputs, of_values, strict=True))) if self.given else []
+        return [*found, *losses], dict(zip(self.layers.params, of_params, strict=True))
 
     def _params(self, weights: Sequence[Arrays], as_casts: Collection[int]) -> list[Any]:
         """Return the layers' parameters; casts that came are cast back, except ``as_casts``."""
         found = []
-        for param in self._layers.params:
+        for param in self.layers.params:
             i, j = self.where[param]
-            given, own = weights[i][j], struct_of(self._graph.params[param]).dtype
+            given, own = weights[i][j], struct_of(self.graph.params[param]).dtype
             as_it_is = param in as_casts or given.dtype == own
             found.append(given if as_it_is else given.astype(own))
         return found
 
-    def _run(self, params: Arrays, values: Mapping[int, Any], batch: Sequence[Arrays]) -> list[Any]:
-        tensors = [self._graph.batch[b] for b in self._leaves]
+    def _run(self, batch: Sequence[Arrays], params: Arrays, values: Mapping[int, Any]) -> list[Any]:
+        tensors = [self.graph.batch[b] for b in self._leaves]
         leaves = dict(zip(self._leaves, self._together(tensors, batch), strict=True))
-        layers = self._layers
+        layers = self.layers
         return layers(params, [values[v] for v in layers.inputs], [leaves[b] for b in layers.batch])
 
     def _joined(self, values: Sequence[int], pieces: Sequence[Arrays]) -> dict[int, Any]:
-        tensors, count = [self._graph.values[v] for v in values], len(self._pieces)
+        tensors, count = [self.graph.values[v] for v in values], len(self._pieces)
         if len(pieces) > count:  # what was kept at several layers, those before first
             pieces = [
                 [array for slot in pieces[piece::count] for array in slot] for piece in range(count)
@@ -163,10 +140,10 @@ class PackFunctions:
         for start, stop in pairwise(accumulate(self._pieces, initial=0)):
             cut = []
             for v, array in values.items():
-                tensor = self._graph.values[v]
+                tensor = self.graph.values[v]
                 dim = tensor.batch_dim
                 assert dim is not None, f"{tensor.name} was found to have no rows"
-                rows = tensor.shape[dim] // self._graph.microbatch_size
+                rows = tensor.shape[dim] // self.graph.microbatch_size
                 cut.append(jax.lax.slice_in_dim(array, start * rows, stop * rows, axis=dim))
             found.append(cut)
         return found

@@ -313,12 +313,12 @@ class PackPrograms:
         pack = PackFunctions(self._traced[size], span, where, pieces or (size,), leaves)
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
-            return lambda *slots: pack.forward(*in_groups(slots, groups)), pack.key
+            return lambda *slots: pack.forward_pieces(*in_groups(slots, groups)), pack.key
         share, owned = size / self._minibatch_size, self._sizes.layers.owned(span)
         made = self._of(run.outputs)
 
         def backward(*slots: Arrays) -> list[Any]:
-            outputs, gradients = pack.backward(*in_groups(slots, groups[:4]), share=share)
+            outputs, gradients = pack.backward_pieces(*in_groups(slots, groups[:4]), share=share)
             own = [gradients.pop(p) for p in owned]
             sums = [own, *([gradient] for gradient in gradients.values())]
             sums = [

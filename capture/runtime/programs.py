@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -36,7 +36,8 @@ from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
 from capture.runtime.residuals import Residuals, ValueSplit
 from capture.runtime.saved_pass import SavedPass
-from capture.step.attribution import StageBuffers
+from capture.runtime.segment import Segment
+from capture.step.attribution import Buffer, StageBuffers
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
@@ -65,6 +66,9 @@ class StagePrograms(StageLayout):
         compiler: Compiles; and may name buffers, for ``buffers``.
     """
 
+    #: The programs of the backward pass.
+    backward_names: tuple[str, ...] = ("backward",)
+
     def __init__(
         self,
         traced: TracedModel,
@@ -86,21 +90,7 @@ class StagePrograms(StageLayout):
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
         assert update.params == self.owned, "the optimizer's slice is that of the stage"
         self.arriving = tuple(p for p in self.owned for _ in range(num_arriving.get(p, 0)))
-        sent = graph.crossing(layers.stop)
-        self.differentiable_inputs = tuple(
-            v for v in layers.inputs if graph.values[v].differentiable
-        )
-        self.differentiable_outputs = tuple(
-            v for v in layers.outputs if graph.values[v].differentiable
-        )
-        self.is_last = layers.stop == graph.num_layers
-        # Gradients that arrive: of outputs, and of inputs that pass through to later stages as
-        # well.
-        self.cotangents = tuple(
-            v
-            for v in sent
-            if graph.values[v].differentiable and (v in layers.outputs or v in layers.inputs)
-        )
+        self.segment = Segment(graph, layers)
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -109,18 +99,9 @@ class StagePrograms(StageLayout):
 
     # ---- programs --------------------------------------------------------------------------------
 
-    def _apply(
-        self,
-        params: Sequence[Any],
-        differentiable: Sequence[Any],
-        inputs: Sequence[Any],
-        batch: Sequence[Any],
-    ):
-        """Return (differentiable outputs, other outputs) of the layers."""
+    def _run(self, batch: Sequence[Any], params: Sequence[Any], values: Mapping[int, Any]):
+        """Return the outputs of the layers."""
         by_id = dict(zip(self.params, params, strict=True))
-        values = dict(zip(self.layers.inputs, inputs, strict=True)) | dict(
-            zip(self.differentiable_inputs, differentiable, strict=True)
-        )
         given = (
             [by_id[p] for p in self.layers.params],
             [values[v] for v in self.layers.inputs],
@@ -130,12 +111,12 @@ class StagePrograms(StageLayout):
         only_cut = is_cut(self._remat) and not num_full_layers(self._remat)
         remat = "none" if only_cut else self._remat
         results = self.layers(*given, remat=remat, pin=self._pinned, runs=self._split_runs)
-        by_value = dict(zip(self.layers.outputs, results, strict=True))
-        for v in self._split_values.keys() & by_value.keys():
-            if not self._passes_split(v):
-                by_value[v] = jax.lax.with_sharding_constraint(by_value[v], self.value_sharding(v))
-        rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
-        return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
+        return [
+            jax.lax.with_sharding_constraint(array, self.value_sharding(v))
+            if v in self._split_values and not self._passes_split(v)
+            else array
+            for v, array in zip(self.layers.outputs, results, strict=True)
+        ]
 
     def _pinned(self, value: int, array: Any) -> Any:
         """Mark an array that passes between two layers of the stage, and say how it is to lie.
@@ -151,14 +132,16 @@ class StagePrograms(StageLayout):
         lies = self.split_sharding(value, self._split_values.get(value))
         return jax.lax.with_sharding_constraint(array, lies)
 
-    @cached_property
-    def _stored_shardings(self) -> list[Any]:
-        """The shardings of what is kept of the forward pass. What is marked lies as the partition
-        walk says, so that it is known without a compiler; the rest as the compiler has it
-        (None)."""
-        return [self._sharding_between(v) for v in self.residuals.stored]
+    @property
+    def _stored(self) -> Sequence[Sequence[Any]]:
+        """The values that the forward program returns beside its outputs, in groups that die
+        together."""
+        return [self.residuals.stored]
 
-    def _sharding_between(self, kept: Any) -> Any:
+    def _stored_sharding(self, kept: Any) -> Any:
+        """Return the sharding of what is kept of the forward pass. What is marked lies as the
+        partition walk says, so that it is known without a compiler; the rest as the compiler has
+        it (None)."""
         equation = self._saving_all.maker(kept)
         if equation is None or equation.primitive.name != "name":
             return None
@@ -199,17 +182,12 @@ class StagePrograms(StageLayout):
         }
 
     def _forward_and_vjp(self, params, inputs, batch):
-        differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]
-        made, vjp, rest = jax.vjp(
-            lambda p, x: self._apply(p, x, inputs, batch), params, differentiable, has_aux=True
-        )
-        others = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
-        by_value = dict(zip(self.differentiable_outputs, made, strict=True)) | dict(
-            zip(others, rest, strict=True)
-        )
-        return [by_value[v] for v in self.layers.outputs], vjp
+        values = dict(zip(self.layers.inputs, inputs, strict=True))
+        made, vjp = self.segment.forward(partial(self._run, batch), params, values)
+        return [made[v] for v in self.layers.outputs], vjp
 
-    def _forward(self, *groups):
+    def _forward(self, params, inputs, batch):
+        groups = params, inputs, batch
         return parameters_in_turn(self._made, groups) if self._in_turn else self._made(*groups)
 
     @cached_property
@@ -225,16 +203,15 @@ class StagePrograms(StageLayout):
         """Return the outputs and what is kept beside them."""
         # The traced pass is replayed, not traced again: differentiating a long stage is what takes
         # the time.
-        flow, stored = self._saving_all, self.residuals.stored
-        given, num_outputs = [*params, *inputs, *batch], len(self.layers.outputs)
+        flow, given = self._saving_all, [*params, *inputs, *batch]
+        wanted = [flow.outputs[: len(self.layers.outputs)], *self._stored]
         returned = {v: i for i, v in enumerate(flow.outputs) if is_variable(v)}
-        if returned.keys() >= set(stored):
+        if returned.keys() >= set(self.residuals.stored):
             results = jax.extend.core.jaxpr_as_fun(self._saved.traced)(*given)
-            return results[:num_outputs], [results[returned[v]] for v in stored]
+            outputs = results[: len(self.layers.outputs)]
+            return outputs, *([results[returned[v]] for v in group] for group in self._stored)
         # What is kept is made inside the calls that the flow has opened.
-        wanted = [*flow.outputs[:num_outputs], *stored]
-        results = flow.evaluate(dict(zip(flow.inputs, given, strict=True)), wanted, whole=True)
-        return results[:num_outputs], results[num_outputs:]
+        return tuple(flow.part([flow.inputs], wanted, whole=True)(given))
 
     @cached_property
     def _saved(self) -> SavedPass:
@@ -264,7 +241,7 @@ class StagePrograms(StageLayout):
             len(self.layers.inputs),
             len(self.layers.outputs),
             # The loss outlives the backward pass, which is given what it reads to free.
-            returns_outputs=not self.is_last,
+            returns_outputs=not self.segment.is_last,
             remat=self._remat,
             split=split,
         )
@@ -285,19 +262,11 @@ class StagePrograms(StageLayout):
     def _gradients(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
         read = self.residuals.read_again(params, inputs, batch, outputs, residuals)
         vjp = self._saved.vjp(read)
-        arrived = dict(zip(self.cotangents, cotangents, strict=True))
-        seeds = []
-        for v in self.differentiable_outputs:
-            tensor = self.graph.values[v]
-            seeds.append(
-                jnp.full(tensor.shape, 1 / self.num_microbatches, tensor.dtype)
-                if self.is_last
-                else arrived[v]
-            )
-        param_gradients, input_gradients = vjp(seeds)
-        for i, v in enumerate(self.differentiable_inputs):
-            if v in arrived:
-                input_gradients[i] = input_gradients[i] + arrived[v]
+        if self.segment.is_last:
+            losses = [self.graph.values[v] for v in self.segment.outputs]
+            share = 1 / self.num_microbatches
+            cotangents = [jnp.full(loss.shape, share, loss.dtype) for loss in losses]
+        param_gradients, input_gradients = self.segment.gradients(vjp, cotangents)
         return input_gradients, [
             a + g.astype(a.dtype) for a, g in zip(accumulated, param_gradients, strict=True)
         ]
@@ -354,19 +323,24 @@ class StagePrograms(StageLayout):
     @cached_property
     def forward(self) -> Executable:
         """The program (params, inputs, batch) -> (outputs, residuals)."""
-        out = ([self.value_sharding(v) for v in self.layers.outputs], self._stored_shardings)
+        stored = ([*map(self._stored_sharding, group)] for group in self._stored)
+        out = ([self.value_sharding(v) for v in self.layers.outputs], *stored)
         return self._compile(self._forward, self.forward_args, (), out)
 
-    @cached_property
+    @property
     def backward_args(self) -> tuple[list[Any], ...]:
-        residuals = self.forward.outputs[1]  # tells what is kept
+        return self.backward_args_with(self.forward.outputs[1])
+
+    def backward_args_with(self, residuals: list[Any]) -> tuple[list[Any], ...]:
+        """Return the arguments of the backward pass, given the structures of ``residuals``."""
+        kept = self.residuals
         return (
             self.param_structs(self.params),
-            self.value_structs([self.layers.inputs[i] for i in self.residuals.inputs]),
-            self.batch_structs([self.layers.batch[i] for i in self.residuals.batch]),
-            self.value_structs([self.layers.outputs[i] for i in self.residuals.outputs]),
+            self.value_structs([self.layers.inputs[i] for i in kept.inputs]),
+            self.batch_structs([self.layers.batch[i] for i in kept.batch]),
+            self.value_structs([self.layers.outputs[i] for i in kept.outputs]),
             residuals,
-            self.value_structs(self.cotangents),
+            self.value_structs(self.segment.cotangents),
             self.param_structs(self.params),
         )
 
@@ -376,7 +350,7 @@ class StagePrograms(StageLayout):
         accumulated) -> (input gradients, accumulated)."""
         args = self.backward_args
         out = (
-            [self.value_sharding(v) for v in self.differentiable_inputs],
+            [self.value_sharding(v) for v in self.segment.inputs],
             [g.sharding for g in args[-1]],
         )
         return self._compile(self._backward, args, (1, 3, 4, 5, 6), out)
@@ -465,17 +439,14 @@ class StagePrograms(StageLayout):
         """The buffers that the bytes of ``cost`` consist of: compiles every program, which must
         have been asked to name them."""
         compiled = {
-            "forward": self.forward,
-            "backward": self.backward,
-            "summarize": self.summarize,
-            "update": self.update,
+            name: getattr(self, name)
+            for name in ("forward", *self.backward_names, "summarize", "update")
         }
-        residuals = [
-            buffer_of(self._saving_all, value, shard_bytes(struct))
-            for value, struct in zip(self.residuals.stored, self.forward.outputs[1], strict=True)
-        ]
         named = {name: program.buffers for name, program in compiled.items() if program is not None}
-        return StageBuffers(self.state_buffers(), tuple(residuals), named)
+        stored, *held = map(
+            partial(buffers_of, self._saving_all), self._stored, self.forward.outputs[1:]
+        )
+        return StageBuffers(self.state_buffers(), stored, named, *held)
 
     def _layer_of(self, name: str) -> int | None:
         """Return the layer that an operation in a scope, or a program's argument, belongs to."""
@@ -499,3 +470,11 @@ class StagePrograms(StageLayout):
                 return self.layers.stop - 1
             case _:
                 return None
+
+
+def buffers_of(flow: DataFlow, values: Sequence[Any], structs: Sequence[Any]) -> tuple[Buffer, ...]:
+    """Return what is kept of a pass as buffers."""
+    return tuple(
+        buffer_of(flow, value, shard_bytes(struct))
+        for value, struct in zip(values, structs, strict=True)
+    )

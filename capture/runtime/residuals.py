@@ -84,27 +84,20 @@ class Residuals:
         self.inputs = _places(kept, data[:num_inputs])
         self.batch = _places(kept, data[num_inputs:])
         self.outputs = _places(set(kept).difference(data), made)
-        self._whole = [data[i] for i in self.inputs]
-        self._whole += [data[num_inputs + i] for i in self.batch]
-        self._whole += [made[i] for i in self.outputs]
-        self.stored = [v for v in kept if v not in self._whole]
+        groups = (data, self.inputs), (data[num_inputs:], self.batch), (made, self.outputs)
+        self._whole = [[values[i] for i in at] for values, at in groups]
+        whole = {v for values in self._whole for v in values}
+        self.stored = [v for v in kept if v not in whole]
 
     def spec(self, kept: Any) -> PartitionSpec:
         """Return how one of the kept values is expected to lie on the stage's mesh."""
         return self._split.spec(kept)
 
-    def read_again(
-        self,
-        params: Sequence[Any],
-        inputs: Sequence[Any],
-        batch: Sequence[Any],
-        outputs: Sequence[Any],
-        stored: Sequence[Any],
-    ) -> list[Any]:
-        """Return all that the backward pass reads, made from what was kept."""
-        variables = (*self._params, *self._whole, *self.stored)
-        arrays = (*params, *inputs, *batch, *outputs, *stored)
-        return self._flow.evaluate(dict(zip(variables, arrays, strict=True)), self._read)
+    def read_again(self, *kept: Sequence[Any]) -> list[Any]:
+        """Return all that the backward pass reads, made from parameters and what was kept: inputs,
+        leaves of the batch, outputs and what is stored beside them."""
+        given = [self._params, *self._whole, self.stored]
+        return self._flow.part(given, [self._read])(*kept)[0]
 
 
 def _places(kept: Collection[Any], group: Sequence[Any]) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ is in the first program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jax
@@ -23,8 +25,7 @@ import jax
 from capture.compiler.executable import Executable
 from capture.measured.stage_cost import SplitCost
 from capture.runtime.layout import shard_bytes
-from capture.runtime.origins import buffer_of
-from capture.runtime.programs import StagePrograms
+from capture.runtime.programs import StagePrograms, buffers_of
 from capture.step.attribution import StageBuffers
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import in_groups, is_variable
@@ -95,17 +96,12 @@ class SplitStagePrograms(StagePrograms):
     with the second).
     """
 
+    backward_names = ("backward_inputs", "backward_weights")
+
     @cached_property
     def _flow(self) -> DataFlow:
-        args = (
-            self.param_structs(self.params),
-            self.value_structs([self.layers.inputs[i] for i in self.residuals.inputs]),
-            self.batch_structs([self.layers.batch[i] for i in self.residuals.batch]),
-            self.value_structs([self.layers.outputs[i] for i in self.residuals.outputs]),
-            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.residuals.stored],
-            self.value_structs(self.cotangents),
-            self.param_structs(self.params),
-        )
+        stored = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.residuals.stored]
+        args = self.backward_args_with(stored)
         self._counts = tuple(map(len, args))
         return DataFlow(jax.make_jaxpr(self._gradients)(*args), open_remats=True)
 
@@ -117,99 +113,69 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def split(self) -> BackwardSplit:
-        flow = self._flow
         params, *_, accumulated = self._groups
-        return BackwardSplit(flow, len(self.differentiable_inputs), [*params, *accumulated])
+        return BackwardSplit(self._flow, len(self.segment.inputs), [*params, *accumulated])
 
     def _held(self, group: int) -> tuple[int, ...]:
         """Return the positions in a group of inputs that the gradients of weights read."""
         return tuple(i for i, v in enumerate(self._groups[group]) if v in self.split.read)
 
-    def _parts(self, groups: Iterable[int]) -> tuple[list[Any], list[Any]]:
-        """Return the values of some groups of inputs: those that die with the first program, and
-        those that are held."""
-        values = [v for group in groups for v in self._groups[group]]
+    @cached_property
+    def _dying(self) -> tuple[list[Any], list[Any]]:
+        """The inputs that die with the first program, and those that are held."""
+        values = [v for group in (1, 3, 4, 5) for v in self._groups[group]]
         held = self.split.read
         return [v for v in values if v not in held], [v for v in values if v in held]
 
-    def _forward(self, params, inputs, batch):
-        outputs, residuals = super()._forward(params, inputs, batch)
-        held = set(self._held(4))
-        return (
-            outputs,
-            [r for i, r in enumerate(residuals) if i not in held],
-            [r for i, r in enumerate(residuals) if i in held],
-        )
+    @cached_property
+    def _stored(self) -> Sequence[Sequence[Any]]:
+        held, stored = self._held(4), self.residuals.stored
+        gone = [v for i, v in enumerate(stored) if i not in held]
+        return gone, [stored[i] for i in held]
 
     def _backward_inputs(self, params, batch, gone, held):
-        vars_gone, vars_held = self._parts((1, 3, 4, 5))
-        env = dict(zip(self._groups[0], params, strict=True))
-        env |= zip(self._groups[2], batch, strict=True)
-        env |= zip(vars_gone, gone, strict=True)
-        env |= zip(vars_held, held, strict=True)
-        wanted = [*self.split.inputs, *self.split.deferred]
-        values = self._flow.evaluate(env, wanted)
-        count = len(self.split.inputs)
-        return values[:count], values[count:]
+        part = self._flow.part(
+            [self._groups[0], self._groups[2], *self._dying],
+            [self.split.inputs, self.split.deferred],
+        )
+        return tuple(part(params, batch, gone, held))
 
     def _backward_weights(self, params, batch, held, deferred, accumulated):
-        env = dict(zip(self._groups[0], params, strict=True))
-        env |= zip([self._groups[2][i] for i in self._held(2)], batch, strict=True)
-        env |= zip(self._parts((1, 3, 4, 5))[1], held, strict=True)
-        env |= zip(self.split.deferred, deferred, strict=True)
-        env |= zip(self._groups[6], accumulated, strict=True)
-        return self._flow.evaluate(env, self.split.weights)
+        own = self._groups[0], self._held_batch, self._dying[1], self.split.deferred
+        part = self._flow.part([*own, self._groups[6]], [self.split.weights])
+        return part(params, batch, held, deferred, accumulated)[0]
+
+    @property
+    def _held_batch(self) -> list[Any]:
+        return [self._groups[2][i] for i in self._held(2)]
 
     @cached_property
-    def forward(self) -> Executable:
-        """The program (params, inputs, batch) -> (outputs, residuals, held residuals)."""
-        held = set(self._held(4))
-        gone, kept = (
-            [each for i, each in enumerate(self._stored_shardings) if (i in held) == is_held]
-            for is_held in (False, True)
-        )
-        out = ([self.value_sharding(v) for v in self.layers.outputs], gone, kept)
-        return self._compile(self._forward, self.forward_args, (), out)
+    def _struct_of(self) -> dict[Any, jax.ShapeDtypeStruct]:
+        """The structure of each input of the backward pass, as the forward program leaves it."""
+        made: dict[Any, Any] = {}
+        for values, structs in zip(self._stored, self.forward.outputs[1:], strict=True):
+            made |= zip(values, structs, strict=True)
+        args = self.backward_args_with([made[v] for v in self.residuals.stored])
+        return dict(zip(self._flow.inputs, chain(*args), strict=True))
 
-    @cached_property
-    def _structs(self) -> tuple[list[Any], list[Any]]:
-        """The shapes of what dies with the first program, and of what is held."""
-        residuals = [*self.forward.outputs[1], *self.forward.outputs[2]]
-        by_var = dict(zip((v for part in self._parts([4]) for v in part), residuals, strict=True))
-        for group, ids in (
-            (1, [self.layers.inputs[i] for i in self.residuals.inputs]),
-            (3, [self.layers.outputs[i] for i in self.residuals.outputs]),
-            (5, self.cotangents),
-        ):
-            by_var |= zip(self._groups[group], self.value_structs(ids), strict=True)
-        gone, held = self._parts((1, 3, 4, 5))
-        return [by_var[v] for v in gone], [by_var[v] for v in held]
-
-    def _batch_structs(self, positions: Iterable[int]) -> list[Any]:
-        kept = self.residuals.batch
-        return self.batch_structs([self.layers.batch[kept[i]] for i in positions])
+    def _structs(self, *groups: Iterable[Any]) -> list[list[jax.ShapeDtypeStruct]]:
+        return [[self._struct_of[v] for v in group] for group in groups]
 
     @cached_property
     def backward_inputs(self) -> Executable:
         """The program (params, kept batch, what dies, what is held) -> (input gradients,
         deferred)."""
-        gone, held = self._structs
-        batch = self._batch_structs(range(self._counts[2]))
-        args = (self.param_structs(self.params), batch, gone, held)
-        out = ([self.value_sharding(v) for v in self.differentiable_inputs], None)
+        args = self._structs(self._groups[0], self._groups[2], *self._dying)
+        out = ([self.value_sharding(v) for v in self.segment.inputs], None)
         return self._compile(self._backward_inputs, args, (2,), out)
 
     @cached_property
     def backward_weights(self) -> Executable:
         """The program (params, held batch, what is held, deferred, accumulated) -> accumulated."""
-        accumulated = self.param_structs(self.params)
-        args = (
-            self.param_structs(self.params),
-            self._batch_structs(self._held(2)),
-            self._structs[1],
-            self.backward_inputs.outputs[1],
-            accumulated,
+        params, *held, accumulated = self._structs(
+            self._groups[0], self._held_batch, self._dying[1], self._groups[6]
         )
+        args = (params, *held, self.backward_inputs.outputs[1], accumulated)
         out = [g.sharding for g in accumulated]
         return self._compile(self._backward_weights, args, (2, 3, 4), out)
 
@@ -238,29 +204,5 @@ class SplitStagePrograms(StagePrograms):
     @property
     def buffers(self) -> StageBuffers:
         """The buffers of the stage's programs, two of them for backward: compiles them all."""
-        programs = {
-            "forward": self.forward,
-            "backward_inputs": self.backward_inputs,
-            "backward_weights": self.backward_weights,
-            "summarize": self.summarize,
-            "update": self.update,
-        }
-        stored = dict(zip(self._groups[4], self.residuals.stored, strict=True))
-        gone, held = (
-            tuple(
-                buffer_of(self._saving_all, stored[v], shard_bytes(struct))
-                for v, struct in zip(values, structs, strict=True)
-            )
-            for values, structs in zip(self._parts([4]), self.forward.outputs[1:], strict=True)
-        )
-        deferred = tuple(
-            buffer_of(self._flow, v, shard_bytes(struct))
-            for v, struct in zip(self.split.deferred, self.backward_inputs.outputs[1], strict=True)
-        )
-        return StageBuffers(
-            self.state_buffers(),
-            gone,
-            {name: each.buffers for name, each in programs.items() if each is not None},
-            held,
-            deferred,
-        )
+        deferred = buffers_of(self._flow, self.split.deferred, self.backward_inputs.outputs[1])
+        return replace(super().buffers, deferred=deferred)

@@ -51,8 +51,8 @@ class TracedStage(StagePrograms):
             self.traces.saved = SavedPass(self._forward_and_vjp, self.forward_args)
         return self.traces.saved
 
-    def _forward(self, *groups):
-        return self._made(*groups)
+    def _forward(self, params, inputs, batch):
+        return self._made(params, inputs, batch)
 
     def _backward(self, *groups):
         # A bound holds for any order, and operations that only keep an order would hide what

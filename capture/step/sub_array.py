@@ -51,7 +51,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Segment:
+class StepSegment:
     """A part of the joint step.
 
     Attributes:
@@ -123,7 +123,7 @@ class SubArray(Protocol):
     def bundles(self) -> Sequence[Bundle]: ...
 
     @property
-    def segments(self) -> Sequence[Segment]: ...
+    def segments(self) -> Sequence[StepSegment]: ...
 
     @property
     def loss(self) -> int:

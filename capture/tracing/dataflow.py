@@ -170,16 +170,21 @@ class DataFlow:
         return [value_of(v, values) for v in wanted]
 
     def part(
-        self, given: Sequence[Sequence[Any]], wanted: Sequence[Sequence[Any]]
+        self,
+        given: Sequence[Sequence[Any]],
+        wanted: Sequence[Sequence[Any]],
+        *,
+        whole: bool = False,
     ) -> Callable[..., list[list[Any]]]:
         """Return a part of the program as a function, from groups of arrays for the given variables
-        to groups of arrays of the wanted ones."""
+        to groups of arrays of the wanted ones. With ``whole`` all equations are run, for the
+        effects of what nobody reads."""
 
         def run(*groups: Sequence[Any]) -> list[list[Any]]:
             env: dict[Any, Any] = {}
             for named, arrays in zip(given, groups, strict=True):
                 env |= zip(named, arrays, strict=True)
-            made = self.evaluate(env, [v for group in wanted for v in group])
+            made = self.evaluate(env, [v for group in wanted for v in group], whole=whole)
             return in_groups(made, map(len, wanted))
 
         return run
