@@ -53,7 +53,10 @@ from capture.step.times import TimeModel
 _CODE = (
     "tracing/*.py",
     "step/interface.py",
-    *(f"runtime/{name}.py" for name in ("fused", "layerwise", "leaf_parts", "optimizer")),
+    *(
+        f"runtime/{name}.py"
+        for name in ("fused", "layerwise", "leaf_parts", "optimizer", "segment")
+    ),
 )
 Progress = Callable[[str, int, int], None]
 What = ArrayCall | HostCopy
@@ -142,7 +145,7 @@ class ArrayBackend:
             took = time.perf_counter() - start
             known = {**facts, "kind": "outline"}  # of no job
             self.store.put(key, document, provenance=known, seconds=took)
-        return self.fuser.outlined(num_models, document)
+        return FusedArray(self.fuser, num_models, document)
 
     def key(self, what: What) -> str:
         """Return the content hash of everything that can change a measurement."""

@@ -65,18 +65,11 @@ class ArrayPrograms:
         results = [_results(array, number) for number in call.outputs]
 
         def run(*groups: Sequence[Any]) -> list[list[Any]]:
-            found = {
-                value: x
-                for own, group in zip(values, groups, strict=True)
-                for value, x in zip(own, group, strict=True)
-            }
-            made = function(
-                [found[v] for v in ops.params],
-                [found[v] for v in ops.inputs],
-                [found[v] for v in ops.batch],
-            )
-            of_value = dict(zip(ops.outputs, made, strict=True))
-            return [[of_value[value] for value in own] for own in results]
+            found: dict[int, Any] = {}
+            for own, group in zip(values, groups, strict=True):
+                found |= zip(own, group, strict=True)
+            function.add_to(found)
+            return [[found[value] for value in own] for own in results]
 
         sharding = NamedSharding(self._mesh, PartitionSpec())
         args = [self.structs(array, number, sharding) for number in call.inputs]

@@ -50,7 +50,7 @@ class Need:
         if not self.is_read or self.dim is None:
             return leaf if self.is_read else None
         array = np.asarray(leaf)
-        parts = [_cut(array, self.dim, span, self.rows) for span in self.examples]
+        parts = [examples_of(array, self.dim, span, self.rows) for span in self.examples]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, self.dim)
 
     def shape_of_part(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Need:
         """Return the rows of micro-batch ``m``, cut from the part that is needed."""
         assert self.dim is not None, f"{self.name} holds no examples, so it is there whole"
         count = self.num_examples // num_microbatches
-        own = _cut(part, self.dim, range(m * count, (m + 1) * count), self.rows)
+        own = examples_of(part, self.dim, range(m * count, (m + 1) * count), self.rows)
         return Rows(own, self.dim, self.rows * self.examples[0].start)
 
 
@@ -125,6 +125,7 @@ def _spans(stage: Reader, b: int, tensor: Tensor) -> list[tuple[int, int]]:
     return [index[dim].indices(tensor.shape[dim])[:2] for index in indices.values() if index]
 
 
-def _cut(array: np.ndarray, dim: int, examples: range, rows: int) -> np.ndarray:
+def examples_of(array: np.ndarray, dim: int, examples: range, rows: int) -> np.ndarray:
+    """Return the rows of some examples, as many of each, along a dimension."""
     own = slice(rows * examples.start, rows * examples.stop)
     return array[(slice(None),) * dim + (own,)]

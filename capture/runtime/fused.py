@@ -30,7 +30,7 @@ from capture.plan.array import BUNDLE_BYTES, Shared
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
 from capture.runtime.segment import Segment
 from capture.step.sub_array import Bundle, StepSegment
-from capture.tracing import TracedModel, trace
+from capture.tracing import trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.jaxprs import in_groups
@@ -81,7 +81,7 @@ class Fuser:
     @memo
     def of(self, num_models: int) -> FusedArray:
         """Return the joint step of so many models."""
-        return self._array(num_models)
+        return FusedArray(self, num_models)
 
     def key(self, num_models: int) -> str:
         """Return the hash of all that their joint step is traced from."""
@@ -89,42 +89,19 @@ class Fuser:
 
     @cached_property
     def _key(self) -> str:
-        optimizer, shared = self.optimizer, sorted(self.optimizer.shared)
-        return content_hash(
-            [
-                self.traced.graph.model_hash,
-                optimizer.sliced.traced.update.key,
-                shared,
-                self.shared_batches,
-            ]
-        )
-
-    def outlined(self, num_models: int, document: Mapping[str, Any]) -> FusedArray:
-        """Return the joint step of so many models from its outline: what plans need of it, and
-        nothing that could run."""
-        return self._array(num_models, document)
-
-    def _array(self, num_models: int, document: Mapping[str, Any] | None = None) -> FusedArray:
-        return FusedArray(
-            self.traced,
-            self.optimizer,
-            num_models,
-            shared_batches=self.shared_batches,
-            bundle_bytes=self.bundle_bytes,
-            document=document,
-        )
+        optimizer, model_hash = self.optimizer, self.traced.graph.model_hash
+        update, shared = optimizer.sliced.traced.update.key, sorted(optimizer.shared)
+        return content_hash([model_hash, update, shared, self.shared_batches])
 
 
 class FusedArray:
     """The joint step of several models that differ in values alone (``SubArray``).
 
     Args:
-        traced: The loss of one model.
-        optimizer: Of one model.
+        fuser: The loss and the optimizer of one model, and what models share.
         num_models: How many.
-        shared_batches: Whether all read the same batch.
-        bundle_bytes: Feature maps of equal lifetime are one bundle until it has so many bytes.
-        document: Its outline, in the place of tracing it; then nothing of it can run.
+        document: Its outline, in the place of tracing it: what plans need of it, and nothing that
+            could run.
 
     Attributes:
         program: All operations of an update of all models.
@@ -138,35 +115,25 @@ class FusedArray:
         WorkloadError: ``array-key`` for a loss that draws with keys of another kind than threefry.
     """
 
-    def __init__(
-        self,
-        traced: TracedModel,
-        optimizer: LayerwiseOptimizer,
-        num_models: int,
-        *,
-        shared_batches: bool = False,
-        bundle_bytes: int = BUNDLE_BYTES,
-        document: Mapping[str, Any] | None = None,
-    ):
-        graph = traced.graph
+    def __init__(self, fuser: Fuser, num_models: int, document: Mapping[str, Any] | None = None):
+        graph, optimizer = fuser.traced.graph, fuser.optimizer
         self.num_models, self.num_layers = num_models, graph.num_layers
         self.num_leaves = len(graph.batch)
-        self._traced, self._stages = traced, optimizer.stages
-        self._bundle_bytes, self._shared = bundle_bytes, optimizer.shared
+        self._traced, self._stages = fuser.traced, optimizer.stages
+        self._bundle_bytes, self._shared = fuser.bundle_bytes, optimizer.shared
         self._late = optimizer.sliced.exchanges
         self._batch_axes = [
-            None if shared_batches and tensor.dtype not in KEYS else 0 for tensor in graph.batch
+            None if fuser.shared_batches and tensor.dtype not in KEYS else 0
+            for tensor in graph.batch
         ]
         if document is None:
-            self.program = self._traced_program(optimizer)
+            self.program = self._traced_program()
             self.hasher = ProgramHasher(self.program)
         else:
             self.program, self.hasher = outlined(document)
-        state = [stage.state for stage in self._stages]
-        num_state = sum(map(len, state))
         self.params = self.program.params
-        self.state = in_groups(self.program.batch, map(len, state))
-        self._batch = self.program.batch[num_state:]
+        sizes = [len(stage.state) for stage in self._stages]
+        *self.state, self._batch = in_groups(self.program.batch, [*sizes, self.num_leaves])
         marks = [mark.position for mark in self.program.marks]
         assert len(marks) == 2 * self.num_layers - 1, f"{len(marks)} marks in a joint step"
         self.layers = assign_layers(self.program, [0, *marks, len(self.program.ops)])
@@ -178,12 +145,12 @@ class FusedArray:
 
     @property
     def outline(self) -> dict[str, Any]:
-        """The program as data (``Fuser.outlined``)."""
+        """The program as data."""
         return outline(self.program, self.hasher)
 
     # ---- tracing ---------------------------------------------------------------------------------
 
-    def _traced_program(self, optimizer: LayerwiseOptimizer) -> LossProgram:
+    def _traced_program(self) -> LossProgram:
         graph = self._traced.graph
 
         def stacked(struct: Any) -> jax.ShapeDtypeStruct:
@@ -389,33 +356,15 @@ class FusedArray:
         """Return the operations of a segment that make bundles of it, from those that are there."""
         program = self.program
         there = {value for number in available for value in self.values[number]}
-        leaves = {*program.params, *program.batch, *program.consts}
-        outputs = sorted(value for number in targets for value in self.values[number])
+        outputs = {value for number in targets for value in self.values[number]}
         needed, pending = set[int](), list(outputs)
         while pending:
             value = pending.pop()
-            if value in leaves or value in there or program.producer[value] in needed:
-                continue
-            needed.add(program.producer[value])
-            pending += program.ops[program.producer[value]].reads
-        chosen = [program.ops[i] for i in sorted(needed)]
-        made = {value for op in chosen for value in op.outputs}
-        read = {value for op in chosen for value in op.reads} - made
-
-        def kind(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple(sorted(read.intersection(values)))
-
-        consts = tuple(program.consts)
-        inputs = tuple(sorted(read.difference(leaves)))
-        return LayerOps(
-            ops=tuple(chosen),
-            own=len(chosen),
-            params=kind(program.params),
-            batch=kind(program.batch),
-            consts=kind(consts),
-            inputs=inputs,
-            outputs=tuple(outputs),
-        )
+            at = None if value in there else program.producer.get(value)
+            if at is not None and at not in needed:
+                needed.add(at)
+                pending += program.ops[at].reads
+        return LayerOps.of(program, needed, outputs)
 
 
 def _add(sums: dict[int, Any], keys: Sequence[int], terms: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from capture.errors import ExecutionError, Violation
 from capture.model.graph import Tensor
 from capture.model.workload import PyTree
-from capture.runtime.batch_parts import Need
+from capture.runtime.batch_parts import Need, examples_of
 from capture.tracing import TracedModel
 
 
@@ -118,7 +118,7 @@ def _part(leaf: Any, tensor: Tensor, traced_size: int, span: tuple[int, int]) ->
     if leaf is None or tensor.batch_dim is None:
         return leaf
     rows = tensor.shape[tensor.batch_dim] // traced_size
-    return leaf[(slice(None),) * tensor.batch_dim + (slice(rows * span[0], rows * span[1]),)]
+    return examples_of(leaf, tensor.batch_dim, range(*span), rows)
 
 
 def _whole_shape(tensor: Tensor, traced_size: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from capture import environment
-from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
+from capture.compiler.executable import Compiler, Executable
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol, named_workload
 from capture.plan.array import ArrayPlan, ArrayTask, Member, member_violations
@@ -46,7 +46,7 @@ from capture.runtime.array_state import (
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
 from capture.runtime.dispatch import BoundStep, Observer
 from capture.runtime.fused import Fuser
-from capture.runtime.layout import first_devices
+from capture.runtime.layout import check_hosts, first_devices
 from capture.runtime.state import joined_params, param_leaves
 from capture.runtime.train_step import Fed, Metered
 from capture.step.ledger import Ledger
@@ -85,14 +85,8 @@ def train_array(
     """
     environment.warn()
     (device,) = first_devices(devices, 1)
-    swaps = any(decision.choice == "swap" for own in plan.decisions for decision in own)
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if swaps and HOST_MEMORY not in kinds:
-        raise ExecutionError.of(
-            f"devices of platform {device.platform} have no memory of kind {HOST_MEMORY}, to which "
-            "the plan swaps; run it on GPUs, TPUs or CPU devices.",
-            "run-host-memory",
-        )
+    if any(decision.choice == "swap" for own in plan.decisions for decision in own):
+        check_hosts([device])
     given = {**workloads, "": workload}
     fusers = {
         task: _fuser(plan, task, named_workload(task.workload, given, plan.named_by, trust=trust))

@@ -133,7 +133,12 @@ class TracedProgram:
     @cached_property
     def useful_at(self) -> Sequence[int]:
         """The positions of the operations that results depend on, in order."""
-        return sorted(self.useful)
+        return self.flow.needed_at(self.flow.outputs)
+
+    @cached_property
+    def useful(self) -> Collection[int]:
+        """The same positions, in no order."""
+        return frozenset(self.useful_at)
 
     @cached_property
     def given_readers(self) -> Mapping[Any, Sequence[Any]]:
@@ -161,17 +166,6 @@ class TracedProgram:
         dtypes = {getattr(v.aval, "dtype", None) for v in atoms}
         floats = [d for d in dtypes if d and jax.numpy.issubdtype(d, jax.numpy.floating)]
         return min(floats, key=lambda d: (d.itemsize, d.name)).name if floats else "float32"
-
-    @cached_property
-    def useful(self) -> Collection[int]:
-        """The positions of the operations that results depend on."""
-        wanted, found = set(variables(self.flow.outputs)), set[int]()
-        for at in reversed(range(len(self.equations))):
-            equation = self.equations[at]
-            if not wanted.isdisjoint(equation.outvars):
-                found.add(at)
-                wanted.update(variables(equation.invars))
-        return found
 
     def lives(self, stores_reduced: bool) -> tuple[Mapping[Any, int], Mapping[Any, int]]:
         """Return the operations, by position, at which each value that stands in memory is first

@@ -148,7 +148,11 @@ class DataFlow:
     def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
         """Return the equations that the wanted values depend on, in order, stopping at given
         values."""
-        waiting, chosen = list(wanted), set()
+        return [self.jaxpr.eqns[position] for position in self.needed_at(wanted, given)]
+
+    def needed_at(self, wanted: Sequence[Any], given: Any = ()) -> list[int]:
+        """Return the positions of the equations that ``needed`` returns."""
+        waiting, chosen = list(wanted), set[int]()
         while waiting:
             value = waiting.pop()
             if not is_variable(value) or value in given:
@@ -157,7 +161,7 @@ class DataFlow:
             if position is not None and position not in chosen:
                 chosen.add(position)
                 waiting += self.jaxpr.eqns[position].invars
-        return [self.jaxpr.eqns[position] for position in sorted(chosen)]
+        return sorted(chosen)
 
     def evaluate(
         self, env: dict[Any, Any], wanted: Sequence[Any], *, whole: bool = False

@@ -6,8 +6,8 @@ A layer runs its own operations and its own copies of the recomputed ones that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from capture.tracing.program import LossProgram, Op
@@ -35,6 +35,17 @@ class LayerOps:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    @classmethod
+    def of(
+        cls, program: LossProgram, positions: Collection[int], outputs: Iterable[int] = ()
+    ) -> LayerOps:
+        """Return some operations of a program, all of them its own."""
+        ops = tuple(program.ops[i] for i in sorted(positions))
+        read = {v for op in ops for v in op.reads} - {v for op in ops for v in op.outputs}
+        groups = [sorted(read.intersection(of)) for of in program.leaves]
+        inputs = read.difference(*groups)
+        return cls(ops, len(ops), *map(tuple, [*groups, sorted(inputs), sorted(outputs)]))
+
     @property
     def flops(self) -> int:
         return sum(op.flops for op in self.ops)
@@ -49,9 +60,8 @@ def assign_layers(program: LossProgram, cuts: Sequence[int]) -> list[LayerOps]:
     A value leaves the layer that it belongs to, never one that has a copy, but for results of the
     last.
     """
-    params, batch, consts = set(program.params), set(program.batch), set(program.consts)
-    picked: list[tuple[list[int], int]] = []
-    external: list[set[int]] = []
+    picked: list[tuple[set[int], LayerOps]] = []
+    crossing = set[int]()
     for k, (start, stop) in enumerate(pairwise(cuts)):
         own = [i for i in range(start, stop) if i not in program.recomputed]
         wanted = {v for i in own for v in program.ops[i].reads}
@@ -64,33 +74,20 @@ def assign_layers(program: LossProgram, cuts: Sequence[int]) -> list[LayerOps]:
             if i in program.recomputed and i not in copied:
                 copied.add(i)
                 pending += program.ops[i].reads
-        indices = sorted({*own, *copied})
-        made = {v for i in indices for v in program.ops[i].outputs}
-        picked.append((indices, len(own)))
-        external.append({v for i in indices for v in program.ops[i].reads} - made)
-    leaves = params | batch | consts
-    crossing = set().union(*external) - leaves
+        positions = {*own, *copied}
+        picked.append((positions, replace(LayerOps.of(program, positions), own=len(own))))
+        crossing.update(picked[-1][1].inputs)
     layers = []
-    for k, (indices, num_own) in enumerate(picked):
+    for k, (positions, layer) in enumerate(picked):
         is_last = k == len(picked) - 1
         made = {
             v
-            for i in indices
+            for i in positions
             if is_last or i not in program.recomputed
             for v in program.ops[i].outputs
         }
         outputs = made & (program.results if is_last else crossing | program.results)
-        layers.append(
-            LayerOps(
-                ops=tuple(program.ops[i] for i in indices),
-                own=num_own,
-                params=tuple(sorted(external[k] & params)),
-                batch=tuple(sorted(external[k] & batch)),
-                consts=tuple(sorted(external[k] & consts)),
-                inputs=tuple(sorted(external[k] - leaves)),
-                outputs=tuple(sorted(outputs)),
-            )
-        )
+        layers.append(replace(layer, outputs=tuple(sorted(outputs))))
     return layers
 
 

@@ -152,6 +152,11 @@ class LossProgram:
         return frozenset((self.loss, *self.aux))
 
     @cached_property
+    def leaves(self) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """The parameters, the batch and the constants."""
+        return frozenset(self.params), frozenset(self.batch), frozenset(self.consts)
+
+    @cached_property
     def producer(self) -> dict[int, int]:
         """The index of the op that makes each value; leaves and constants have none."""
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}

@@ -89,16 +89,21 @@ class LayerFunction:
         batch: Sequence[Any],
         run: RunOp | None = None,
     ) -> list[Any]:
-        layer = self._layer
-        env: dict[Any, Any] = dict(self._consts)
+        layer, env = self._layer, dict[int, Any]()
         for values, arrays in (
             (layer.params, params),
             (layer.inputs, inputs),
             (layer.batch, batch),
         ):
             env.update(zip(values, arrays, strict=True))
-        run_steps(self._steps, env, self._consts, run or _run_alone)
+        self.add_to(env, run)
         return [env[v] for v in layer.outputs]
+
+    def add_to(self, values: dict[int, Any], run: RunOp | None = None) -> None:
+        """Add what the layer makes to the program's values, by number, of which those that it reads
+        are there."""
+        values |= self._consts
+        run_steps(self._steps, values, self._consts, run or _run_alone)
 
 
 def steps_of(layer: LayerOps) -> tuple[Op | Region, ...]:

@@ -37,7 +37,7 @@ def awaited(programs: StagePrograms) -> dict[int, set[int]]:
         programs.batch_structs([programs.layers.batch[i] for i in kept.batch]),
         programs.value_structs([programs.layers.outputs[i] for i in kept.outputs]),
         [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept.stored],
-        programs.value_structs(programs.cotangents),
+        programs.value_structs(programs.segment.cotangents),
         programs.param_structs(programs.params),
     )
     flow = DataFlow(jax.make_jaxpr(programs._backward)(*args), open_remats=True)

@@ -57,7 +57,7 @@ def step(programs: StagePrograms) -> tuple:
         [batch[i] for i in kept.batch],
         [outputs[i] for i in kept.outputs],
         stored,
-        arrays(programs.value_structs(programs.cotangents), draw),
+        arrays(programs.value_structs(programs.segment.cotangents), draw),
         [jnp.zeros_like(p) for p in params],
     )
     nbytes = sum(

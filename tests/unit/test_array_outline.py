@@ -35,7 +35,7 @@ def test_an_outline_is_the_array(workload, options):
     """Bundles, segments, what slices read, and the names of all programs; by JSON."""
     fuser = Fuser(workload(), BATCH, **options)
     traced = fuser.of(3)
-    known = fuser.outlined(3, json.loads(json.dumps(traced.outline)))
+    known = FusedArray(fuser, 3, json.loads(json.dumps(traced.outline)))
     for name in ("bundles", "segments", "loss", "num_leaves", "params", "state", "values"):
         assert getattr(known, name) == getattr(traced, name)
     assert known.outline == traced.outline
@@ -55,9 +55,7 @@ def test_an_outline_is_the_array(workload, options):
 def test_what_the_store_has_is_not_traced_again(monkeypatch):
     store, cluster, traced = Store(), Cluster((1,), "h200"), list[int]()
     trace = FusedArray._traced_program
-    monkeypatch.setattr(
-        FusedArray, "_traced_program", lambda self, own: traced.append(1) or trace(self, own)
-    )
+    monkeypatch.setattr(FusedArray, "_traced_program", lambda self: traced.append(1) or trace(self))
 
     def array(workload=None, size: int = 2, **options):
         workload = workload or tiny_gpt(2)

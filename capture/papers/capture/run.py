@@ -218,15 +218,12 @@ class RunBackend:
 
     def _reuse_programs(self, step: PipelinedStep) -> None:
         """Take what an earlier run has compiled for an equal stage on the same devices."""
-        if any(update.summary for update in step.optimizer.stages):
+        if step.optimizer.exchanges:
             return  # its update reads something of every other stage
         plan = step.plan
         for s, stage in enumerate(step.stages):
             # The loss is divided by their number.
-            size = (
-                plan.microbatch_size,
-                plan.num_microbatches if stage.is_last else 0,
-            )
+            size = plan.microbatch_size, plan.num_microbatches * stage.segment.is_last
             step.stages[s] = self._compiled.setdefault(
                 (plan.stages[s], size, stage.arriving), stage
             )
