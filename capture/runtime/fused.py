@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -259,63 +259,57 @@ class FusedArray:
     def _bundle(self) -> None:
         """Group the values that pass between segments, and state, by lifetime."""
         writer = {value: n for n, ops in enumerate(self.layers) for value in ops.outputs}
-        num_params = len(self.params)
-        flat_state = [value for own in self.state for value in own]
-        old = (*self.params, *flat_state)
-        kinds = [SHARED if p in self._shared else "parameters" for p in range(num_params)]
-        kinds += ["optimizer state"] * len(flat_state)
-        groups: defaultdict[tuple[Any, ...], list[tuple[int, int | None]]] = defaultdict(list)
+        kinds = [SHARED if p in self._shared else "parameters" for p in range(len(self.params))]
+        state = [*self.params, *(value for own in self.state for value in own)]
+        kinds += ["optimizer state"] * (len(state) - len(kinds))
+        #: By kind, writer, readers and updater: values, their new values, leaves that feed them.
+        groups = defaultdict[tuple[Any, ...], list[tuple[int, int | None, int | None]]](list)
         replaced: set[int] = set()
-        for kind, before, after in zip(kinds, old, self.program.aux, strict=True):
-            updater = writer.get(after)
-            readers = self._readers.get(before, ())
+        for kind, before, after in zip(kinds, state, self.program.aux, strict=True):
+            updater, readers = writer.get(after), self._readers.get(before, ())
             if updater is not None:
                 assert max(readers, default=0) <= updater, "state is read after its update"
                 assert after not in replaced, "one value is the new one of two leaves"
                 replaced.add(after)
-            groups[kind, updater, readers].append((before, after if updater is not None else None))
-        for (kind, updater, readers), pairs in groups.items():
-            self._add(kind, [v for v, _ in pairs], (None, readers, updater))
-            self.renewed[-1] = tuple(v for _, v in pairs if v is not None)
-        fed: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+            new = None if updater is None else after
+            groups[kind, None, readers, updater].append((before, new, None))
         for leaf, value in enumerate(self._batch):
             if value in self._readers:
                 kind = "batch" if self._batch_axes[leaf] == 0 else SHARED_BATCH
-                fed[kind, self._readers[value]].append(leaf)
-        for (kind, readers), leaves in fed.items():
-            self._add(kind, [self._batch[n] for n in leaves], (None, readers, None), leaves)
-        made: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+                groups[kind, None, self._readers[value], None].append((value, None, leaf))
+        loss, last = self.program.loss, self.num_layers
         for value, segment in writer.items():
-            if value not in replaced and value != self.program.loss:
-                made[segment, self._readers.get(value, ())].append(value)
-        for (segment, readers), group in made.items():
-            forward = segment < self.num_layers
-            kept = forward and any(reader >= self.num_layers for reader in readers)
-            category = "activations" if forward else "cotangents"
-            parts = self._parts(group) if kept else [group]
-            for part in parts:
-                self._add("maps" if kept else category, part, (segment, readers, None))
-        loss = self.program.loss
-        self._add("loss", [loss], (writer[loss], (), None))
+            if value not in replaced and value != loss:
+                readers = self._readers.get(value, ())
+                kind = "activations" if segment < last else "cotangents"
+                if segment < last and any(reader >= last for reader in readers):
+                    kind = "maps"
+                groups[kind, segment, readers, None].append((value, None, None))
+        groups["loss", writer[loss], (), None].append((loss, None, None))
+        for lifetime, members in groups.items():
+            for part in self._parts(members) if lifetime[0] == "maps" else [members]:
+                self._add(*lifetime, *zip(*part, strict=True))
         self.loss = len(self.bundles) - 1
 
-    def _parts(self, values: Sequence[int]) -> list[list[int]]:
+    def _parts(self, members: Sequence[tuple[int, Any, Any]]) -> list[list[tuple[int, Any, Any]]]:
         """Return the values in bundles of at least ``bundle_bytes``, but for the last."""
-        parts: list[list[int]] = [[]]
-        for value in values:
-            if sum(map(self.nbytes, parts[-1])) >= self._bundle_bytes:
+        parts: list[list[tuple[int, Any, Any]]] = [[]]
+        for member in members:
+            if sum(self.nbytes(value) for value, *_ in parts[-1]) >= self._bundle_bytes:
                 parts.append([])
-            parts[-1].append(value)
+            parts[-1].append(member)
         return parts
 
     def _add(
         self,
         kind: str,
-        values: Sequence[int],
-        lifetime: tuple[int | None, tuple[int, ...], int | None],
-        feed: Sequence[int] = (),
+        writer: int | None,
+        readers: tuple[int, ...],
+        updater: int | None,
+        values: tuple[int, ...],
+        renewed: Iterable[int | None],
+        feed: Iterable[int | None],
     ) -> None:
-        writer, readers, updater = lifetime
         at = updater if writer is None else writer
         layer = 0 if at is None else at if at < self.num_layers else 2 * self.num_layers - 1 - at
         stem = f"{kind} " if at is None else f"layer {layer} {kind} "
@@ -323,11 +317,12 @@ class FusedArray:
         category = "activations" if kind == "maps" else kind
         nbytes = sum(map(self.nbytes, values))
         name, shared = f"{stem}{count}", kind in (SHARED, SHARED_BATCH)
+        leaves = tuple(leaf for leaf in feed if leaf is not None)
         self.bundles.append(
-            Bundle(name, category, nbytes, writer, readers, updater, tuple(feed), shared)
+            Bundle(name, category, nbytes, writer, readers, updater, leaves, shared)
         )
-        self.values.append(tuple(values))
-        self.renewed.append(())
+        self.values.append(values)
+        self.renewed.append(tuple(value for value in renewed if value is not None))
 
     @cached_property
     def _bundle_of(self) -> dict[int, int]:

@@ -10,7 +10,7 @@ that would need a large tensor of another stage is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,14 @@ class StageUpdate:
         flow = self.optimizer.traced.init
         wanted = [flow.outputs[k] for k in self.state]
         return flow.part([[flow.inputs[p] for p in self.params]], [wanted])(params)[0]
+
+    def total(self, grads: Sequence[Any], arrived: Iterable[tuple[int, Any]]) -> list[Any]:
+        """Return the gradients of the stage's parameters with those added that others made of some
+        of them."""
+        found = dict(zip(self.params, grads, strict=True))
+        for param, gradient in arrived:
+            found[param] = found[param] + gradient
+        return list(found.values())
 
     def summarize(
         self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]

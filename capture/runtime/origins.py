@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from capture.runtime.layout import shard_bytes
 from capture.step.attribution import Buffer
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import variables
 from capture.tracing.source import layer_of_scope, line_of, operation_name
+
+
+def buffers_of(flow: DataFlow, values: Sequence[Any], structs: Sequence[Any]) -> tuple[Buffer, ...]:
+    """Return what is kept of a pass as buffers, given structures with shardings."""
+    pairs = zip(values, structs, strict=True)
+    return tuple(buffer_of(flow, value, shard_bytes(struct)) for value, struct in pairs)
 
 
 def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:

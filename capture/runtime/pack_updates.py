@@ -79,10 +79,8 @@ class PackUpdate:
             own = [self.structs if p is None else [self.structs[at[p]]] for p in of]
             gradients = _joined(gradients, own, count)
         whole = [given for given, param in zip(gradients, of, strict=True) if param is None]
-        total = [reduce(add, parts) for parts in zip(*whole, strict=True)]
-        for given, param in zip(gradients, of, strict=True):
-            if param is not None:
-                total[at[param]] = total[at[param]] + given[0]
+        shared = ((p, given[0]) for given, p in zip(gradients, of, strict=True) if p is not None)
+        total = self.stage.total([reduce(add, parts) for parts in zip(*whole, strict=True)], shared)
         params = [array for arrays in weights for array in arrays]
         return params, list(state), total, [summary for group in rest for summary in group]
 

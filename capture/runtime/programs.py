@@ -33,11 +33,11 @@ from capture.plan.choices import is_cut, num_full_layers, remat_of_layers
 from capture.runtime.layer_order import layer_by_layer, parameters_in_turn
 from capture.runtime.layout import StageLayout, kept_bytes, shard_bytes, split_dim
 from capture.runtime.optimizer import StageUpdate
-from capture.runtime.origins import buffer_of, layer_of
+from capture.runtime.origins import buffers_of, layer_of
 from capture.runtime.residuals import Residuals, ValueSplit
 from capture.runtime.saved_pass import SavedPass
 from capture.runtime.segment import Segment
-from capture.step.attribution import Buffer, StageBuffers
+from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
@@ -272,20 +272,15 @@ class StagePrograms(StageLayout):
         ]
 
     def _summarize(self, params, state, gradients, arrived):
-        return self.optimizer.summarize(params, state, self._add_arrived(gradients, arrived))
+        total = self.optimizer.total(gradients, zip(self.arriving, arrived, strict=True))
+        return self.optimizer.summarize(params, state, total)
 
     def _update(self, params, state, gradients, arrived, summaries):
-        total = self._add_arrived(gradients, arrived)
+        total = self.optimizer.total(gradients, zip(self.arriving, arrived, strict=True))
         return self.optimizer.update(params, state, total, summaries)
 
     def _zero_gradients(self):
         return [jnp.zeros(struct.shape, struct.dtype) for struct in self.param_structs(self.params)]
-
-    def _add_arrived(self, gradients, arrived):
-        total = dict(zip(self.owned, gradients, strict=True))
-        for p, gradient in zip(self.arriving, arrived, strict=True):
-            total[p] = total[p] + gradient
-        return list(total.values())
 
     def _compile(
         self,
@@ -470,11 +465,3 @@ class StagePrograms(StageLayout):
                 return self.layers.stop - 1
             case _:
                 return None
-
-
-def buffers_of(flow: DataFlow, values: Sequence[Any], structs: Sequence[Any]) -> tuple[Buffer, ...]:
-    """Return what is kept of a pass as buffers."""
-    return tuple(
-        buffer_of(flow, value, shard_bytes(struct))
-        for value, struct in zip(values, structs, strict=True)
-    )

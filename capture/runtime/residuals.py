@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -106,21 +106,57 @@ def _places(kept: Collection[Any], group: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sorted(k for v, k in first.items() if v in kept))
 
 
-class SplitAxis(NamedTuple):
+class SplitAxis:
     """An axis of a mesh that splits values of a program.
 
-    Attributes:
+    Args:
         name, degree: The axis, and its devices.
-        dims: Per value, the dimension along which it is expected to be split; None where it is not.
-        reached: The values that a compiler may split.
-        asked: Per result for which that is asked, whether it is to be split.
+        flow, spread: The program, and how splits spread in it.
+        inputs: The dimension along which the axis splits each input.
+        asked: How results are to lie, where that is asked for.
     """
 
-    name: str
-    degree: int
-    dims: Mapping[Any, int | None]
-    reached: Collection[Any]
-    asked: Mapping[Any, bool]
+    def __init__(
+        self,
+        name: str,
+        degree: int,
+        flow: DataFlow,
+        spread: Spread,
+        inputs: Sequence[int | None],
+        asked: Sequence[tuple[Any, PartitionSpec]],
+    ):
+        self.name, self.degree = name, degree
+        self._flow, self._spread, self._inputs, self._asked = flow, spread, inputs, asked
+
+    @cached_property
+    def dims(self) -> Mapping[Any, int | None]:
+        """The dimension along which each value is expected to be split; None where it is not."""
+        return self._spread.dims(self._inputs, self.degree, self.name)
+
+    @cached_property
+    def asked(self) -> Mapping[Any, bool]:
+        """Whether each result for which that is asked is to be split."""
+        return {v: bool(_dims_of(spec, self.name)) for v, spec in self._asked}
+
+    @cached_property
+    def reached(self) -> Collection[Any]:
+        """The values that a compiler may split: by the inputs, by constraints, or by what is asked
+        for."""
+        constraints = [
+            (equation.outvars[0], spec)
+            for equation in self._flow.jaxpr.eqns
+            if equation.primitive.name == "sharding_constraint"
+            and (spec := getattr(equation.params["sharding"], "spec", None)) is not None
+        ]
+        given = zip(self._flow.inputs, self._inputs, strict=True)
+        return self._spread.reached(
+            [(v, dim) for v, dim in given if dim is not None]
+            + [
+                (v, dim)
+                for v, spec in (*constraints, *self._asked)
+                for dim in _dims_of(spec, self.name)
+            ]
+        )
 
 
 #: What makes values whose split is that of what they are read with.
@@ -145,37 +181,20 @@ class ValueSplit:
         asked: Sequence[PartitionSpec | None] = (),
         spread: Spread | None = None,
     ):
-        self._flow, self._asked = flow, asked
-        self._spread = Spread(flow.jaxpr) if spread is None else spread
-        self._split = [(axis, degree, dims) for axis, degree, dims in inputs if degree > 1]
+        self._flow, spread = flow, Spread(flow.jaxpr) if spread is None else spread
+        wanted = [
+            (v, spec)
+            for v, spec in zip(flow.outputs, asked, strict=False)
+            if spec is not None and is_variable(v)
+        ]
+        #: The axes of the mesh that split anything, in their order.
+        self.axes = [
+            SplitAxis(axis, degree, flow, spread, dims, wanted)
+            for axis, degree, dims in inputs
+            if degree > 1
+        ]
         self._least: dict[Any, int] = {}
         self._expected: dict[Any, int] = {}
-
-    @cached_property
-    def _axes(self) -> list[tuple[int, Mapping[Any, int | None]]]:
-        return [
-            (degree, self._spread.dims(dims, degree, axis)) for axis, degree, dims in self._split
-        ]
-
-    @cached_property
-    def axes(self) -> Sequence[SplitAxis]:
-        """The axes of the mesh that split anything, in their order."""
-        return [
-            SplitAxis(
-                name,
-                degree,
-                dims,
-                reached,
-                {
-                    v: bool(_dims_of(spec, name))
-                    for v, spec in zip(self._flow.outputs, self._asked, strict=False)
-                    if spec is not None and is_variable(v)
-                },
-            )
-            for (name, degree, _), (_, dims), reached in zip(
-                self._split, self._axes, self._reached, strict=True
-            )
-        ]
 
     def before_gather(self, value: Any) -> Any:
         """Return the split value that one is the whole of, made by a constraint; else the value.
@@ -188,16 +207,17 @@ class ValueSplit:
 
     def _parts(self, atom: Any) -> int:
         """Return the number of different parts into which a value is split over the mesh."""
-        return math.prod(degree for degree, dims in self._axes if _dim(dims, atom) is not None)
+        return math.prod(axis.degree for axis in self.axes if _dim(axis.dims, atom) is not None)
 
     def spec(self, value: Any) -> PartitionSpec:
         """Return how a value lies on the mesh; an axis that would split a dimension twice, or
         unevenly, does not."""
         entries: list[str | None] = [None] * len(value.aval.shape)
-        for (name, _, _), (degree, dims) in zip(self._split, self._axes, strict=True):
-            dim = _dim(dims, value)
-            if dim is not None and entries[dim] is None and value.aval.shape[dim] % degree == 0:
-                entries[dim] = name
+        for axis in self.axes:
+            dim = _dim(axis.dims, value)
+            if dim is None or entries[dim] is not None or value.aval.shape[dim] % axis.degree:
+                continue
+            entries[dim] = axis.name
         return PartitionSpec(*entries)
 
     def nbytes(self, value: Any) -> int:
@@ -217,35 +237,9 @@ class ValueSplit:
         """Return a value's bytes per device, if the compiler splits it along all axes it can."""
         found = self._least.get(value)
         if found is None:
-            parts = 1
-            for (_, degree, _), reached in zip(self._split, self._reached, strict=True):
-                parts *= degree if value in reached else 1
+            parts = math.prod(axis.degree for axis in self.axes if value in axis.reached)
             found = self._least[value] = -(-self._flow.nbytes(value) // parts)
         return found
-
-    @cached_property
-    def _reached(self) -> list[Collection[Any]]:
-        """The values that each axis may split: by the inputs, by constraints, or by what is asked
-        for."""
-        flow = self._flow
-        specs = [
-            (equation.outvars[0], spec)
-            for equation in flow.jaxpr.eqns
-            if equation.primitive.name == "sharding_constraint"
-            and (spec := getattr(equation.params["sharding"], "spec", None)) is not None
-        ]
-        specs += [
-            (v, spec)
-            for v, spec in zip(flow.outputs, self._asked, strict=False)
-            if spec is not None and is_variable(v)
-        ]
-        return [
-            self._spread.reached(
-                [(v, dim) for v, dim in zip(flow.inputs, dims, strict=True) if dim is not None]
-                + [(v, dim) for v, spec in specs for dim in _dims_of(spec, name)]
-            )
-            for name, _, dims in self._split
-        ]
 
     def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:
         """Return the bytes that a device moves to recompute an equation; None if that is not cheap,
@@ -255,7 +249,7 @@ class ValueSplit:
             cost = product_bytes(equation)
         if equation.primitive.name == "sharding_constraint":
             return cost
-        if cost is None or any(_exchanges(equation, *axis) for axis in self._axes):
+        if cost is None or any(_exchanges(equation, axis) for axis in self.axes):
             return None
         return cost / max(map(self._parts, (*equation.invars, *equation.outvars)))
 
@@ -278,8 +272,9 @@ def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:
     return dims.get(atom) if is_variable(atom) else None
 
 
-def _exchanges(equation: Any, degree: int, dims: Mapping[Any, int | None]) -> bool:
+def _exchanges(equation: Any, axis: SplitAxis) -> bool:
     """Return whether an operand is not split as the result is: a sum over what is split."""
+    dims, degree = axis.dims, axis.degree
     result = _dim(dims, equation.outvars[0])
     for operand, atom in enumerate(equation.invars):
         dim = _dim(dims, atom)

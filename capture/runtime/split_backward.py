@@ -25,7 +25,8 @@ import jax
 from capture.compiler.executable import Executable
 from capture.measured.stage_cost import SplitCost
 from capture.runtime.layout import shard_bytes
-from capture.runtime.programs import StagePrograms, buffers_of
+from capture.runtime.origins import buffers_of
+from capture.runtime.programs import StagePrograms
 from capture.step.attribution import StageBuffers
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import in_groups, is_variable
