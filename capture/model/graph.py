@@ -203,6 +203,11 @@ class LayerGraph:
     def _owners(self) -> dict[int, int]:
         return {p: layer.layer_id for layer in reversed(self.layers) for p in layer.params}
 
+    @cached_property
+    def unread_params(self) -> tuple[int, ...]:
+        """The parameters that no layer reads."""
+        return tuple(p for p in range(len(self.params)) if p not in self._owners)
+
     def param_readers(self, param: int) -> tuple[int, ...]:
         """Return the layers that read a parameter, ascending; several share it."""
         return self._param_readers.get(param, ())

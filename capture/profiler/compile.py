@@ -190,9 +190,7 @@ class CompileBackend:
     @cached_property
     def _optimizer(self) -> TracedOptimizer:
         traced = next(iter(self._traced.values()))
-        read = {p for layer in traced.graph.layers for p in layer.params}
-        unread = tuple(p for p in range(len(traced.graph.params)) if p not in read)
-        return traced_optimizer(self.workload.optimizer, traced, unread)
+        return traced_optimizer(self.workload.optimizer, traced, traced.graph.unread_params)
 
     @cached_property
     def provenance(self) -> dict[str, Any]:

@@ -152,9 +152,8 @@ class LayerBackend:
         parameters."""
         traced, graph = self.layers(REFERENCE_SIZE).traced, self.graph()
         owned = [owned_and_borrowed(graph, i, i + 1)[0] for i in range(graph.num_layers)]
-        unread = tuple(sorted({*range(len(graph.params))} - {p for own in owned for p in own}))
-        update = traced_optimizer(self.workload.optimizer, traced, unread)
-        parts = [own for own in owned if own] + [unread] * bool(unread)
+        update = traced_optimizer(self.workload.optimizer, traced, graph.unread_params)
+        parts = [own for own in (*owned, graph.unread_params) if own]
         return update, SlicedOptimizer(update, parts)
 
     @cached_property

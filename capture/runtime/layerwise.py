@@ -63,9 +63,8 @@ class LayerwiseOptimizer:
             [p for p in owned_and_borrowed(graph, n, n + 1)[0] if p not in shared]
             for n in range(graph.num_layers)
         ]
-        read = {param for own in owned for param in own}
         # What the loss does not read has a gradient of zero, and is updated all the same.
-        unread = [p for p in range(len(graph.params)) if p not in read and p not in shared]
+        unread = [p for p in graph.unread_params if p not in shared]
         owned[0] += unread
         update = traced_optimizer(workload.optimizer, traced, unread)
         WorkloadError.check(_updated(update, shared))

@@ -121,9 +121,7 @@ class PipelinedStep(TrainStep):
         self.microbatch_sizes = (plan.microbatch_size,) * plan.num_microbatches
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
-        self.unused = tuple(
-            sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own})
-        )
+        self.unused = graph.unread_params
         partition = [own for own, _ in owned] + [self.unused] * bool(self.unused)
         self.optimizer = SlicedOptimizer(
             traced_optimizer(workload.optimizer, traced, self.unused), partition

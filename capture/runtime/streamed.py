@@ -120,8 +120,7 @@ class StreamedStep(TrainStep):
         self.traced = traces[max(traces)]
         graph, packs = self.traced.graph, plan.configuration.backward.packs
         whole = [owned_and_borrowed(graph, *pack)[0] for pack in packs]
-        read = {p for own in whole for p in own}
-        self._unused = tuple(p for p in range(len(graph.params)) if p not in read)
+        self._unused = graph.unread_params
         update = traced_optimizer(workload.optimizer, self.traced, self._unused)
         partition = whole + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(update, partition)
