@@ -248,13 +248,13 @@ def residuals_of(remat: str, function=attention, shapes=((64, 24), (512, 64))) -
 
 
 def bytes_of(found: Residuals) -> int:
-    return sum(map(aval_bytes, (*found._whole, *found.stored)))
+    return sum(map(aval_bytes, (*chain(*found._whole), *found.stored)))
 
 
 def seconds_again(found: Residuals) -> float:
     """Of both passes, by the nominal rates."""
     flow, split = found._flow, found._split
-    kept = {*found._params, *found._whole, *found.stored}
+    kept = {*found._params, *chain(*found._whole), *found.stored}
     again = flow.needed(found._read, kept)
     cost = sum(split.recompute_bytes(e, products=True) or 0 for e in again)
     unmoved = 2 * (bytes_of(residuals_of("none")) - bytes_of(found))
