@@ -189,7 +189,7 @@ class FusedArray:
         gradients: dict[int, Any] = {}
         new_params, new_state = list(params), [list(own) for own in state]
         waiting: dict[int, tuple[list[Any], Sequence[Any], list[Any]]] = {}
-        summaries: list[list[Any]] = [[] for _ in self._stages[0].optimizer.stages]
+        summaries: list[list[Any]] = [[] for _ in self._stages[0].whole.stages]
         for layer in reversed(range(self.num_layers)):
             part = self._traced.slice(layer, layer + 1)
             made = [v for v in part.outputs if graph.values[v].differentiable]

@@ -196,7 +196,7 @@ class StageLayout:
     @property
     def params_of_state(self) -> list[int | None]:
         """The parameter of each leaf of the stage's optimizer state; None of what is of no one."""
-        found = self.optimizer.optimizer.traced.param_of_state
+        found = self.optimizer.whole.traced.param_of_state
         return [found.get(leaf) for leaf in self.optimizer.state]
 
     def state_buffers(self) -> tuple[Buffer, ...]:

@@ -33,6 +33,7 @@ class StageUpdate:
     traced.
 
     Attributes:
+        whole: The optimizer of all stages.
         params: Parameters it updates, indices into the layer graph.
         state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a
             step count) are in every stage.
@@ -40,7 +41,7 @@ class StageUpdate:
             variables of the traced update.
     """
 
-    optimizer: SlicedOptimizer
+    whole: SlicedOptimizer
     stage_id: int
     params: tuple[int, ...]
     state: tuple[int, ...]
@@ -54,16 +55,16 @@ class StageUpdate:
     @property
     def others(self) -> list[StageUpdate]:
         """The updates of all other stages, in stage order."""
-        return [stage for stage in self.optimizer.stages if stage.stage_id != self.stage_id]
+        return [stage for stage in self.whole.stages if stage.stage_id != self.stage_id]
 
     @property
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of the leaves that the stage holds."""
-        return [self.optimizer.state_structs[k] for k in self.state]
+        return [self.whole.state_structs[k] for k in self.state]
 
     def init(self, params: Sequence[Any]) -> list[Any]:
         """Return the stage's leaves of the initial optimizer state."""
-        flow = self.optimizer.traced.init
+        flow = self.whole.traced.init
         wanted = [flow.outputs[k] for k in self.state]
         return flow.part([[flow.inputs[p] for p in self.params]], [wanted])(params)[0]
 
@@ -79,7 +80,7 @@ class StageUpdate:
         self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
         """Return the stage's summary values."""
-        flow, read = self.optimizer.traced.update, self._read
+        flow, read = self.whole.traced.update, self._read
         return flow.part(read, [self.exports])(params, state, grads)[0]
 
     def update(
@@ -95,7 +96,7 @@ class StageUpdate:
             params, state, grads: Those that this stage owns.
             summaries: Those of all other stages, in stage order; none where nobody needs any.
         """
-        traced, others = self.optimizer.traced, self.others if summaries else []
+        traced, others = self.whole.traced, self.others if summaries else []
         read = [*self._read, *(stage.exports for stage in others)]
         new = [traced.update.outputs[p] for p in self.params]
         wanted = new, [traced.new_state[k] for k in self.state]
@@ -105,7 +106,7 @@ class StageUpdate:
     @property
     def _read(self) -> list[list[Any]]:
         """The inputs of the whole update that are the stage's parameters, state and gradients."""
-        params, state, grads = self.optimizer.traced.groups
+        params, state, grads = self.whole.traced.groups
         held = (params, self.params), (state, self.state), (grads, self.params)
         return [[variables[i] for i in own] for variables, own in held]
 

@@ -46,7 +46,7 @@ class PackUpdate:
         stage = self.stage
         at = {param: i for i, param in enumerate(stage.params)}
         # Which of the other packs' values is which, the keys of parameters do not say.
-        number = stage.stage_id if stage.optimizer.exchanges else None
+        number = stage.stage_id if stage.whole.exchanges else None
         return (
             tuple(traced.param_keys[p] for p in stage.params),
             tuple(at.get(traced.param_of_state.get(k, -1), -1) for k in stage.state),

@@ -361,7 +361,7 @@ class StagePrograms(StageLayout):
     def summarize(self) -> Executable | None:
         """The program (params, state, gradients, arrived) -> summary; None where the optimizer
         needs nothing of other stages."""
-        if not self.optimizer.optimizer.exchanges:
+        if not self.optimizer.whole.exchanges:
             return None
         arriving = self.param_structs(self.arriving)
         out = [self.replicated] * len(self.optimizer.summary)
