@@ -14,7 +14,7 @@ is in the first program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -38,17 +38,21 @@ class BackwardSplit:
 
     Args:
         flow: The backward pass.
+        groups: Its inputs, as ``StagePrograms.backward_args`` are grouped. The second program has
+            parameters and accumulators in any case.
         num_input_gradients: Its first outputs; the others are the gradients of weights.
-        free: Inputs that the second program has in any case: parameters and accumulators.
 
     Attributes:
         inputs, weights: The gradients.
         deferred: Values that the first program hands to the second.
-        read: Inputs that the second reads, beside the free ones.
+        read: Inputs that the second reads, beside parameters and accumulators.
+        first, second: The arguments of the two programs, in groups.
     """
 
-    def __init__(self, flow: DataFlow, num_input_gradients: int, free: Iterable[Any]):
-        self._flow, self._inputs, self._free = flow, set(flow.inputs), set(free)
+    def __init__(self, flow: DataFlow, groups: Sequence[Sequence[Any]], num_input_gradients: int):
+        params, inputs, batch, outputs, stored, cotangents, accumulated = groups
+        self.flow, self._groups = flow, groups
+        self._inputs, self._free = set(flow.inputs), {*params, *accumulated}
         self.inputs = flow.outputs[:num_input_gradients]
         self.weights = flow.outputs[num_input_gradients:]
         made = {v for equation in flow.needed(self.inputs) for v in equation.outvars}
@@ -62,6 +66,15 @@ class BackwardSplit:
                 read = (read - {v}) | sources
         self.deferred = sorted(read & made, key=flow.order)
         self.read = read - made
+        values = [*inputs, *outputs, *stored, *cotangents]
+        gone, held = ([v for v in values if (v in read) == late] for late in (False, True))
+        self.first = [params, batch, gone, held]
+        held_batch = [v for v in batch if v in read]
+        self.second = [params, held_batch, held, self.deferred, accumulated]
+
+    def held(self, group: int) -> tuple[int, ...]:
+        """Return the positions in a group of inputs that the gradients of weights read."""
+        return tuple(i for i, v in enumerate(self._groups[group]) if v in self.read)
 
     def _sources(self, v: Any, read: set[Any]) -> set[Any] | None:
         """Return what else must be there for a value to follow by cheap operations; None where it
@@ -69,7 +82,7 @@ class BackwardSplit:
         sources, seen, waiting = set[Any](), {v}, [v]
         while waiting:
             one = waiting.pop()
-            equation = self._flow.maker(one)
+            equation = self.flow.maker(one)
             if one is not v and one in read:
                 continue
             if equation is None:
@@ -100,84 +113,50 @@ class SplitStagePrograms(StagePrograms):
     backward_names = ("backward_inputs", "backward_weights")
 
     @cached_property
-    def _flow(self) -> DataFlow:
+    def split(self) -> BackwardSplit:
         stored = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.residuals.stored]
         args = self.backward_args_with(stored)
-        self._counts = tuple(map(len, args))
-        return DataFlow(jax.make_jaxpr(self._gradients)(*args), open_remats=True)
-
-    @cached_property
-    def _groups(self) -> Sequence[Sequence[Any]]:
-        """The inputs of the flow as the backward pass takes them."""
-        flow = self._flow  # whose arguments are counted
-        return in_groups(flow.inputs, self._counts)
-
-    @cached_property
-    def split(self) -> BackwardSplit:
-        params, *_, accumulated = self._groups
-        return BackwardSplit(self._flow, len(self.segment.inputs), [*params, *accumulated])
-
-    def _held(self, group: int) -> tuple[int, ...]:
-        """Return the positions in a group of inputs that the gradients of weights read."""
-        return tuple(i for i, v in enumerate(self._groups[group]) if v in self.split.read)
-
-    @cached_property
-    def _dying(self) -> tuple[list[Any], list[Any]]:
-        """The inputs that die with the first program, and those that are held."""
-        values = [v for group in (1, 3, 4, 5) for v in self._groups[group]]
-        held = self.split.read
-        return [v for v in values if v not in held], [v for v in values if v in held]
+        flow = DataFlow(jax.make_jaxpr(self._gradients)(*args), open_remats=True)
+        return BackwardSplit(flow, in_groups(flow.inputs, map(len, args)), len(self.segment.inputs))
 
     @cached_property
     def _stored(self) -> Sequence[Sequence[Any]]:
-        held, stored = self._held(4), self.residuals.stored
+        held, stored = self.split.held(4), self.residuals.stored
         gone = [v for i, v in enumerate(stored) if i not in held]
         return gone, [stored[i] for i in held]
 
     def _backward_inputs(self, params, batch, gone, held):
-        part = self._flow.part(
-            [self._groups[0], self._groups[2], *self._dying],
-            [self.split.inputs, self.split.deferred],
-        )
-        return tuple(part(params, batch, gone, held))
+        made = self.split.inputs, self.split.deferred
+        return tuple(self.split.flow.part(self.split.first, made)(params, batch, gone, held))
 
     def _backward_weights(self, params, batch, held, deferred, accumulated):
-        own = self._groups[0], self._held_batch, self._dying[1], self.split.deferred
-        part = self._flow.part([*own, self._groups[6]], [self.split.weights])
+        part = self.split.flow.part(self.split.second, [self.split.weights])
         return part(params, batch, held, deferred, accumulated)[0]
 
-    @property
-    def _held_batch(self) -> list[Any]:
-        return [self._groups[2][i] for i in self._held(2)]
-
     @cached_property
-    def _struct_of(self) -> dict[Any, jax.ShapeDtypeStruct]:
+    def _structs(self) -> dict[Any, jax.ShapeDtypeStruct]:
         """The structure of each input of the backward pass, as the forward program leaves it."""
         made: dict[Any, Any] = {}
         for values, structs in zip(self._stored, self.forward.outputs[1:], strict=True):
             made |= zip(values, structs, strict=True)
         args = self.backward_args_with([made[v] for v in self.residuals.stored])
-        return dict(zip(self._flow.inputs, chain(*args), strict=True))
-
-    def _structs(self, *groups: Iterable[Any]) -> list[list[jax.ShapeDtypeStruct]]:
-        return [[self._struct_of[v] for v in group] for group in groups]
+        return dict(zip(self.split.flow.inputs, chain(*args), strict=True))
 
     @cached_property
     def backward_inputs(self) -> Executable:
         """The program (params, kept batch, what dies, what is held) -> (input gradients,
         deferred)."""
-        args = self._structs(self._groups[0], self._groups[2], *self._dying)
+        args = [[self._structs[v] for v in group] for group in self.split.first]
         out = ([self.value_sharding(v) for v in self.segment.inputs], None)
         return self._compile(self._backward_inputs, args, (2,), out)
 
     @cached_property
     def backward_weights(self) -> Executable:
         """The program (params, held batch, what is held, deferred, accumulated) -> accumulated."""
-        params, *held, accumulated = self._structs(
-            self._groups[0], self._held_batch, self._dying[1], self._groups[6]
-        )
-        args = (params, *held, self.backward_inputs.outputs[1], accumulated)
-        out = [g.sharding for g in accumulated]
+        handed = zip(self.split.deferred, self.backward_inputs.outputs[1], strict=True)
+        known = {**self._structs, **dict(handed)}
+        args = [[known[v] for v in group] for group in self.split.second]
+        out = [g.sharding for g in args[-1]]
         return self._compile(self._backward_weights, args, (2, 3, 4), out)
 
     @cached_property
@@ -190,10 +169,10 @@ class SplitStagePrograms(StagePrograms):
             weights_bytes=weights.transient_bytes,
             residual_bytes=sum(map(shard_bytes, self.forward.outputs[2])),
             deferred_bytes=sum(map(shard_bytes, inputs.outputs[1])),
-            kept_inputs=tuple(kept[0][i] for i in self._held(1)),
-            kept_outputs=tuple(kept[1][i] for i in self._held(3)),
-            kept_batch=tuple(kept[2][i] for i in self._held(2)),
-            cotangents=self._held(5),
+            kept_inputs=tuple(kept[0][i] for i in self.split.held(1)),
+            kept_outputs=tuple(kept[1][i] for i in self.split.held(3)),
+            kept_batch=tuple(kept[2][i] for i in self.split.held(2)),
+            cotangents=self.split.held(5),
             inputs_work=inputs.work,
             weights_work=weights.work,
         )
@@ -205,5 +184,5 @@ class SplitStagePrograms(StagePrograms):
     @property
     def buffers(self) -> StageBuffers:
         """The buffers of the stage's programs, two of them for backward: compiles them all."""
-        deferred = buffers_of(self._flow, self.split.deferred, self.backward_inputs.outputs[1])
+        deferred = buffers_of(self.split.flow, self.split.deferred, self.backward_inputs.outputs[1])
         return replace(super().buffers, deferred=deferred)

@@ -84,7 +84,7 @@ def test_no_product_runs_twice_and_those_of_weights_not_among_the_inputs(middle)
     split = middle.split
 
     def products(wanted, given=()) -> int:
-        equations = middle._flow.needed(wanted, given)
+        equations = middle.split.flow.needed(wanted, given)
         return sum(equation.primitive.name == "dot_general" for equation in equations)
 
     given = {*split.deferred, *split.read}
