@@ -146,7 +146,7 @@ def test_nothing_comes_back_to_a_teacher_whose_gradient_is_stopped(stops, schedu
     """Wherever it is stopped, stages send back what the student needs alone."""
     plan = pipeline((1, 2), ((2, 1), (1, 2)), schedule=schedule)
     step = compare(taught(stops), plan)
-    assert [len(stage.cotangents) for stage in step.stages] == [1, 0]
+    assert [len(stage.segment.cotangents) for stage in step.stages] == [1, 0]
 
 
 def test_tied_embedding_dropout_and_a_skip_that_passes_through():
