@@ -135,8 +135,7 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	@touch $@
 
 .PHONY: environments
-environments: ## Make all environments that check uses, as far as they can be made
-	-@$(MAKE) --no-print-directory $(VENV)/.stamp-dev
+environments: ## Make the environments that check uses beside $(VENV), as far as they can be made
 	-@$(MAKE) --no-print-directory $(VENV_NEWEST)/.stamp-dev
 	-@$(MAKE) --no-print-directory $(VENV_ALPA)/.stamp
 
