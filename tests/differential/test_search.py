@@ -27,6 +27,7 @@ from search_kit import (
     pipeline_problem,
     random_problem,
 )
+from seeds import seeds
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -61,7 +62,7 @@ def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
     assert result.peak_bytes == max(result.peak_bytes_per_device)
 
 
-@pytest.mark.parametrize("seed", range(320))
+@pytest.mark.parametrize("seed", seeds(range(320)))
 def test_minmax_equals_brute_force(seed):
     problem = random_problem(seed)
     best, result = brute_force(problem), search(problem)
@@ -103,7 +104,7 @@ def test_default_tie_break_is_bounded_above_64_devices():
     )
 
 
-@pytest.mark.parametrize("seed", range(0, 320, 5))
+@pytest.mark.parametrize("seed", seeds(range(0, 320, 5)))
 def test_enumeration_equals_brute_force_and_pruning_saves_work(seed):
     problem = random_problem(seed)
     pruned, full = search(problem, "enumerate"), search(problem, "enumerate", prune=False)

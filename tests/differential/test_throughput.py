@@ -16,6 +16,7 @@ from search_kit import (
     pipeline_problem,
     timed_problem,
 )
+from seeds import seeds
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -75,7 +76,7 @@ def front_of(steps: list[tuple[float, int, int]]) -> list[tuple[int, float]]:
     return front
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(range(80)))
 def test_throughput_equals_brute_force(seed):
     """Time, then peak, then number of stages, under limits that bind; without a plan, the reason of
     the search for least peak."""
@@ -107,7 +108,7 @@ def possible_in_time(problem: SearchProblem) -> SearchProblem:
     return replace(problem, cost=cost)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(range(80)))
 def test_front_equals_brute_force(seed):
     problem = timed_problem(seed)
     steps = list(every_step(problem))
@@ -124,7 +125,7 @@ def test_front_equals_brute_force(seed):
             assert front.why.code == throughput(here).why.code
 
 
-@pytest.mark.parametrize("seed", range(0, 160, 3))
+@pytest.mark.parametrize("seed", seeds(range(0, 160, 3)))
 def test_sampled_front_holds_both_ends(seed):
     problem = timed_problem(seed)
     steps = list(every_step(problem))
@@ -164,7 +165,7 @@ def test_throughput_of_fractions_of_seconds(seed, scale):
         assert result.step_seconds == pytest.approx(best[0], rel=1e-9, abs=1e-9 * scale)
 
 
-@pytest.mark.parametrize("seed", range(0, 160, 2))
+@pytest.mark.parametrize("seed", seeds(range(0, 160, 2)))
 @pytest.mark.parametrize(("gap_fraction", "max_programmes"), [(0.1, 1000), (0.0, 1), (0.0, 3)])
 def test_stated_bound_holds(seed, gap_fraction, max_programmes):
     """A search that stops early says how far its plan can be from the best, and is not wrong about
@@ -182,7 +183,7 @@ def test_stated_bound_holds(seed, gap_fraction, max_programmes):
         assert result.bound_fraction <= gap_fraction
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(range(80)))
 @pytest.mark.parametrize(("gap_fraction", "max_programmes"), [(0.2, 1000), (0.0, 1), (0.0, 3)])
 def test_stated_bounds_of_a_front_hold(seed, gap_fraction, max_programmes):
     """Points that are not proven are real plans, none is worse than another, and each is as near to

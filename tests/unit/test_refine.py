@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from seeds import seeds
 from synthetic_profiles import MICROBATCH_SIZE
 from test_bounds_search import QUESTION as FOR_MEMORY
 from test_bounds_search import Planted4
@@ -200,7 +201,7 @@ def test_an_interrupt_keeps_a_compiled_plan_though_bounds_were_refuted():
     assert found.plan is not None and not found.compiled and found.why.uncompiled
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(range(2)))
 def test_no_plan_of_any_part_is_faster_than_is_said(seed):
     planted = Fast(seed)
     found = refine(ForSpeed(), planted.parts(), planted)
