@@ -208,6 +208,7 @@ def test_the_truth_of_evaluate_is_no_prediction(inside_planned, capsys, monkeypa
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_evaluate_draws_plans_that_fit(inside_planned, capsys):
     limit = json.loads((inside_planned / "plan.json").read_text())["prediction"][
         "peak_bytes_per_device"

@@ -130,6 +130,7 @@ def test_what_is_kept_is_known_to_the_byte(choice):
     assert between.least.optimizer_bytes == each.optimizer_bytes == cost.optimizer_bytes
 
 
+@pytest.mark.slow
 def test_inputs_of_layers_that_are_kept_need_no_compiler_to_be_known():
     """They lie as the partition walk says; a compiler might split these with the embedding that they
     come from."""

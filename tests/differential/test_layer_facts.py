@@ -44,9 +44,14 @@ SIZES = (4, 8)
 QUICK = ("tied", "gpt")
 
 
+def _slow_together(model):
+    """What several tests read is made by one worker."""
+    return pytest.mark.slow, pytest.mark.xdist_group(f"facts of {model}")
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MODELS],
+    params=[pytest.param(m, marks=() if m in QUICK else _slow_together(m)) for m in MODELS],
 )
 def known(request):
     """The facts of a model, and what traces every window by itself."""
@@ -79,6 +84,9 @@ def agree(found, traced):
     }
     assert replace(found.most, **works) == traced.most
 
+
+#: Models whose lines are held against their traces, and the policies of which slow tests do so.
+SLOW = {"gpt": ("none", "full"), "wide_resnet": ("cheap", "dots")}
 
 #: Fields that depend on which products are large.
 LOOSER = list(itertools.product(("forward", "backward"), ("bytes", "work")))
@@ -117,7 +125,12 @@ def test_what_follows_by_rules_is_not_above_what_its_own_trace_says(known, choic
 
 
 @pytest.mark.parametrize(
-    "name", ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "moe"))]
+    "name",
+    [
+        "tied",
+        pytest.param("gpt", marks=pytest.mark.slow),
+        pytest.param("moe", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_passes_that_are_bounded_elsewhere_or_side_by_side_are_the_same(name):
     """In batches that share a trace, by a process with a backend of its own, whose documents are
@@ -153,9 +166,15 @@ def test_passes_that_are_bounded_elsewhere_or_side_by_side_are_the_same(name):
     ("name", "remat", "degrees"),
     [
         ("gpt", "cheap", [1]),  # no pass of several devices is on a line
+        # Each model with two policies, each policy with one model; the other pairs apart.
         *(
-            pytest.param(name, remat, [1, 2], marks=pytest.mark.slow)
-            for name in ("gpt", "wide_resnet")
+            pytest.param(
+                name,
+                remat,
+                [1, 2],
+                marks=pytest.mark.slow if remat in SLOW[name] else pytest.mark.exhaustive,
+            )
+            for name in SLOW
             for remat in REMAT_POLICIES
         ),
     ],

@@ -90,9 +90,9 @@ def marks(workload: Workload, batch_size: int = 2) -> int:
 
 def _marks_of(number: int) -> tuple[pytest.MarkDecorator, ...]:
     """Large models have many layers, and tracing each takes a while."""
-    if number > 2e8:
+    if number > 4.2e7:
         return (pytest.mark.exhaustive,)
-    return (pytest.mark.slow,) if number > 4.2e7 else ()
+    return (pytest.mark.slow,) if number > 2e7 else ()
 
 
 @pytest.mark.parametrize(
@@ -173,19 +173,19 @@ def test_published_parameter_counts():
     [
         ("gpt", "size=tiny", 8),
         ("gpt", "size=6.7B&num_layers=2&tied=true", 2),
-        pytest.param("llama", "size=70B", 80, marks=pytest.mark.slow),
+        pytest.param("llama", "size=70B", 80, marks=pytest.mark.exhaustive),
         ("mingpt", "size=2x64+1x128", 3),
         ("moe", "size=tiny", 4),
         ("wide_resnet", "size=tiny", 4),
         ("wide_resnet", "size=tiny&layers=8", 8),
-        pytest.param("wide_resnet", "size=2B&layers=32", 32, marks=pytest.mark.slow),
+        pytest.param("wide_resnet", "size=2B&layers=32", 32, marks=pytest.mark.exhaustive),
         ("bert", "size=tiny&num_layers=2", 6),
         ("gpt2", "size=xl&num_layers=1", 5),
         ("vgg", "size=tiny", 10),
         ("vgg", "size=16L", 17),
         ("resnet", "size=tiny", 8),
         ("resnet", "size=34L", 19),
-        pytest.param("resnet", "size=101L", 33, marks=pytest.mark.slow),
+        pytest.param("resnet", "size=101L", 33, marks=pytest.mark.exhaustive),
         ("vit", "size=tiny", 7),
         ("mobilenet", "size=tiny", 8),
         ("mobilenet", "size=5.4M", 19),

@@ -24,6 +24,8 @@ REMATS = (*REMAT_POLICIES, "20%")
 
 #: Of a schedule that no other test executes.
 SAMPLE = ("zb-h1", "cheap", True)
+#: Schedules of which other tests, or the sample, execute steps in the default command.
+EXECUTED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 #: Of two layers per stage, one of each kind: with split backward passes and activations; without.
 MIXTURES = [("zb-h1", "full:1", True), ("gpipe", "full:1", False)]
 
@@ -55,16 +57,17 @@ def gated() -> Workload:
 
 
 def _marks(case: tuple[str, str, bool]):
-    """One in default tests; of every schedule one is slow, which together have every remat, and
-    sequence parallelism with most."""
+    """One in default tests; of every schedule that these do not execute one is slow, with a remat
+    each, and the mixture with split backward passes."""
     if case == SAMPLE:
         return ()
     if case in MIXTURES:
-        return pytest.mark.slow
+        return pytest.mark.slow if case == MIXTURES[0] else pytest.mark.exhaustive
     schedule, remat, sequence_parallel = case
     number = list(SCHEDULES).index(schedule)
     chosen = (REMATS[number % len(REMATS)], number // 2 % 2 == 1)
-    return pytest.mark.slow if chosen == (remat, sequence_parallel) else pytest.mark.exhaustive
+    is_slow = schedule not in EXECUTED and chosen == (remat, sequence_parallel)
+    return pytest.mark.slow if is_slow else pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(

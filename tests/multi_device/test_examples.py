@@ -26,6 +26,10 @@ EXAMPLES = {
 }
 
 
+#: The others are slow.
+MARKS = {"plain_jax.py": (), "flax_linen.py": pytest.mark.exhaustive}
+
+
 def test_every_example_is_trained_and_shown():
     assert {path.name for path in FOLDER.glob("*.py")} == set(EXAMPLES)
     page = (REPOSITORY / "docs/your-model.md").read_text()
@@ -34,7 +38,7 @@ def test_every_example_is_trained_and_shown():
 
 @pytest.mark.parametrize(
     "name",
-    ["plain_jax.py", *(pytest.param(name, marks=pytest.mark.slow) for name in [*EXAMPLES][1:])],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in EXAMPLES],
 )
 def test_an_example_trains_on_two_devices_as_on_one(name, tmp_path, monkeypatch, capsys):
     function, module = EXAMPLES[name]

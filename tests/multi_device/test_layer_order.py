@@ -58,13 +58,19 @@ def awaited(programs: StagePrograms) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize(
-    "remat",
+    ("remat", "replicas", "lag"),
     [
-        "full:3",
-        *(pytest.param(remat, marks=pytest.mark.slow) for remat in ("none", "cheap", "full")),
+        ("full:3", 1, 0),
+        ("full:3", 2, 1),
+        # Each policy once, and both lags.
+        pytest.param("none", 2, 1, marks=pytest.mark.slow),
+        pytest.param("cheap", 1, 0, marks=pytest.mark.slow),
+        pytest.param("full", 2, 1, marks=pytest.mark.slow),
+        pytest.param("none", 1, 0, marks=pytest.mark.exhaustive),
+        pytest.param("cheap", 2, 1, marks=pytest.mark.exhaustive),
+        pytest.param("full", 1, 0, marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize(("replicas", "lag"), [(1, 0), (2, 1)])
 def test_a_layer_waits_for_the_gradients_of_those_behind_it(remat, replicas, lag):
     programs = programs_of(StageChoice(replicas, remat=remat), models.linen(num_blocks=NUM_BLOCKS))
     found = awaited(programs)

@@ -61,7 +61,7 @@ CASES = {
 
 
 #: Where other cases, or other files, have each of the parts.
-SLOW = (
+EXHAUSTIVE = (
     *("one-device stages", "mixed degrees", "1f1b, full", "keys in the optimizer"),
     "residuals shaped like gradients",
 )
@@ -69,7 +69,10 @@ SLOW = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ())
+        for name in CASES
+    ],
 )
 def test_measured_peaks_are_those_of_the_replay(name):
     workload, plan = CASES[name]()

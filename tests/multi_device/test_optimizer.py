@@ -147,7 +147,7 @@ def collect(sliced: SlicedOptimizer, own):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "adafactor" else ())
+        pytest.param(name, marks=pytest.mark.exhaustive if name == "adafactor" else ())
         for name in OPTIMIZERS
     ],
 )

@@ -50,11 +50,11 @@ def same(found, wanted, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize(
     "modes",
     [
-        pytest.param((DP,), marks=pytest.mark.slow),
+        pytest.param((DP,), marks=pytest.mark.exhaustive),
         (ZDP,),
         (Mode(4, 4), Mode(4, 1), Mode(3, 2)),
-        pytest.param((Mode(4, 1), Mode(3, 2), Mode(4, 4)), marks=pytest.mark.slow),
-        pytest.param((Mode(3, 2), Mode(4, 4), Mode(4, 1)), marks=pytest.mark.slow),
+        pytest.param((Mode(4, 1), Mode(3, 2), Mode(4, 4)), marks=pytest.mark.exhaustive),
+        pytest.param((Mode(3, 2), Mode(4, 4), Mode(4, 1)), marks=pytest.mark.exhaustive),
     ],
     ids=lambda modes: ", ".join(map(str, modes)),
 )

@@ -13,7 +13,8 @@ from processes import output_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-pytestmark = pytest.mark.slow
+# What its tests share is compiled by one worker.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("osdp target")]
 
 
 @pytest.fixture(scope="module")

@@ -121,8 +121,13 @@ def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
     assert found.plan.sharded_fraction > 0 and "as compiled for h100 (estimated: " in str(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_blocks_compute_again_is_gone_before_the_next_one(dtype):
     """The gradients of biases and scales, which devices hold whole, are not left for the end."""
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):

@@ -25,7 +25,8 @@ from benchmarks.peer_libraries import (
 from benchmarks.peer_meters import PythonThreads, measure_memory
 from capture.step.program import Run
 
-pytestmark = pytest.mark.slow
+# What its tests share is made by one worker.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
 MODEL = {"num_blocks": 2, "width": 8, "num_heads": 2, "seq_len": 4, "vocab_size": 16}
 CASE = Case(MODEL, 1, num_stages=2, num_microbatches=2)

@@ -74,8 +74,8 @@ def pointers(x: jax.Array) -> set[int]:
 @pytest.mark.parametrize(
     ("src", "dst"),
     [
-        # Each layout is in the third that is not slow, as a source and as a target.
-        pytest.param(*pair, id="->".join(pair), marks=pytest.mark.slow if number % 3 else ())
+        # Each layout is in the third that default tests move, as a source and as a target.
+        pytest.param(*pair, id="->".join(pair), marks=pytest.mark.exhaustive if number % 3 else ())
         for number, pair in enumerate(PAIRS)
     ],
 )

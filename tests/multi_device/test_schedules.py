@@ -38,8 +38,12 @@ def check_ledger(step: PipelinedStep, workload) -> None:
     ("schedule", "layers", "degrees", "remats"),
     [
         ("interleaved", (1, 1, 1, 1), ((1, 1), (2, 1)), ("none", "cheap", "full", "dots")),
-        pytest.param("zb-h1", (2, 2), ((1, 1), (1, 2)), ("full", "none"), marks=pytest.mark.slow),
-        pytest.param("dualpipev", (2, 2), ((1, 1),), ("dots", "full"), marks=pytest.mark.slow),
+        pytest.param(
+            "zb-h1", (2, 2), ((1, 1), (1, 2)), ("full", "none"), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "dualpipev", (2, 2), ((1, 1),), ("dots", "full"), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_step_equals_that_of_one_device_and_its_ledger(schedule, layers, degrees, remats):

@@ -233,21 +233,23 @@ def gpt_of_three_layers() -> CompileBackend:
     return CompileBackend(load("gpt", "size=tiny&num_layers=3"), store=Store())
 
 
+def _marks_of_parts(case: tuple[str, int, bool]):
+    """Three policies with sequence parallelism in default tests; slow are the other policies and
+    degrees, each twice."""
+    remat, *degrees = case
+    if degrees == [2, True] and remat in ("none", "cheap", "full"):
+        return ()
+    slow = [("dots", 1, False), ("full:2", 2, False), ("none", 2, False), ("full", 1, False)]
+    slow += [("dots", 2, True), ("full:2", 2, True)]
+    return pytest.mark.slow if case in slow else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    "remat",
+    ("remat", "tp", "on"),
     [
-        "none",
-        "cheap",
-        "full",
-        *(pytest.param(r, marks=pytest.mark.slow) for r in ("dots", "full:2")),
-    ],
-)
-@pytest.mark.parametrize(
-    ("tp", "on"),
-    [
-        (2, True),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(*case, marks=_marks_of_parts(case))
+        for remat in ("none", "cheap", "full", "dots", "full:2")
+        for case in ((remat, 2, True), (remat, 1, False), (remat, 2, False))
     ],
 )
 def test_parameters_in_parts_change_nothing_of_what_is_kept(remat, tp, on):

@@ -47,7 +47,12 @@ def trained(step: PipelinedStep, workload) -> tuple[list[float], list[np.ndarray
 
 
 @pytest.mark.parametrize(
-    "name", ["gpipe", *(pytest.param(n, marks=pytest.mark.slow) for n in list(PLANS)[1:])]
+    "name",
+    [
+        "gpipe",
+        pytest.param("1f1b", marks=pytest.mark.exhaustive),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "zb-h1")),
+    ],
 )
 def test_the_same_is_computed_with_less_on_devices(name):
     workload, plan = mlp(optax.adam(1e-2)), PLANS[name]()

@@ -60,8 +60,10 @@ def trained(workload, plan) -> tuple[bytes, dict[str, int], Ledger]:
         (model(), packs_plan(), 0),
         # One micro-batch of a device, and two of the other.
         (model(), packs_plan((1, 1), 2, "dp", batch=3), 1),
-        pytest.param(model(clipped=True), packs_plan((4, 4), 2), 1, marks=pytest.mark.slow),
-        pytest.param(model(), packs_plan(without=("grouping", "jit")), 0, marks=pytest.mark.slow),
+        pytest.param(model(clipped=True), packs_plan((4, 4), 2), 1, marks=pytest.mark.exhaustive),
+        pytest.param(
+            model(), packs_plan(without=("grouping", "jit")), 0, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["sums", "alone", "clipped", "off"],
 )

@@ -117,16 +117,16 @@ def sharing(plan: PacksPlan) -> PacksPlan:
     [
         # Tied embedding, skip connection, dropout and a parameter that nobody reads.
         (tied, packs_plan((1, 2, 1), (2, 1), devices=2)),
-        slow(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
+        exhaustive(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
-        slow(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
+        exhaustive(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
         slow(noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
         # Gradients that devices add, and those of a tied embedding, which the host keeps.
         slow(
             tied(optax.adam(1e-3), dropout=False),
             packs_plan((1, 2, 1), (2, 1), devices=3, mode="dp", without=("offload",)),
         ),
-        slow(tied(CLIPPED), packs_plan((1, 2, 1), (2, 1), devices=2)),
+        exhaustive(tied(CLIPPED), packs_plan((1, 2, 1), (2, 1), devices=2)),
         # Shares that are filled up, of devices with unequal numbers of micro-batches.
         (mlp(num_blocks=2), sharing(packs_plan((1, 1), (1,), (2, 1), 3, "dp", 7))),
         slow(

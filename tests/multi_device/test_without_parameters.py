@@ -59,7 +59,9 @@ def pooled(optimizer: str) -> Workload:
     return Workload(loss, init, batch, OPTIMIZERS[optimizer]())
 
 
-@pytest.mark.parametrize("optimizer", ["prodigy", pytest.param("dowg", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "optimizer", ["prodigy", pytest.param("dowg", marks=pytest.mark.exhaustive)]
+)
 def test_a_pooling_is_a_stage_of_its_own_with_any_optimizer(optimizer):
     workload = pooled(optimizer)
     stages = (Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 4, (2,)))
