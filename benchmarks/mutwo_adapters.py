@@ -29,10 +29,12 @@ PARTITIONS = ((8,), (4, 4), (1,) * 8)
 def rows_of(size: str, dtype: str, target: str) -> list[dict[str, Any]]:
     """Seconds and bytes of an update, by partition; that of one adapter alone comes first."""
     from capture.profiler.array import ArrayProfile
+    from capture.profiler.asked import ArrayShape
 
     name = f"models/llama_lora.py:lora?size={size}&seq_len={SEQ_LEN}&dtype={dtype}"
     cluster = Cluster((1,), target)
-    profile = ArrayProfile(WorkloadSpec.parse(name).load(), cluster, 1, shared=("base/*",))
+    shape = ArrayShape(1, shared=("base/*",))
+    profile = ArrayProfile(WorkloadSpec.parse(name).load(), cluster, shape)
     machine = profile.machine
     limit = int(machine.memory_limit_bytes)
     rows = [

@@ -6,11 +6,11 @@ Source: Purandare et al. 2023 (mu-TWO), 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from capture.documents import read
 from capture.errors import ProfileError, plain
@@ -18,12 +18,12 @@ from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayTask
-from capture.profiler.asked import ArrayNeeds, ArrayShape
-from profiling_runs.batch import Batch, Progress
+from capture.profiler.asked import ArrayShape, ProgramCost
+from profiling_runs.batch import Progress
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.machine import machine_of_workers
-from profiling_runs.pools.pool import Kept
-from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.pools.where import Where
+from profiling_runs.require import Measurer
 
 if TYPE_CHECKING:
     from capture.profiler.array import ArrayBackend, ArrayProfile, What
@@ -61,93 +61,50 @@ def array_profiles(
 
     where = replace(where, num_workers=1) if executes and not where.here else where
     store = Store() if store is None else store
-    machine, jobs, found = None, list[_Jobs](), dict[ArrayTask, ArrayProfile]()
-    for task in dict.fromkeys(tasks):
-        spec = WorkloadSpec.parse(task.workload) if task.workload else workload
-        own = replace(shape, batch_size=task.batch_size, num_layers=task.num_layers)
-        setting = None if where.here else _setting(spec, own, cluster.target, executes)
-        if executes and setting is not None and machine is None:
-            machine = machine_of_workers(setting, where)
-        backend = partial(_backend, found, task)
-        jobs.append(_Jobs(backend, spec, setting, where, jobs if executes else ()))
-        found[task] = ArrayProfile(
-            spec.load(),
-            cluster,
-            own.batch_size,
-            own.num_layers,
-            own.shared,
-            own.shared_batches,
-            own.bundle_bytes,
-            progress,
-            executes,
-            store,
-            machine,
-            jobs[-1].measure,
-        )
-    try:
-        yield found
-    finally:
-        for one in jobs:
-            one.close()
-
-
-def _setting(spec: WorkloadSpec, shape: ArrayShape, target: str, executes: bool) -> Setting:
-    """Return what all jobs of one task share: its workload, backend, target and array."""
-    backend: Literal["run", "compile"] = "run" if executes else "compile"
-    return setting_of(
-        Setting(spec, shape.num_layers or None, backend=backend, target=target, array=shape)
-    )
-
-
-def _backend(profiles: Mapping[ArrayTask, ArrayProfile], task: ArrayTask) -> ArrayBackend:
-    return profiles[task].backend
-
-
-@dataclass(eq=False)
-class _Jobs:
-    """The measurements of one task of an array, made as jobs by workers that are kept. The workers
-    of ``others`` are ended first, so that programs are timed alone."""
-
-    backend: Callable[[], ArrayBackend]
-    workload: WorkloadSpec
-    setting: Setting | None
-    where: Where
-    others: Sequence[_Jobs] = ()
-    _kept: Kept | None = field(default=None, init=False)
-
-    def measure(
-        self, wanted: Mapping[str, What], told: Callable[[int], None]
-    ) -> dict[str, ArrayNeeds]:
-        backend, count = self.backend(), len(wanted)
-        for other in self.others:
-            if other is not self:
-                other.close()
-        kept = self._kept = self._kept or Kept(
-            lambda: self.where.open(self.setting, backend, count)
-        )
-        jobs = [Job(key, what, what.part, "segments") for key, what in wanted.items()]
-        batch = Batch(
-            jobs,
-            backend.store,
-            backend.provenance,
-            self.workload,
-            lambda kind, done, total: told(done),
-        )
-        found, failed = dict[str, ArrayNeeds](), dict[str, str]()
-        for outcome in batch.run(lambda: kept):
-            if outcome.value is None:
-                failed[outcome.job.key] = plain(outcome.error)
-            else:
-                found[outcome.job.key] = read(outcome.value, ArrayNeeds)
-        if failed:
-            raise ProfileError.of(
-                f"{len(failed)} of {count} programs of the array cannot be measured: "
-                f"{next(iter(failed.values()))}. What was measured is kept; capture store shows "
-                "the jobs.",
-                "array-failed",
+    measurers: dict[ArrayTask, Measurer[ArrayBackend]] = {}
+    found: dict[ArrayTask, ArrayProfile] = {}
+    machine = None
+    with ExitStack() as kept:
+        for task in dict.fromkeys(tasks):
+            spec = WorkloadSpec.parse(task.workload) if task.workload else workload
+            asked = Setting(spec, target=cluster.target, executes=executes)
+            if executes and not where.here and machine is None:
+                machine = machine_of_workers(asked, where)
+            found[task] = ArrayProfile(
+                spec.load(),
+                cluster,
+                replace(shape, batch_size=task.batch_size, num_layers=task.num_layers),
+                progress,
+                executes,
+                store,
+                machine,
+                partial(_measured, measurers, task),
             )
-        return found
+            measurers[task] = Measurer(found[task].backend, asked, where)
+            kept.enter_context(measurers[task].keeping_workers())
+        yield found
 
-    def close(self) -> None:
-        if self._kept is not None:
-            self._kept.end()
+
+def _measured(
+    measurers: Mapping[ArrayTask, Measurer[ArrayBackend]],
+    task: ArrayTask,
+    kind: str,
+    wanted: Mapping[str, What],
+    progress: Progress,
+) -> dict[str, ProgramCost]:
+    """Measure programs of a task. What is executed is timed alone: the workers of other tasks are
+    ended first."""
+    measurer = measurers[task]
+    for other in measurers.values():
+        if other is not measurer and other.backend.machine is not None:
+            other.end()
+    measurer.progress = progress
+    found = measurer.measure(Job(key, what, what.part, kind) for key, what in wanted.items())
+    if failed := [key for key in wanted if key not in found]:
+        raise ProfileError.of(
+            f"{len(failed)} of {len(wanted)} programs of the array cannot be measured: "
+            f"{plain(measurer.errors[failed[0]])}. What was measured is kept; capture store shows "
+            "the jobs.",
+            "array-failed",
+        )
+    return {key: read(value, ProgramCost) for key, value in found.items()}

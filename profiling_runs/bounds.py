@@ -104,7 +104,7 @@ class ModelBounds:
                 for choice in measured
                 for window in facts.windows
             }
-        backend, rule = self._measurements.backend, self._measurements.rule
+        backend = self._measurements.backend
         splits = sorted({choice.param_split for choice in choices})
 
         def profile(name: str) -> Profile:
@@ -115,7 +115,7 @@ class ModelBounds:
                 provenance={**backend.provenance, "created": environment.now(), "bounds": name},
                 workload=self._measurements.spec,
                 auto_layers=backend.num_layers is not None,
-                tensor_parallel_rule=rule,
+                tensor_parallel_rule=self._measurements.rule,
                 microbatch_sizes=(microbatch_size,),
                 model_hashes=backend.model_hashes,
             )

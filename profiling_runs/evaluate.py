@@ -18,7 +18,6 @@ import numpy as np
 
 from capture.errors import PlanError, ProfileError
 from capture.measured.profile import Profile, StageConfig
-from capture.measured.stage_cost import StageCost
 from capture.options import Asked
 from capture.plan.choices import by_degree
 from capture.plan.sampling import random_plans, random_table_plans
@@ -28,10 +27,8 @@ from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Accuracy, JudgedPeak, finite
 from capture.registered import REGISTERED
-from capture.step.interface import plan_interfaces
-from capture.step.pipeline import build_step
-from capture.step.program import replay
 from profiling_runs.collect import profile
+from profiling_runs.held_out import replayed_peaks
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 
@@ -233,7 +230,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
         configs = [StageConfig.of(stage, size) for stage in plan.stages]
         if any(config not in measurements.costs for config in configs):
             continue
-        truth = _truth(plan, result, [measurements.costs[c] for c in configs], measurements)
+        truth = replayed_peaks(plan, result, [measurements.costs[c] for c in configs], measurements)
         predicted = predictor.predict(plan)
         by_paper = _by_paper(papers.get(plan.schedule), plan)
         for group in plan.schedule_table.stages:
@@ -279,18 +276,6 @@ def _papers(
         )
         for schedule in (question.schedules if question.paper else ())
     }
-
-
-def _truth(
-    plan: Plan, result: Profile, costs: Sequence[StageCost], measurements: Measurements
-) -> tuple[int, ...]:
-    """Return the peak bytes of every device, replayed over the compiled stages of a plan."""
-    sharding = measurements.backend.sharding(plan.microbatch_size)
-    graph = sharding.graph(stage.choice for stage in plan.stages)
-    program = build_step(
-        plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
-    )
-    return tuple(replay(program).peak_bytes_per_device)
 
 
 def _by_paper(predictor: Any, plan: Plan) -> list[float]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.size_errors import SizeError, octaves_away
+from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
 from capture.step.program import replay
+from profiling_runs.measurements import Measurements
 
 #: Different stages per size.
 MOST_STAGES = 6
@@ -69,7 +70,7 @@ def held_out_stages(
 
 
 def size_errors(
-    result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]], measurements: Any
+    result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]], measurements: Measurements
 ) -> tuple[SizeError, ...]:
     """Return the errors of predictions at held-out sizes, of stages that could be measured.
 
@@ -79,7 +80,7 @@ def size_errors(
     Args:
         result: The profile.
         stages: What ``held_out_stages`` chose.
-        measurements: ``Measurements`` that hold them.
+        measurements: They hold them.
     """
     predictor, found = AdditivePredictor(result), []
     for config, (plan, s) in stages.items():
@@ -90,14 +91,18 @@ def size_errors(
                 for stage in plan.stages
             ]
             costs[s] = measurements.costs[config]
-            interfaces = plan_interfaces(
-                plan,
-                measurements.backend.sharding(size).graph(each.choice for each in plan.stages),
-                result.param_bytes,
-                costs,
-            )
-            peaks = replay(build_step(interfaces, plan.schedule_table)).peak_bytes_per_device
+            peaks = replayed_peaks(plan, result, costs, measurements)
             predicted = predictor.predict(plan).stages[s].peak_bytes
             octaves = octaves_away(size, result.microbatch_sizes)
             found.append(SizeError(peaks[plan.stages[s].devices[0]] / predicted - 1, octaves))
     return tuple(found)
+
+
+def replayed_peaks(
+    plan: Plan, result: Profile, costs: Sequence[StageCost], measurements: Measurements
+) -> tuple[int, ...]:
+    """Return the peak bytes of every device, replayed over compiled stages of a plan."""
+    sharding = measurements.backend.sharding(plan.microbatch_size)
+    graph = sharding.graph(stage.choice for stage in plan.stages)
+    stages = plan_interfaces(plan, graph, result.param_bytes, costs)
+    return replay(build_step(stages, plan.schedule_table)).peak_bytes_per_device

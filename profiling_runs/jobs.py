@@ -4,28 +4,38 @@ change the result."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from capture.machine.target import Target
+from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import TensorParallelRule
-from capture.profiler.asked import ArrayShape
+from capture.registered import Registered
 
-Part = Literal[
-    "stage",
-    "update",
-    "split",
-    "buffers",
-    "split buffers",
-    "run",
-    "layer",
-    "pack",
-    "segment",
-    "copy",
-    "machine",
-    "bounds",
-]
+
+class Backend(Protocol):
+    """What measures programs of a model in a process, and knows their keys in the store."""
+
+    @property
+    def store(self) -> Store:
+        """The store of measurements."""
+        ...
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """The facts beside a program that decide a measurement."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The arguments that make the same backend of a workload in another process."""
+        ...
+
+    @property
+    def key(self) -> Callable[..., str]:
+        """The function that returns the store's key of a measurement."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,17 +45,13 @@ class Setting:
 
     Attributes:
         workload: By name; a worker imports it.
-        num_layers: None for the model's marks, or the number of layers to cut automatically.
-        tensor_parallel_rule: How parameters are split.
         num_devices: Virtual CPU devices of a worker; of runs on accelerators, those that a worker
             takes.
-        backend: ``"compile"`` for parts of stages, ``"run"`` for executed partitionings.
         target: Compiled for, or run on: a name or a file (``Target.load``).
-        memory_limit_bytes: Most that a run may need, per device.
-        measures: Parts of stages or runs; layers, one by one (``capture.profiler.layers``); or
-            programs of plans of packs (``capture.profiler.packs``).
-        array: Whose programs are measured (``capture.profiler.array``); None for other jobs. What
-            is shared is named by patterns.
+        executes: Whether programs are executed on the devices of the workers.
+        backend: The class that measures, and that is given the workload, the target if nothing is
+            executed, and ``options``; None where only the worker's machine is asked for.
+        options: Further arguments of the backend.
         fresh_process: Whether every job gets a process of its own, so that an allocator's
             high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
@@ -56,18 +62,20 @@ class Setting:
     """
 
     workload: WorkloadSpec
-    num_layers: int | None = None
-    tensor_parallel_rule: TensorParallelRule = "auto"
     num_devices: int = 1
-    backend: Literal["compile", "run"] = "compile"
     target: str = "cpu"
-    memory_limit_bytes: int | None = None
-    measures: Literal["stages", "layers", "packs"] = "stages"
-    array: ArrayShape | None = None
+    executes: bool = False
+    backend: Registered | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     fresh_process: bool = False
     flags: tuple[str, ...] = ()
     ahead: tuple[int, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def platform(self) -> str:
+        """The platform whose packages a worker needs."""
+        return "cpu" if self.executes else Target.load(self.target).platform
 
 
 class Described(Protocol):
@@ -88,21 +96,22 @@ class Job:
         what: Is measured: layers at a degree and batch size, a partitioning of all layers, one
             layer in one direction, a program of a plan of packs or of an array, or a copy; None for
             the worker's machine.
-        part: All of a stage, the end of a step alone, its split backward pass, what the buffers of
-            a stage are with a whole or a split one, an executed run, a layer alone, a program of
-            packs, a program of an array, a copy between a device and its host, what devices there
-            are, or what tracing says of passes.
+        part: What is measured of it, in a word by which the store counts.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.
+        method: The backend's, which measures it.
+        also: Keys of measurements that are made for it.
     """
 
     key: str
     what: Described | None
-    part: Part = "stage"
+    part: str = "stage"
     kind: str = ""
     needs: str | None = None
     known: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    method: str = "measure"
+    also: tuple[str, ...] = ()
 
     @property
     def group(self) -> tuple[Any, ...]:

@@ -6,10 +6,8 @@ Source: Li et al. 2022 (Harmony), 4.2.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from capture.documents import read
@@ -21,12 +19,12 @@ from capture.measured.store import Store
 from capture.plan.packs import PacksPlan
 from capture.profiler.asked import Direction, LayerNeeds, LayerPass
 from capture.step.times import TimeModel
-from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.batch import Progress, Watch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.machine import machine_of_workers
-from profiling_runs.pools.pool import Runner
-from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.pools.where import Where
+from profiling_runs.require import Measurer
 from profiling_runs.slow_start import SlowStart, slow_start
 
 if TYPE_CHECKING:
@@ -69,11 +67,31 @@ def profile_layers(
         ProfileError: ``layers-failed`` if a layer cannot be measured with one example.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    measured = _Measured(question, store, where, progress, watch)
-    try:
+    measured = _Measured(question, _opened(question, store, where, watch), progress)
+    with measured.measurer.keeping_workers():
         return measured.profile()
-    finally:
-        measured.close()
+
+
+def _opened(
+    question: LayersQuestion, store: Store | None, where: Where, watch: Watch
+) -> Measurer[LayerBackend]:
+    """Return what measures layers; its backend traces the model and knows keys."""
+    from capture.profiler.layers import LayerBackend
+
+    asked, machine = None, None
+    if question.spec is not None:
+        asked = Setting(question.spec, target=question.target, executes=question.executes)
+        if question.executes and not where.here:
+            machine = machine_of_workers(asked, where)
+    backend = LayerBackend(
+        question.task,
+        question.num_layers,
+        store,
+        target=None if question.executes else Target.load(question.target),
+        machine=machine,
+        memory_limit_bytes=question.memory_limit_bytes,
+    )
+    return Measurer(backend, asked, where, watch=watch)
 
 
 def with_model_hash(plan: PacksPlan, question: LayersQuestion) -> PacksPlan:
@@ -90,88 +108,38 @@ def with_model_hash(plan: PacksPlan, question: LayersQuestion) -> PacksPlan:
 
 @dataclass(eq=False)
 class _Measured:
-    """The layers of a model while they are measured: needs so far, failures, workers."""
+    """The layers of a model while they are measured, and what each needs, by key."""
 
     question: LayersQuestion
-    store: Store | None
-    where: Where
+    measurer: Measurer[LayerBackend]
     progress: Progress
-    watch: Watch
     _needs: dict[str, LayerNeeds] = field(default_factory=dict)
-    _failures: dict[str, str] = field(default_factory=dict)
-    _done: Counter[str] = field(default_factory=Counter)
-    _runner: Runner | None = None
+    _counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-
-    # ---- jobs ------------------------------------------------------------------------------------
-
-    @cached_property
-    def _backend(self) -> LayerBackend:
-        """The backend of this process, which traces the model and knows measurements' keys."""
-        from capture.profiler.layers import LayerBackend
-
-        question, machine = self.question, None
-        if question.executes and self._in_workers:
-            machine = machine_of_workers(self._setting(question.num_layers), self.where)
-        return LayerBackend(
-            question.task,
-            question.num_layers,
-            self.store,
-            target=None if question.executes else Target.load(question.target),
-            machine=machine,
-            memory_limit_bytes=question.memory_limit_bytes,
-        )
+    def __post_init__(self) -> None:
+        self.measurer.progress = self._told
 
     @property
-    def _in_workers(self) -> bool:
-        return self.question.spec is not None and not self.where.here
+    def _backend(self) -> LayerBackend:
+        return self.measurer.backend
 
-    def _setting(self, num_layers: int | None) -> Setting:
-        question, executes = self.question, self.question.executes
-        assert question.spec is not None, "a worker imports it"
-        return setting_of(
-            Setting(
-                question.spec,
-                num_layers,
-                backend="run" if executes else "compile",
-                target=question.target,
-                memory_limit_bytes=question.memory_limit_bytes if executes else None,
-                measures="layers",
-            )
-        )
-
-    def _open(self, num_jobs: int) -> Runner:
-        """Return the one runner of all jobs of the profile: workers keep what they have traced."""
-        if self._runner is None:
-            num_layers = self._backend.graph().num_layers
-            setting = self._setting(num_layers) if self._in_workers else None
-            self._runner = self.where.open(setting, self._backend, num_jobs)
-        return self._runner
+    def _told(self, kind: str, done: int, total: int) -> None:
+        """Tell how far the jobs of a kind are, those of earlier batches included."""
+        before, count = self._counts.get(kind, (0, 0))
+        if not done:  # another batch
+            before, count = self._counts[kind] = before + count, total
+        self.progress(kind, before + done, before + total)
 
     def _require(self, kind: str, wanted: Iterable[LayerPass]) -> None:
         """Measure what neither this object nor the store has; failures are kept."""
-        backend = self._backend
-        missing = {backend.key(what): what for what in wanted}
-        missing = {k: v for k, v in missing.items() if k not in self._needs | self._failures}
-        values = backend.store.get(missing)
-        jobs = [Job(k, what, "layer", kind) for k, what in missing.items() if k not in values]
-        spec = self.question.spec
-        before = self._done[kind]
-        self._done[kind] += len(jobs)
+        keys = {self._backend.key(what): what for what in wanted}
+        jobs = [Job(k, what, "layer", kind) for k, what in keys.items() if k not in self._needs]
+        found = self.measurer.measure(jobs)
+        self._needs |= {key: read(value, LayerNeeds) for key, value in found.items()}
 
-        def told(kind: str, done: int, total: int) -> None:
-            self.progress(kind, before + done, before + total)
-
-        batch = Batch(jobs, backend.store, backend.provenance, spec, told, self.watch)
-        for outcome in batch.run(lambda: _Kept(self._open(len(jobs)))):
-            if outcome.value is None:
-                self._failures[outcome.job.key] = plain(outcome.error)
-            else:
-                values[outcome.job.key] = outcome.value
-        self._needs |= {key: read(value, LayerNeeds) for key, value in values.items()}
+    def _failure(self, what: LayerPass) -> str:
+        """Return why a pass could not be measured."""
+        return plain(self.measurer.errors[self._backend.key(what)])
 
     def _of(self, what: LayerPass) -> LayerNeeds | None:
         return self._needs.get(self._backend.key(what))
@@ -271,7 +239,7 @@ class _Measured:
                 "stride": question.step_size,
                 "trials": {which: list(found[which].trials) for which in PASSES},
                 "largest": {which: found[which].largest for which in PASSES},
-                "failures": sorted(set(self._failures.values())),
+                "failures": sorted(set(map(plain, self.measurer.errors.values()))),
             },
             casts=cast_bytes(backend.layers(REFERENCE_SIZE).traced),
         )
@@ -295,7 +263,7 @@ class _Measured:
     def _refuse(self, which: Pass, rows: Sequence[LayerNeeds | None]) -> None:
         wrong = next(i for i, row in enumerate(rows) if row is None or self._seconds(row) is None)
         row = rows[wrong]
-        said = row.failure if row else self._failures[self._backend.key(LayerPass(wrong, which, 1))]
+        said = row.failure if row else self._failure(LayerPass(wrong, which, 1))
         raise ProfileError.of(
             f"layer {wrong} cannot be measured {which} with one example: {said}. Cut it into "
             "smaller ones, give the device more memory, or profile for a target (--backend "
@@ -338,9 +306,9 @@ class _Measured:
         for what in asked:
             needs = self._of(what)
             if needs is None or needs.seconds is None:
-                said = self._failures[self._backend.key(what)]
                 raise ProfileError.of(
-                    f"the {direction} of layer {what.layer} cannot be measured: {said}.",
+                    f"the {direction} of layer {what.layer} cannot be measured: "
+                    f"{self._failure(what)}.",
                     "layers-failed",
                 )
             seconds[what.layer] = needs.seconds
@@ -370,13 +338,3 @@ def _with_recompute(backward: PassProfile, forward: PassProfile) -> PassProfile:
     return PassProfile(
         backward.u, most(backward.time, forward.time), most(backward.memory, forward.memory)
     )
-
-
-class _Kept:
-    """A runner that the end of a batch leaves open."""
-
-    def __init__(self, runner: Runner):
-        self.idle, self.start, self.finished = runner.idle, runner.start, runner.finished
-
-    def close(self) -> None:
-        pass

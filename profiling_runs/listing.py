@@ -20,11 +20,7 @@ GUESSED_SECONDS = {
     "stage": 2.0,
     "update": 1.0,
     "split": 2.0,
-    "buffers": 4.0,
-    "split buffers": 4.0,
     "run": 10.0,
-    "layer": 1.0,
-    "machine": 1.0,
 }
 
 

@@ -7,7 +7,7 @@ from capture.measured.store import Store
 from capture.profiler.executing import ExecutingMachine
 from profiling_runs.batch import Batch
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.pools.where import Where
+from profiling_runs.pools.where import Where, setting_of
 
 
 def machine_of_workers(setting: Setting, where: Where) -> ExecutingMachine:
@@ -18,7 +18,7 @@ def machine_of_workers(setting: Setting, where: Where) -> ExecutingMachine:
         ProfileError: ``profile-worker`` if the worker cannot say.
     """
     batch = Batch([Job("machine", None, "machine", "devices of the workers")], Store(), {})
-    (outcome,) = batch.run(lambda: where.open(setting, None, 1))
+    (outcome,) = batch.run(lambda: where.open(setting_of(setting), None, 1))
     if outcome.value is None:
         raise ProfileError.of(
             f"a worker cannot say which devices it has: {plain(outcome.error)}", "profile-worker"

@@ -3,11 +3,11 @@ jobs."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capture import environment
 from capture.documents import read
@@ -17,49 +17,41 @@ from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.measured.store import Store
 from capture.model.graph import agreed_value_dims
-from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.profiler.bounded_passes import BoundedPasses, alone
 from capture.step.attribution import StageBuffers
 from profiling_runs.batch import Batch, Progress, Watch
-from profiling_runs.jobs import Job, Outcome, Part, Setting
-from profiling_runs.pools.pool import Kept, Runner
-from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS, Where, setting_of
+from profiling_runs.jobs import Job, Setting
+from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion
+from profiling_runs.require import Measurer
+
+if TYPE_CHECKING:
+    from capture.profiler.compile import CompileBackend
 
 #: A kind of jobs.
 UPDATES, SPLITS = "optimizer updates", "split backward passes"
 
 
 @dataclass
-class Measurements:
+class Measurements(Measurer[Any]):
     """The measured stage configs of one model, made as they are needed.
 
     Attributes:
-        backend: Knows keys and compiles.
-        spec: The workload by name; None measures in this process.
-        where: Jobs run.
-        num_devices: Virtual devices of a worker.
-        rule: How parameters are split, as for ``ProfileQuestion``.
-        progress, watch: Told how far the jobs are.
         costs: Of the configs that were measured.
         failures: Configs that could not be measured, and why.
     """
 
-    backend: Any
-    spec: WorkloadSpec | None
-    where: Where
-    num_devices: int
-    rule: TensorParallelRule
-    progress: Progress
-    watch: Watch
+    backend: CompileBackend
     costs: dict[StageConfig, StageCost] = field(default_factory=dict)
     failures: dict[StageConfig, str] = field(default_factory=dict)
-    _kept: Kept | None = None
-    _ahead: tuple[int, ...] = ()
-    _started: Setting | None = None
     _begun: set[str] = field(default_factory=set)
-    _live: tuple[Batch, Iterator[Outcome | None]] | None = None
+
+    @property
+    def rule(self) -> TensorParallelRule:
+        """The rule by which parameters are split."""
+        assert isinstance(self.backend.rule, str), "questions name one"
+        return self.backend.rule
 
     def key(self, config: StageConfig) -> str:
         """Return the content hash under which the store keeps the measurement of a config."""
@@ -84,11 +76,11 @@ class Measurements:
                 key = self.key(config)
                 if key not in found:
                     update = self.backend.update_key(config)
-                    found.setdefault(update, Job(update, config, "update", UPDATES))
+                    found.setdefault(update, _part(update, config, "update", UPDATES))
                     found[key] = Job(key, config, kind=kind, needs=update)
                 if splits_backward:
                     split = self.backend.split_key(config)
-                    found.setdefault(split, Job(split, config, "split", SPLITS))
+                    found.setdefault(split, _part(split, config, "split", SPLITS))
         return list(found.values())
 
     def require(
@@ -113,17 +105,11 @@ class Measurements:
         configs_of: dict[str, list[StageConfig]] = {}
         for config in dict.fromkeys(config for configs in wanted.values() for config in configs):
             configs_of.setdefault(self.key(config), []).append(config)
-        values, missing = self._missing_jobs(wanted, splits_backward)
-        errors = {}
-        for outcome in self._run(missing):
-            if outcome.value is None:
-                errors[outcome.job.key] = outcome.error
-            else:
-                values[outcome.job.key] = outcome.value
+        values = self.measure(self.jobs(wanted, splits_backward))
         for key, configs in configs_of.items():
             parts = [key, *([self.backend.split_key(configs[0])] if splits_backward else [])]
             if failed := [part for part in parts if part not in values]:
-                self.failures.update(dict.fromkeys(configs, errors[failed[0]]))
+                self.failures.update(dict.fromkeys(configs, self.errors[failed[0]]))
                 continue
             cost = read(values[key], StageCost)
             if splits_backward:
@@ -131,32 +117,12 @@ class Measurements:
             self.costs.update(dict.fromkeys(configs, cost))
         self._begun -= configs_of.keys()
 
-    def _missing_jobs(
-        self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
-    ) -> tuple[dict[str, Any], list[Job]]:
-        """Return what the store has of the jobs of stage configs, by key, and the missing jobs."""
-        jobs = self.jobs(wanted, splits_backward)
-        values = self.backend.store.get(job.key for job in jobs)
-        left = [job for job in jobs if job.key not in values]
-        num_needing = Counter(job.needs for job in left)
-        # What one job alone needs is a part of it: nobody has to hear of it in between.
-        apart = {key for key, num in num_needing.items() if key in values or num > 1}
-        return values, [
-            replace(job, needs=None)
-            if job.needs not in apart
-            else replace(job, known={job.needs: values[job.needs]})
-            if job.needs is not None and job.needs in values
-            else job
-            for job in left
-            if job.part != "update" or job.key in apart
-        ]
-
     def begin(self, configs: Sequence[StageConfig]) -> None:
         """Have kept workers begin to compile stages without waiting for them; jobs that are
         required later run beside these."""
         unknown = [each for each in configs if each not in {*self.failures, *self.costs}]
-        _, jobs = self._missing_jobs({"stages of the plan": unknown})
-        if self._kept is None or self.setting is None or not jobs:
+        _, jobs = self.missing_jobs(self.jobs({"stages of the plan": unknown}))
+        if self._kept is None or not self._in_workers or not jobs:
             return
         self._begun |= {job.key for job in jobs}
         batch = self._add(jobs)
@@ -181,90 +147,16 @@ class Measurements:
         Raises:
             ProfileError: ``verify-stage`` naming those that do not compile.
         """
-        part: Part = "split buffers" if splits_backward else "buffers"
-        backend = self.backend
-        key_of = backend.split_buffers_key if splits_backward else backend.buffers_key
-        jobs = {key_of(config): config for config in configs}
-        found = self.backend.store.get(jobs)
-        for outcome in self._run(
-            [
-                Job(key, config, part, "buffers of the stages")
-                for key, config in jobs.items()
-                if key not in found
-            ]
-        ):
-            if outcome.value is None:
-                raise ProfileError.of(
-                    f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage"
-                )
-            found[outcome.job.key] = outcome.value
-        return [read(found[key_of(config)], StageBuffers) for config in configs]
-
-    @property
-    def setting(self) -> Setting | None:
-        """The setting that tells workers how to measure; None if it is done in this process."""
-        if self.spec is None or self.where.here:
-            return None
-        return setting_of(
-            Setting(
-                self.spec,
-                self.backend.num_layers,
-                self.rule,
-                self.num_devices,
-                "compile",
-                self.backend.target.name,
-                ahead=self._ahead,
-            )
-        )
-
-    def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        """Run jobs and yield their outcomes; jobs that were begun before go on beside them."""
-        if self._kept is None or self.setting is None:
-            yield from self._batch(jobs).run(lambda: self._kept or self._open(len(jobs)))
-            return
-        wanted = {job.key for job in jobs}
-        if jobs:
-            self._add(jobs, first=True)
-        for outcome in self._lively() if jobs else ():
-            if outcome is not None and outcome.job.key in wanted:
-                wanted.discard(outcome.job.key)
-                yield outcome
-            if not wanted:
-                break
-        if self._live is not None and self._live[0].is_done:
-            self._end_live()
-
-    def _add(self, jobs: Sequence[Job], first: bool = False) -> Batch:
-        """Add jobs to those that kept workers do."""
-        if self._live is None:
-            batch = self._batch(jobs)
-            self._live = batch, batch.polled(lambda: self._kept or self._open(len(jobs)))
-        else:
-            self._live[0].add(jobs, first)
-        return self._live[0]
-
-    def _lively(self) -> Iterator[Outcome | None]:
-        """Yield outcomes of the kept workers' jobs as they come, None between; nothing is ended
-        where nobody asks for more."""
-        assert self._live is not None, "jobs were added"
-        live, self._live = self._live, None  # whatever is raised ends it
-        for outcome in live[1]:
-            self._live = live
-            yield outcome
-            self._live = None
-
-    def _end_live(self) -> None:
-        """End the jobs of kept workers for which nobody waits."""
-        if self._live is not None:
-            self._live[1].close()  # type: ignore[attr-defined]
-        self._live = None
-
-    def _batch(self, jobs: Sequence[Job]) -> Batch:
-        backend = self.backend
-        return Batch(jobs, backend.store, backend.provenance, self.spec, self.progress, self.watch)
-
-    def _open(self, num_jobs: int) -> Runner:
-        return self.where.open(self.setting, self.backend, num_jobs)
+        part, key_of = "buffers", self.backend.buffers_key
+        if splits_backward:
+            part, key_of = "split buffers", self.backend.split_buffers_key
+        jobs = [_part(key_of(each), each, part, "buffers of the stages") for each in configs]
+        found = self.measure(jobs)
+        for job in jobs:
+            if job.key not in found:
+                said = plain(self.errors[job.key])
+                raise ProfileError.of(f"{job.what} does not compile: {said}.", "verify-stage")
+        return [read(found[job.key], StageBuffers) for job in jobs]
 
     def start_workers(self, ahead: Iterable[int] = ()) -> None:
         """Begin to start the kept workers on this machine, without waiting for them and one fewer,
@@ -298,7 +190,7 @@ class Measurements:
                     if len(waiting) > 1:  # one is for this process
                         key = f"bounds {len(waiting)}"
                         running[key] = waiting.pop()
-                        workers.start(slot, Job(key, running[key], "bounds"))
+                        workers.start(slot, Job(key, running[key], "bounds", method="bound"))
                 if waiting:
                     here(waiting[0])
                     yield waiting.popleft(), None
@@ -308,17 +200,10 @@ class Measurements:
                         here(batch)
                     yield batch, outcome.value
 
-    @contextmanager
-    def keeping_workers(self) -> Iterator[None]:
-        """Keep the same workers for everything that is measured within the block, so that they
-        trace the model once."""
-        self._kept = Kept(lambda: self._open(self.where.num_workers or DEFAULT_LOCAL_WORKERS))
-        try:
-            yield
-        finally:
-            self._end_live()
-            self._kept.end()
-            self._kept = self._started = None
+
+def _part(key: str, config: StageConfig, part: str, kind: str) -> Job:
+    """Return the job that measures a part of a stage."""
+    return Job(key, config, part, kind, method=f"measure_{part.replace(' ', '_')}")
 
 
 def open_measurements(
@@ -339,25 +224,18 @@ def open_measurements(
     """
     from capture.profiler.compile import CompileBackend
 
-    num_devices = question.cluster.num_devices
+    cluster, spec = question.cluster, question.spec
     compiler = CompileBackend(
         question.task,
         question.num_layers,
         question.tensor_parallel_rule,
         store,
-        Target.load(question.cluster.target),
+        Target.load(cluster.target),
         unmarked_layers=question.unmarked_layers,
-        num_devices=num_devices,
+        num_devices=cluster.num_devices,
     )
-    return Measurements(
-        compiler,
-        question.spec,
-        where,
-        num_devices,
-        question.tensor_parallel_rule,
-        progress,
-        watch,
-    )
+    asked = None if spec is None else Setting(spec, cluster.num_devices, compiler.target.name)
+    return Measurements(compiler, asked, where, progress, watch)
 
 
 def unmeasured(
@@ -383,7 +261,7 @@ def unmeasured(
         provenance={**compiler.provenance, "created": environment.now()},
         workload=measurements.spec,
         auto_layers=compiler.num_layers is not None,
-        tensor_parallel_rule=measurements.rule,
+        tensor_parallel_rule=question.tensor_parallel_rule,
         microbatch_sizes=sizes,
         model_hashes={size: graphs[size].model_hash for size in sizes},
     )

@@ -14,12 +14,12 @@ from capture.memo import memo
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import step_bytes
-from capture.profiler.asked import PackNeeds
+from capture.profiler.asked import ProgramCost
 from capture.step.ledger import Ledger
-from profiling_runs.batch import Batch, Progress
+from profiling_runs.batch import Progress
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.pools.pool import Runner
-from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.pools.where import Where
+from profiling_runs.require import Measurer
 
 if TYPE_CHECKING:
     from capture.profiler.packs import PackBackend
@@ -41,7 +41,7 @@ class PackCompiler:
     store: Store | None = None
     where: Where = Where()
     progress: Progress = lambda kind, done, total: None
-    _known: dict[str, PackNeeds] = field(default_factory=dict)
+    _known: dict[str, ProgramCost] = field(default_factory=dict)
 
     def __call__(self, plan: PacksPlan) -> PacksPlan:
         """Return the plan with a prediction that says what its packs compile to.
@@ -71,58 +71,33 @@ class PackCompiler:
                 "plan with --cluster 1xG and --target.",
                 "packs-target",
             )
-        backend = self._backend(plan.cluster.target)
+        measurer = self._measurer(plan.cluster.target, plan.machine.devices)
+        backend = measurer.backend
         programs = {what.name: what for what in backend.programs(plan)}
         keys = {name: backend.key(what) for name, what in programs.items()}
-        # Of equal ones, the first.
-        first = {key: programs[name] for name, key in reversed(keys.items())}
-        missing = {key: what for key, what in first.items() if key not in self._known}
-        values = backend.store.get(missing)
-        self._known |= {key: read(value, PackNeeds) for key, value in values.items()}
         jobs = [
-            Job(key, what, "pack", PROGRAMS) for key, what in missing.items() if key not in values
+            Job(key, programs[name], "pack", PROGRAMS)
+            for name, key in keys.items()
+            if key not in self._known
         ]
-        if failed := self._run(plan, backend, jobs):
+        found = measurer.measure(jobs)
+        self._known |= {key: read(value, ProgramCost) for key, value in found.items()}
+        failed = {job.key: job.what for job in reversed(jobs) if job.key not in found}
+        if failed:
+            said = [f"{what}: {plain(measurer.errors[key])}" for key, what in failed.items()]
             raise ProfileError.of(
-                f"programs of the plan do not compile: {'; '.join(failed)}. Plan with --no-verify "
+                f"programs of the plan do not compile: {'; '.join(said)}. Plan with --no-verify "
                 "to leave that out.",
                 "packs-compile",
             )
         return backend.ledger(plan, {name: self._known[key] for name, key in keys.items()})
 
-    def _run(self, plan: PacksPlan, backend: PackBackend, jobs: list[Job]) -> list[str]:
-        """Compile the programs of jobs and return those that fail, each with the reason."""
-        failed = []
-        batch = Batch(jobs, backend.store, backend.provenance, self._spec, self.progress)
-        for outcome in batch.run(lambda: self._open(plan, backend, len(jobs))):
-            if outcome.value is None:
-                failed.append(f"{outcome.job.what}: {plain(outcome.error)}")
-            else:
-                self._known[outcome.job.key] = read(outcome.value, PackNeeds)
-        return failed
-
     @memo
-    def _backend(self, target: str) -> PackBackend:
-        """Return this process's backend for a target, which loads the model and knows keys."""
+    def _measurer(self, target: str, num_devices: int) -> Measurer[PackBackend]:
+        """Return what compiles for a target; its backend loads the model and knows keys."""
         from capture.profiler.packs import PackBackend
 
-        return PackBackend(loaded(self.workload), Target.load(target), self.store)
-
-    @property
-    def _spec(self) -> WorkloadSpec | None:
-        return spec_of(self.workload)
-
-    def _open(self, plan: PacksPlan, backend: PackBackend, num_jobs: int) -> Runner:
-        setting = None
-        if self._spec is not None and not self.where.here:
-            assert plan.cluster is not None, "asked before"
-            setting = setting_of(
-                Setting(
-                    self._spec,
-                    plan.num_layers,
-                    num_devices=plan.machine.devices,
-                    target=plan.cluster.target,
-                    measures="packs",
-                )
-            )
-        return self.where.open(setting, backend, num_jobs)
+        spec = spec_of(self.workload)
+        asked = None if spec is None else Setting(spec, num_devices, target)
+        backend = PackBackend(loaded(self.workload), Target.load(target), self.store)
+        return Measurer(backend, asked, self.where, self.progress)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -194,6 +195,15 @@ class Store:
         """Keep a measurement; committed when this returns. The first one of a key stays."""
         with self._writing() as database:
             _insert(database, key, value, provenance, seconds)
+
+    def kept(self, key: str, make: Callable[[], Any], provenance: Mapping[str, Any]) -> Any:
+        """Return a measurement that is in the store, or make it now and keep it."""
+        found = self.get([key])
+        if key not in found:
+            start = time.perf_counter()
+            found[key] = make()
+            self.put(key, found[key], provenance=provenance, seconds=time.perf_counter() - start)
+        return found[key]
 
     def __len__(self) -> int:
         (count,) = self._database.execute("SELECT COUNT(*) FROM measurements").fetchone()

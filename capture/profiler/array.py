@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from glob import escape
 from math import inf
 from pathlib import Path
@@ -36,8 +36,7 @@ from capture.measured.store import Store
 from capture.memo import memo
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
-from capture.plan.array import BUNDLE_BYTES, Shared
-from capture.profiler.asked import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
+from capture.profiler.asked import ArrayCall, ArrayShape, HostCopy, ProgramCost
 from capture.profiler.compile import CompileBackend
 from capture.profiler.executing import ExecutingMachine
 from capture.profiler.host_copies import COPY_BYTES, copies_of, copy_seconds, rows_of
@@ -60,8 +59,9 @@ _CODE = (
 )
 Progress = Callable[[str, int, int], None]
 What = ArrayCall | HostCopy
-#: Has measured, by key, what is not in the store, and tells how many are done.
-Measure = Callable[[Mapping[str, What], Callable[[int], None]], Mapping[str, ArrayNeeds]]
+#: Has measured, given a kind of programs and these by key, what is not in the store, and tells how
+#: far it is.
+Measure = Callable[[str, Mapping[str, What], Progress], Mapping[str, ProgramCost]]
 
 #: Bump when the programs of an array, or what is counted of them, change for the same model.
 ARRAY_VERSION = 1
@@ -70,6 +70,10 @@ NUM_EXECUTIONS = 3
 #: Programs that are asked for while choices are weighed.
 MORE = "more programs"
 _DEVICE = Place("device", (0,))
+
+
+def _silent(kind: str, done: int, total: int) -> None:
+    """Tell nobody how far measurements are."""
 
 
 def _code() -> str:
@@ -121,6 +125,11 @@ class ArrayBackend:
             bundle_bytes=shape.bundle_bytes,
         )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make the same backend in another process."""
+        return {"shape": self._shape}
+
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """The facts beside the program that decide a measurement: backend, target, versions and
@@ -139,12 +148,8 @@ class ArrayBackend:
         the store, or traced and then stored."""
         facts = {"backend": "trace", "versions": environment.versions(), "code": _code()}
         key = content_hash([facts, self.fuser.key(num_models)])
-        document, start = self.store.get([key]).get(key), time.perf_counter()
-        if document is None:
-            document = self.fuser.of(num_models).outline
-            took = time.perf_counter() - start
-            known = {**facts, "kind": "outline"}  # of no job
-            self.store.put(key, document, provenance=known, seconds=took)
+        known = {**facts, "kind": "outline"}  # of no job
+        document = self.store.kept(key, lambda: self.fuser.of(num_models).outline, known)
         return FusedArray(self.fuser, num_models, document)
 
     def key(self, what: What) -> str:
@@ -165,39 +170,37 @@ class ArrayBackend:
         (device,) = compiler.devices(1)
         return ArrayPrograms(device, compiler.compiler())
 
-    def measure(self, what: What) -> ArrayNeeds:
+    def measure(self, what: What) -> ProgramCost:
         """Compile a program and, where this backend executes, time it; of a host copy, time the
         copy."""
         if isinstance(what, HostCopy):
-            return ArrayNeeds(seconds=copy_seconds(what, NUM_EXECUTIONS, self.clock))
+            return ProgramCost(seconds=copy_seconds(what, NUM_EXECUTIONS, self.clock))
         array, programs = self.fuser.of(what.num_models), self._programs
         name = program_name(array, what.call)
         executable = programs.executable(array, what.call, name)
         nbytes = executable.transient_bytes
         if self.machine is None:
-            return ArrayNeeds(nbytes, work=executable.work)
+            return ProgramCost(nbytes, work=executable.work)
         try:
-            return ArrayNeeds(nbytes, self._executed(array, what.call, executable.call))
+            return ProgramCost(nbytes, self._executed(array, what.call, executable.call))
         except jax.errors.JaxRuntimeError as error:
             if OUT_OF_MEMORY not in str(error):
                 raise
-            return ArrayNeeds(nbytes, failure=str(error).splitlines()[0])
+            return ProgramCost(nbytes, failure=str(error).splitlines()[0])
         finally:
             programs.executables.pop(name)
 
     def measured(
-        self, wanted: Mapping[str, What], told: Callable[[int], None]
-    ) -> dict[str, ArrayNeeds]:
+        self, kind: str, wanted: Mapping[str, What], progress: Progress
+    ) -> dict[str, ProgramCost]:
         """Measure programs and copies one by one, and store each as soon as it is done
         (``Measure``); return the measurements by key."""
-        found = dict[str, ArrayNeeds]()
+        found, facts = dict[str, ProgramCost](), {**self.provenance, "kind": "array program"}
+        progress(kind, 0, len(wanted))
         for key, what in wanted.items():
-            start = time.perf_counter()
-            found[key] = self.measure(what)
-            took = time.perf_counter() - start
-            facts = {**self.provenance, "kind": "array program"}
-            self.store.put(key, write(found[key]), provenance=facts, seconds=took)
-            told(len(found))
+            made = partial(lambda each: write(self.measure(each)), what)
+            found[key] = read(self.store.kept(key, made, facts), ProgramCost)
+            progress(kind, len(found), len(wanted))
         return found
 
     def _executed(self, array: FusedArray, call: Call, run: Callable[..., Any]) -> float:
@@ -227,10 +230,7 @@ class ArrayProfile:
     Attributes:
         workload: The task of every model.
         cluster: One device of a target, with rates where nothing is executed.
-        batch_size: Examples of one model in a step.
-        num_layers: Number of layers of a loss without marks; 0 to choose.
-        shared, shared_batches, bundle_bytes: The fields of the plan with these names; what is
-            shared may be a predicate.
+        shape: Settings of the array.
         progress: Function that is told (kind, done, total) of what is measured.
         executes: Whether programs and copies are executed on the devices here, for their seconds.
         store: Store of measurements.
@@ -241,18 +241,14 @@ class ArrayProfile:
 
     workload: WorkloadProtocol
     cluster: Cluster
-    batch_size: int
-    num_layers: int = 0
-    shared: Shared = ()
-    shared_batches: bool = False
-    bundle_bytes: int = BUNDLE_BYTES
+    shape: ArrayShape
     progress: Progress = field(default=lambda kind, done, total: None, compare=False)
     executes: bool = False
     store: Store | None = field(default=None, compare=False)
     here: ExecutingMachine | None = None
     measure: Measure | None = field(default=None, compare=False)
     rates: Rates | None = None
-    _needs: dict[str, ArrayNeeds] = field(
+    _needs: dict[str, ProgramCost] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _known: dict[tuple[int, Call], ProgramFacts] = field(
@@ -289,12 +285,9 @@ class ArrayProfile:
         Raises:
             PlanError: ``array-devices`` where what would be executed is not on the target.
         """
-        shape = ArrayShape(
-            self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
-        )
         backend = ArrayBackend(
             self.workload,
-            shape,
+            self.shape,
             self.store,
             target=None if self.executes else self.target,
             machine=self.here,
@@ -342,8 +335,8 @@ class ArrayProfile:
     def shared_patterns(self) -> tuple[str, ...]:
         """The patterns of shared parameters as a plan holds them; for a predicate, the paths that
         it chose."""
-        if not callable(self.shared):
-            return tuple(self.shared)
+        if not callable(self.shape.shared):
+            return tuple(self.shape.shared)
         paths, shared = param_paths(self.fuser.traced), self.fuser.optimizer.shared
         return tuple(dict.fromkeys(escape(paths[p]) for p in sorted(shared)))
 
@@ -382,7 +375,7 @@ class ArrayProfile:
             self._known[known] = ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
         return self._known[known]
 
-    def needs(self, sub_array: Any, call: Call) -> ArrayNeeds:
+    def needs(self, sub_array: Any, call: Call) -> ProgramCost:
         """Return the measurement of a program, made now if neither this object nor the store has
         it."""
         _, key = self._named(sub_array, call)
@@ -409,23 +402,17 @@ class ArrayProfile:
         """Measure what neither this object nor the store has."""
         missing = {key: what for key, what in wanted.items() if key not in self._needs}
         for key, value in self.backend.store.get(missing).items():
-            self._needs[key] = read(value, ArrayNeeds)
+            self._needs[key] = read(value, ProgramCost)
             del missing[key]
         if not missing:
             return
-        total, measure = len(missing), self.measure or self.backend.measured
-        if kind == MORE:
-            # How many more there will be nobody knows.
+        measure, is_more = self.measure or self.backend.measured, kind == MORE
+        self._needs.update(measure(kind, missing, _silent if is_more else self.progress))
+        if is_more:  # how many more there will be nobody knows
             self._more.extend(missing)
-            measured = measure(missing, lambda done: None)
             self.progress(kind, len(self._more), len(self._more) + 1)
-        else:
-            self.progress(kind, 0, total)
-            told = lambda done: self.progress(kind, done, total)  # noqa: E731
-            measured = measure(missing, told)
-        self._needs.update(measured)
 
-    def _seconds(self, needs: ArrayNeeds) -> float:
+    def _seconds(self, needs: ProgramCost) -> float:
         """Return the seconds of a program; infinite where it does not fit the device, even
         alone."""
         if needs.work is not None:

@@ -85,17 +85,6 @@ class PackProgram:
         return {"program": self.name}
 
 
-@dataclass(frozen=True)
-class PackNeeds:
-    """The memory of a compiled program of packs.
-
-    Attributes:
-        transient_bytes: Temporaries and results, less what they are written over.
-    """
-
-    transient_bytes: int
-
-
 #: Copies between a device and its host; ``both`` begin together.
 CopyWay = Literal["to device", "to host", "both"]
 
@@ -163,8 +152,8 @@ class HostCopy:
 
 
 @dataclass(frozen=True)
-class ArrayNeeds:
-    """The measured memory and seconds of a program of an array, or the seconds of a copy.
+class ProgramCost:
+    """The measured memory and seconds of a program, or the seconds of a copy.
 
     Attributes:
         transient_bytes: Bytes that a program needs while it runs, as its compiler reports them:

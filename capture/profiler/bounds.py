@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -110,15 +109,8 @@ class BoundsBackend:
         """Return the bounds in the store under a content hash of everything that can change them;
         else trace and store them."""
         key = content_hash(["bounds", BOUNDS_VERSION, self._bounder.for_devices, *facts])
-        store = self._backend.store
-        found = store.get([key])
-        if key not in found:
-            start = time.perf_counter()
-            found[key] = write(trace())
-            seconds = time.perf_counter() - start
-            provenance = {**self._backend.provenance, "kind": "bounds"}  # of no job
-            store.put(key, found[key], provenance=provenance, seconds=seconds)
-        return read(found[key], kind)
+        provenance = {**self._backend.provenance, "kind": "bounds"}  # of no job
+        return read(self._backend.store.kept(key, lambda: write(trace()), provenance), kind)
 
     def _traced_ends(self, config: StageConfig, traces: StageTraces | None) -> EndBounds:
         programs = self._programs(config, traces)

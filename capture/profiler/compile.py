@@ -8,7 +8,6 @@ identical layers compile once, and a finished measurement is never made again.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,7 @@ from capture.compiler.target_compiler import TargetCompiler
 from capture.documents import read, write
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
-from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
+from capture.measured.stage_cost import SplitCost, StageBounds, StageCost, UpdateCost
 from capture.measured.store import Store
 from capture.memo import memo
 from capture.model.graph import LayerGraph, content_hash
@@ -32,6 +31,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
 from capture.plan.choices import StageChoice, is_cut, remat_of_layers, remat_time_fraction
+from capture.profiler.bounded_passes import BoundedPasses
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.programs import StagePrograms
@@ -77,6 +77,7 @@ class CompileBackend:
 
     Attributes:
         compiles: Compiler for the target.
+        rule: How parameters are split.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CompileBackend:
         num_devices: int = 1,
     ):
         environment.warn()
-        self.workload, self._num_layers, self._rule = workload, num_layers, rule
+        self.workload, self._num_layers, self.rule = workload, num_layers, rule
         self._unmarked_layers, self._num_devices = unmarked_layers, num_devices
         self.store = Store() if store is None else store
         self.target = Target.load("cpu") if target is None else target
@@ -145,10 +146,15 @@ class CompileBackend:
         marks. For a model without marks it is known once the model is traced."""
         return self._num_layers
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make the same backend in another process."""
+        return {"num_layers": self._num_layers, "rule": self.rule}
+
     @memo
     def sharding(self, microbatch_size: int) -> ModelSharding:
         """Return how the parameters of the model are split at a micro-batch size."""
-        return ModelSharding(self.traced(microbatch_size), self._rule)
+        return ModelSharding(self.traced(microbatch_size), self.rule)
 
     def _update_of(self, config: StageConfig) -> StageUpdate:
         """Return the optimizer's slice of a stage. Other stages need values of it even where the
@@ -357,6 +363,12 @@ class CompileBackend:
             ),
         )
 
+    def bound(self, asked: BoundedPasses) -> list[StageBounds | None]:
+        """Return the bounds of passes from tracing; None for those that follow from the others."""
+        from capture.profiler.bounds import bounded
+
+        return bounded(self, asked)
+
     def split_buffers_key(self, config: StageConfig) -> str:
         """Return the content hash of the buffers of a stage whose backward pass is split."""
         return content_hash([self.buffers_key(config), self.split_key(config)])
@@ -375,14 +387,12 @@ class CompileBackend:
     def _stored(
         self, kind: type[Measured], key: str, compile_it: Callable[[], Measured]
     ) -> Measured:
-        found = self.store.get([key])
-        if key not in found:
-            start = time.perf_counter()
+        def compiled() -> Any:
             with self.compiles.refusing("the model"):
-                found = {key: write(compile_it())}
-            facts = {**self.provenance, "kind": "compiled in place"}  # of no job
-            self.store.put(key, found[key], provenance=facts, seconds=time.perf_counter() - start)
-        return read(found[key], kind)
+                return write(compile_it())
+
+        facts = {**self.provenance, "kind": "compiled in place"}  # of no job
+        return read(self.store.kept(key, compiled, facts), kind)
 
     def programs(
         self,

@@ -96,6 +96,12 @@ class LayerBackend:
             facts = self._machine.provenance
         return {**facts, "layer_version": LAYER_VERSION}
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make the same backend in another process."""
+        num_layers = self.graph().num_layers
+        return {"num_layers": num_layers, "memory_limit_bytes": self._memory_limit_bytes}
+
     @memo
     def layers(self, microbatch_size: int) -> Decomposed:
         """Return the model at a micro-batch size as programs of single layers."""

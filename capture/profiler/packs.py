@@ -16,7 +16,7 @@ from capture.measured.store import Store
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.packs import PacksPlan
-from capture.profiler.asked import PackNeeds, PackProgram
+from capture.profiler.asked import PackProgram, ProgramCost
 from capture.profiler.compile import CompileBackend
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger
@@ -39,6 +39,7 @@ class PackBackend:
         self._workload, self.target = workload, target
         self._facts = CompileBackend(workload, store=store, target=target).provenance
         self.store = Store() if store is None else store
+        self.options: dict[str, Any] = {}
         self._step: StreamedStep | None = None
 
     @cached_property
@@ -79,16 +80,16 @@ class PackBackend:
         do the same."""
         return content_hash([self.provenance, self.step(what.plan).programs.key(what.name)])
 
-    def measure(self, what: PackProgram) -> PackNeeds:
+    def measure(self, what: PackProgram) -> ProgramCost:
         """Compile a program and return the bytes that it needs while it runs.
 
         Raises:
             TargetError: ``target-refused`` if the compiler does not take it, ``target-report``.
         """
         with self._compiler.refusing(f"program {what.name!r}"):
-            return PackNeeds(self.step(what.plan).programs.executable(what.name).transient_bytes)
+            return ProgramCost(self.step(what.plan).programs.executable(what.name).transient_bytes)
 
-    def ledger(self, plan: PacksPlan, needs: Mapping[str, PackNeeds]) -> Ledger:
+    def ledger(self, plan: PacksPlan, needs: Mapping[str, ProgramCost]) -> Ledger:
         """Replay a plan's step and return its ledger; the host is given enough memory for any plan.
 
         Args:

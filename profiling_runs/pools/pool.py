@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from capture import environment
 from capture.errors import ProfileError
 from capture.measured.claims import name_of_process
-from profiling_runs.jobs import Failure, Job, Outcome
+from profiling_runs.jobs import Backend, Failure, Job, Outcome
 
 #: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at
 #: once), with some room.
@@ -198,7 +198,7 @@ class Here:
 
     group = None
 
-    def __init__(self, backend: Any):
+    def __init__(self, backend: Backend):
         self._backend, self.name = backend, name_of_process()
         self._job: Job | None = None
 

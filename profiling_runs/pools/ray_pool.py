@@ -40,7 +40,7 @@ def demand_of(setting: Setting, accelerator_type: str | None) -> Demand:
         ProfileError: ``ray-accelerator``.
     """
     demand = Demand(WORKER_BYTES)
-    if setting.backend == "compile":
+    if not setting.executes:
         return demand
     return demand.on(setting.target, setting.num_devices, accelerator_type, ProfileError)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from capture import environment
 from capture.errors import ProfileError
 from capture.options import Asked, at_least
-from profiling_runs.jobs import Setting
+from profiling_runs.jobs import Backend, Setting
 from profiling_runs.pools.pool import Here, Runner
 from profiling_runs.pools.worker import versions_of
 
@@ -63,7 +63,7 @@ class Where:
         """Whether every measurement is made in this process."""
         return self.num_workers == 0
 
-    def open(self, setting: Setting | None, backend: Any, num_jobs: int) -> Runner:
+    def open(self, setting: Setting | None, backend: Backend | None, num_jobs: int) -> Runner:
         """Start the runner of a number of jobs: this process, local workers, or a Ray cluster.
 
         Args:
@@ -75,6 +75,7 @@ class Where:
             ProfileError: as ``RayPool``.
         """
         if setting is None:
+            assert backend is not None, "this process measures"
             return Here(backend)
         if self.ray is not None:
             from profiling_runs.pools.ray_pool import RayPool

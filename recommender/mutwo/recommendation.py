@@ -300,11 +300,7 @@ def _profiles_here(question: ArrayQuestion, progress: Progress) -> dict[ArrayTas
         task: ArrayProfile(
             named_workload(task.workload, given),
             question.cluster,
-            task.batch_size,
-            task.num_layers,
-            question.shared,
-            question.shared_batches,
-            question.bundle_bytes,
+            replace(question.shape, batch_size=task.batch_size, num_layers=task.num_layers),
             progress,
             question.executes,
         )

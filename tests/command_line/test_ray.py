@@ -61,14 +61,14 @@ def test_a_worker_that_compiles_needs_a_processor_and_memory():
 
 
 def test_a_run_for_a_kind_of_device_fits_nowhere_else():
-    demand = demand_of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"), None)
+    demand = demand_of(Setting(SPEC, num_devices=2, executes=True, target="a100-40g"), None)
     node = {"CPU": 16, "GPU": 4, "memory": 64e9}
     assert demand.room({**node, "accelerator_type:A100": 1}) == 2
     assert demand.room({**node, "accelerator_type:H100": 1}) == demand.room(node) == 0
     assert demand.options()["resources"] == {"accelerator_type:A100": 0.001}
     assert (
         demand_of(
-            Setting(SPEC, num_devices=2, backend="run", target="h100"), "H100-SXM"
+            Setting(SPEC, num_devices=2, executes=True, target="h100"), "H100-SXM"
         ).accelerator_type
         == "H100-SXM"
     )
@@ -211,7 +211,7 @@ def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(
     ray_cluster, directory, monkeypatch
 ):
     monkeypatch.chdir(directory)
-    setting = setting_of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"))
+    setting = setting_of(Setting(SPEC, num_devices=2, executes=True, target="a100-40g"))
     other = ray_cluster.add(num_gpus=2, resources={"accelerator_type:H100": 1})
     with pytest.raises(ProfileError) as error:
         Where(ray=ray_cluster.address).open(setting, None, 1)

@@ -25,6 +25,7 @@ from capture.papers.capture.profile import PaperStatistics
 from capture.papers.capture.run import RunBackend
 from capture.plan.choices import StageChoice
 from capture.profiler.executing import ExecutingMachine
+from capture.registered import REGISTERED
 from profiling_runs import profile
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Setting
@@ -298,10 +299,12 @@ def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     monkeypatch.setitem(MAX_ATTEMPTS, "lost", 2)
     file = tmp_path / "killed.py"
     file.write_text(user_model("killed"))
-    setting = setting_of(Setting(WorkloadSpec(str(file), "killed"), num_devices=3, backend="run"))
+    backend = REGISTERED["profiling runs"]["run"]
+    spec = WorkloadSpec(str(file), "killed")
+    setting = setting_of(Setting(spec, num_devices=3, executes=True, backend=backend))
     jobs = [
-        Job("killed", replace(ONE_RUN, num_microbatches=16), "run"),
-        Job("made", ONE_RUN, "run"),
+        Job("killed", replace(ONE_RUN, num_microbatches=16), "run", method="execute"),
+        Job("made", ONE_RUN, "run", method="execute"),
     ]
     store, events = Store(), []
     batch = Batch(jobs, store, {"backend": "run"}, watch=events.append)

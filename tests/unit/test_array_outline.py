@@ -13,6 +13,7 @@ from array_models import BATCH, tiny_gpt, tiny_lora
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.profiler.array import ArrayProfile
+from capture.profiler.asked import ArrayShape
 from capture.runtime.array_programs import program_name
 from capture.runtime.fused import FusedArray, Fuser
 from capture.step.sub_array import Call, Uses, recomputable
@@ -59,7 +60,8 @@ def test_what_the_store_has_is_not_traced_again(monkeypatch):
 
     def array(workload=None, size: int = 2, **options):
         workload = workload or tiny_gpt(2)
-        return ArrayProfile(workload, cluster, BATCH, store=store, **options).sub_array(size)
+        shape = ArrayShape(BATCH, **options)
+        return ArrayProfile(workload, cluster, shape, store=store).sub_array(size)
 
     first = array()
     assert array().bundles == first.bundles and array().outline == first.outline
@@ -88,6 +90,6 @@ def test_other_code_traces_again(monkeypatch):
     store, cluster = Store(), Cluster((1,), "h200")
     for n, code in enumerate(["a", "a", "b"]):
         monkeypatch.setattr("capture.profiler.array._code", lambda code=code: code)
-        ArrayProfile(tiny_gpt(1), cluster, BATCH, store=store).sub_array(1)
+        ArrayProfile(tiny_gpt(1), cluster, ArrayShape(BATCH), store=store).sub_array(1)
         assert len(store) == (1, 1, 2)[n]
     assert [row.provenance["kind"] for row in store.rows()] == ["outline"] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import pytest
 from array_kit import Kit
@@ -13,11 +15,11 @@ from capture.machine.link_fit import MeasuredCopies, fit_host_link
 from capture.measured.store import Store
 from capture.profiler import array as profiler
 from capture.profiler.array import ArrayBackend, ArrayProfile
-from capture.profiler.asked import ArrayCall, ArrayNeeds, ArrayShape, HostCopy
+from capture.profiler.asked import ArrayCall, ArrayShape, HostCopy, ProgramCost
 from capture.runtime.array_programs import program_name
 from capture.step.sub_array import Call
-from profiling_runs.arrays import _Jobs
-from profiling_runs.pools.where import Where
+from profiling_runs.arrays import _measured
+from profiling_runs.require import Measurer
 from recommender.mutwo import ArrayQuestion
 
 
@@ -28,7 +30,7 @@ class Backend(Kit):
     measured = ArrayBackend.measured
 
     def measure(self, what):
-        return ArrayNeeds(1, 1.0)
+        return ProgramCost(1, 1.0)
 
     def key_of(self, name: str) -> str:
         return name
@@ -39,7 +41,7 @@ def test_every_program_is_said_once_and_more_of_them_are_when_they_come(monkeypa
     name = lambda array, call: f"{call} of {array.num_models}"  # noqa: E731
     monkeypatch.setattr(profiler, "program_name", name)
     cluster = Cluster((1,), "h200")
-    profile = ArrayProfile(None, cluster, 1, progress=lambda *one: said.append(one))
+    profile = ArrayProfile(None, cluster, ArrayShape(1), progress=lambda *one: said.append(one))
     backend = Backend(2)
     vars(profile)["backend"] = backend
     profile.prepare([2, 1, 2])
@@ -85,16 +87,17 @@ def test_what_was_measured_is_kept_when_the_rest_is_not(monkeypatch):
         if len(made) == most:
             raise KeyboardInterrupt
         made.append(what)
-        return ArrayNeeds(7, 0.5 + len(made))
+        return ProgramCost(7, 0.5 + len(made))
 
     monkeypatch.setattr(ArrayBackend, "measure", measure)
 
     def profile() -> ArrayProfile:
-        jobs = _Jobs(lambda: found.backend, None, None, Where(0))
+        measurers = {}
         found = ArrayProfile(
-            tiny_gpt(2), Cluster((1,), "cpu"), BATCH, executes=True, store=store,
-            measure=jobs.measure,
+            tiny_gpt(2), Cluster((1,), "cpu"), ArrayShape(BATCH), executes=True, store=store,
+            measure=partial(_measured, measurers, None),
         )  # fmt: skip
+        measurers[None] = Measurer(found.backend)
         return found
 
     with pytest.raises(KeyboardInterrupt):
@@ -137,7 +140,7 @@ def test_copies_are_measured_both_ways():
 
 def test_what_is_executed_is_on_the_target_and_has_a_limit():
     with pytest.raises(PlanError) as error:
-        profile = ArrayProfile(tiny_gpt(1), Cluster((1,), "h200"), BATCH, executes=True)
+        profile = ArrayProfile(tiny_gpt(1), Cluster((1,), "h200"), ArrayShape(BATCH), executes=True)
         profile.prepare([1])
     assert error.value.codes == ("array-devices",)
     for backend, code in (("run", "array-limit"), ("alpa", "array-backend")):

@@ -364,10 +364,8 @@ def test_what_is_begun_is_not_waited_for_until_it_is_asked_for(monkeypatch):
     silent, setting = (lambda *said: None), property(lambda self: "known")
     monkeypatch.setattr(Measurements, "setting", setting)
     monkeypatch.setattr(Measurements, "_open", lambda self, num_jobs: pool)
-    monkeypatch.setattr(
-        Measurements, "_missing_jobs", lambda self, of: ({}, list(map(job, *of.values())))
-    )
-    measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
+    monkeypatch.setattr(Measurements, "jobs", lambda self, of: list(map(job, *of.values())))
+    measurements = Measurements(backend, Setting(SPEC), Where(), silent, silent)
 
     def ran(*names):
         return [outcome.job.key for outcome in measurements._run(list(map(job, names)))]
@@ -466,8 +464,8 @@ def test_what_one_stage_alone_needs_is_a_part_of_its_job():
         measure=measure,
     )
     silent = lambda *said: None  # noqa: E731
-    measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
-    _, jobs = measurements._missing_jobs({"stages of the plan": stages})
+    measurements = Measurements(backend, Setting(SPEC), Where(), silent, silent)
+    _, jobs = measurements.missing_jobs(measurements.jobs({"stages of the plan": stages}))
     assert [(job.part, job.needs) for job in jobs] == [
         ("update", None),
         ("stage", "update 0"),
@@ -478,5 +476,5 @@ def test_what_one_stage_alone_needs_is_a_part_of_its_job():
     assert [outcome.failure for outcome in outcomes] == [None]
     assert set(kept.get([str(stages[2]), "update 1"])) == {str(stages[2]), "update 1"}
     worker.put("update 0", {"of": "update"}, provenance={}, seconds=1)
-    _, jobs = measurements._missing_jobs({"stages of the plan": stages[:1]})
+    _, jobs = measurements.missing_jobs(measurements.jobs({"stages of the plan": stages[:1]}))
     assert [(job.part, job.known) for job in jobs] == [("stage", {"update 0": {"of": "update"}})]

@@ -9,7 +9,7 @@ from test_batch import SPEC, ScriptedPool
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.profiler.bounded_passes import BoundedPasses
-from profiling_runs.jobs import Outcome
+from profiling_runs.jobs import Outcome, Setting
 from profiling_runs.measurements import Measurements
 from profiling_runs.pools.where import Where
 
@@ -99,7 +99,7 @@ def test_workers_are_started_anew_where_the_model_is_cut_into_layers_since(monke
     setting = property(lambda self: (self.backend.num_layers, self._ahead))
     monkeypatch.setattr(Measurements, "setting", setting)
     backend, silent = SimpleNamespace(num_layers=None), (lambda *said: None)
-    measurements = Measurements(backend, SPEC, Where(), 1, "auto", silent, silent)
+    measurements = Measurements(backend, Setting(SPEC), Where(), silent, silent)
     with measurements.keeping_workers():
         measurements.start_workers(ahead=[2, 8])
         measurements.start_workers()

@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from capture.step.sub_array import Uses
 from recommender.mutwo.problem import ArrayProblem, Chosen, Space
 
 if TYPE_CHECKING:
-    from capture.profiler.array import ArrayProfile, What
-    from capture.profiler.asked import ArrayNeeds
+    from capture.profiler.array import ArrayProfile, Progress, What
+    from capture.profiler.asked import ProgramCost
 
 ZOO = Path(__file__).parents[3] / "models"
 RESULTS = Path(__file__).parents[2] / "results"
@@ -128,18 +128,20 @@ def profile_of(
     """Of arrays of a task, from the store or compiled in this process, which is counted; call
     ``prepare`` first."""
     from capture.profiler.array import ArrayProfile
+    from capture.profiler.asked import ArrayShape
 
     count = Compiled() if compiled is None else compiled
 
-    def measure(wanted: Mapping[str, What], told: Callable[[int], None]) -> dict[str, ArrayNeeds]:
+    def measure(kind: str, wanted: Mapping[str, What], told: Progress) -> dict[str, ProgramCost]:
         begun = time.perf_counter()
-        found = profile.backend.measured(wanted, told)
+        found = profile.backend.measured(kind, wanted, told)
         count.num_compiled += len(found)
         count.compile_seconds += time.perf_counter() - begun
         return found
 
     cluster = Cluster((1,), target)
-    profile = ArrayProfile(workload, cluster, batch_size, store=store, measure=measure)
+    shape = ArrayShape(batch_size)
+    profile = ArrayProfile(workload, cluster, shape, store=store, measure=measure)
     return profile
 
 

@@ -12,6 +12,7 @@ from capture.papers.capture.profile import RunPeaks, ranges
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from profiling_runs.jobs import Failure, Job, Outcome
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,13 @@ class Executed:
     failure: str = ""
     traceback: str = ""
 
-    def stored_key(self, key: str) -> str:
-        """Return the key of what the store keeps, where it is another than the run's."""
-        return "" if self.meter else replay_key(key)
+    def outcome(self, job: Job) -> Outcome:
+        """Return what came of the job of this run; the peaks that were replayed are kept under a
+        key of their own."""
+        if self.peak_bytes_per_stage is None:
+            failure: Failure = "raised" if self.traceback else "refused"
+            return Outcome(job, None, failure=failure, error=self.failure, traceback=self.traceback)
+        return Outcome(job, self.to_json(), stored_key="" if self.meter else replay_key(job.key))
 
     def to_json(self) -> dict[str, Any]:
         """Return the peaks and their meter, as the store keeps them."""

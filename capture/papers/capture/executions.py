@@ -30,13 +30,14 @@ from capture.papers.capture.profile import (
 )
 from capture.profiler.executing import ExecutingMachine
 from capture.registered import REGISTERED
-from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.batch import Progress, Watch
 from profiling_runs.collect import PAPER_RUNS
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.machine import machine_of_workers
 from profiling_runs.measurements import Measurements
-from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion
+from profiling_runs.require import Measurer
 
 if TYPE_CHECKING:
     from capture.papers.capture.run import RunBackend
@@ -110,26 +111,19 @@ def executed_profile(
         ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    setting, backend = _opened(question, store, where)
+    backend, asked, where = _opened(question, store, where)
+    measurer = Measurer(backend, asked, where, progress, watch)
     size = question.microbatch_size
     graph = backend.compiler.traced(size).graph
     num_layers = backend.compiler.num_layers
-    setting = setting and replace(setting, num_layers=num_layers)
     sets = paper_runs_of(question, graph.num_layers)
     jobs = profiling_jobs(backend, question, sets)
-    outcomes = {
-        run: peaks
-        for runs in jobs.values()
-        for run in runs
-        if (peaks := backend.find(run)) is not None
-    }
-    missing = {job.key: job for job, runs in jobs.items() if runs[0] not in outcomes}
-    batch = Batch(
-        list(missing.values()), backend.store, backend.provenance, question.spec, progress, watch
-    )
-    for outcome in batch.run(lambda: where.open(setting, backend, len(missing))):
-        for run in jobs[outcome.job]:
-            found = run.failed(outcome.error) if outcome.value is None else backend.find(run)
+    measurer.measure(job for job, runs in jobs.items() if backend.find(runs[0]) is None)
+    outcomes: dict[ProfilingRun, RunPeaks] = {}
+    for job, runs in jobs.items():
+        for run in runs:
+            error = measurer.errors.get(job.key)
+            found = backend.find(run) if error is None else run.failed(error)
             assert found is not None, "it has just been kept"
             outcomes[run] = found
     _check_some(list(outcomes.values()))
@@ -164,8 +158,9 @@ def executed_profile(
 
 def _opened(
     question: ProfileQuestion, store: Store | None, where: Where
-) -> tuple[Setting | None, RunBackend]:
-    """Return how workers make the runs (None: in this process), and the backend of this process."""
+) -> tuple[RunBackend, Setting | None, Where]:
+    """Return the backend of this process, what workers need for the runs, and where they are
+    made."""
     spec, cluster = question.spec, question.cluster
     if question.backend == "alpa":
         if spec is None or question.alpa_python is None:
@@ -177,30 +172,25 @@ def _opened(
             spec, cluster, question.alpa_python, question.num_layers, store
         )
         assert backend.versions, "asked at once: a wrong interpreter would fail every run"
-        return None, backend
-    setting, machine = None, None
-    if spec is not None and not where.here:
-        setting = Setting(
-            spec,
-            question.num_layers,
-            question.tensor_parallel_rule,
-            most_run_devices(cluster.num_devices),
-            "run",
-            cluster.target,
-            question.memory_limit_bytes,
-        )
-        machine = machine_of_workers(setting_of(setting), where)
-        setting = setting_of(replace(setting, fresh_process=machine.platform != "cpu"))
-    return setting, REGISTERED["profiling runs"]["run"](
+        return backend, Setting(spec), Where(0)
+    asked, machine = None, None
+    if spec is not None:
+        devices = most_run_devices(cluster.num_devices)
+        asked = Setting(spec, devices, cluster.target, executes=True)
+    if asked is not None and not where.here:
+        machine = machine_of_workers(asked, where)
+        asked = replace(asked, fresh_process=machine.platform != "cpu")
+    backend = REGISTERED["profiling runs"]["run"](
         question.task,
         question.num_layers,
         question.tensor_parallel_rule,
         store,
         memory_limit_bytes=question.memory_limit_bytes,
         machine=machine,
-        fresh_process=setting is not None and setting.fresh_process,
+        fresh_process=asked is not None and asked.fresh_process,
         num_devices=cluster.num_devices,
     )
+    return backend, asked, where
 
 
 def paper_runs_of(question: ProfileQuestion, num_layers: int) -> list[PaperRuns]:
@@ -227,7 +217,10 @@ def profiling_jobs(
             for partitioning in one.partitionings:
                 run = ProfilingRun(partitioning, one.choice, size, m, schedule, repeats)
                 runs_of.setdefault(backend.key(run), []).append(run)
-    return {Job(key, same[0], "run", PROFILING_RUNS): same for key, same in runs_of.items()}
+    return {
+        Job(key, same[0], "run", PROFILING_RUNS, method="execute"): same
+        for key, same in runs_of.items()
+    }
 
 
 def _check_some(outcomes: list[RunPeaks]) -> None:

@@ -96,6 +96,16 @@ class RunBackend:
             "program_version": PROGRAM_VERSION,
         }
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make the same backend in another process."""
+        return {
+            "num_layers": self.compiler.num_layers,
+            "rule": self.compiler.rule,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "fresh_process": self.fresh_process,
+        }
+
     # ---- the store -------------------------------------------------------------------------------
 
     def key(self, run: ProfilingRun) -> str:
