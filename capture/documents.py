@@ -33,7 +33,7 @@ class FieldError(ValueError):
     """An error of a field that is missing or of another type; the message names it."""
 
 
-def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T:
+def read(data: object, kind: type[T], path: str = "", *, strict: bool = False) -> T:
     """Convert a parsed JSON document into a dataclass.
 
     Args:
@@ -63,7 +63,7 @@ def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T
         raise FieldError(next(_wrong(data, kind, path, strict), str(error))) from None
 
 
-def write(value: Any) -> Any:
+def write(value: object) -> Any:
     """Convert a value into what a JSON writer takes, the inverse of ``read``. A class that has a
     ``to_json`` converts itself."""
     if type(value) in _PLAIN:  # most are, and asking for more of them takes time
@@ -75,18 +75,18 @@ def write(value: Any) -> Any:
     return mapped(value, lambda item: item, write)
 
 
-def as_json(value: Any, indent: int | None = None) -> str:
+def as_json(value: object, indent: int | None = None) -> str:
     """Return a dataclass as a JSON text; what is infinite or no number becomes null, as JSON has
     neither."""
 
-    def finite(each: Any) -> Any:
+    def finite(each: object) -> Any:
         return None if isinstance(each, float) and not math.isfinite(each) else each
 
     return json.dumps(mapped(write(value), finite), indent=indent, allow_nan=False)
 
 
 def mapped(
-    document: Any, change: Callable[[Any], Any], inner: Callable[[Any], Any] | None = None
+    document: object, change: Callable[[Any], Any], inner: Callable[[Any], Any] | None = None
 ) -> Any:
     """Return a document with ``change`` applied to every number, text, truth value and null;
     ``inner`` converts the items of objects and lists, by default in the same way."""
@@ -113,7 +113,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def but_empty(value: Any, *names: str) -> dict[str, Any]:
+def but_empty(value: object, *names: str) -> dict[str, Any]:
     """Return the fields of a dataclass, converted for JSON, except ``names`` that are empty."""
     written = fields_of(value)
     return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
@@ -157,7 +157,7 @@ _FILES = {
 }
 
 
-def _recognised(data: Any) -> str:
+def _recognised(data: object) -> str:
     """Return the name of the format whose fields a document has; empty if there is none."""
     keys = frozenset(data) if isinstance(data, Mapping) else frozenset()
     return next(
@@ -253,7 +253,7 @@ class Format:
             )
         return fields
 
-    def read(self, data: Any, kind: type[T]) -> T:
+    def read(self, data: object, kind: type[T]) -> T:
         """Check a parsed document of this format and convert its fields into a dataclass.
 
         Raises:
@@ -265,7 +265,7 @@ class Format:
         except FieldError as error:
             raise self.corrupt(str(error)) from None
 
-    def write(self, written: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, written: Mapping[str, object]) -> dict[str, Any]:
         """Return the document of this format with these fields, its schema version and its kind."""
         kind = {"kind": self.kind} if self.kind else {}
         return {"schema_version": self.versions[-1], **kind, **written}
@@ -281,7 +281,7 @@ class Format:
         return f"{self.advice[0].upper()}{self.advice[1:]}."
 
 
-def _wrong(value: Any, hint: Any, path: str, strict: bool) -> Iterator[str]:
+def _wrong(value: object, hint: object, path: str, strict: bool) -> Iterator[str]:
     """Yield one sentence for each part of a value that does not fit a type hint, with its path."""
     origin, arguments = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
@@ -308,7 +308,7 @@ def _wrong(value: Any, hint: Any, path: str, strict: bool) -> Iterator[str]:
             yield _sentence(value, path, _NAMES[hint])
 
 
-def _wrong_fields(value: Any, kind: type, path: str, strict: bool) -> Iterator[str]:
+def _wrong_fields(value: object, kind: type, path: str, strict: bool) -> Iterator[str]:
     if not isinstance(value, Mapping):
         yield _sentence(value, path or "the document", "an object")
         return
@@ -324,7 +324,7 @@ def _wrong_fields(value: Any, kind: type, path: str, strict: bool) -> Iterator[s
             yield f"{_at(path, key)} is no field{_meant(key, hints)}"
 
 
-def _meant(key: str, hints: Mapping[str, Any]) -> str:
+def _meant(key: str, hints: Mapping[str, object]) -> str:
     """Return where a name that is no field belongs, or what it is like, as the end of a
     sentence."""
     for name, hint in hints.items():
@@ -335,7 +335,7 @@ def _meant(key: str, hints: Mapping[str, Any]) -> str:
     return f"; {near[0]!r} is" if near else ""
 
 
-def _wrong_items(value: Any, kinds: Sequence[Any], path: str, strict: bool) -> Iterator[str]:
+def _wrong_items(value: object, kinds: Sequence[object], path: str, strict: bool) -> Iterator[str]:
     if not isinstance(value, (list, tuple)):
         yield _sentence(value, path, "a list")
         return
@@ -356,5 +356,5 @@ def _at(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _sentence(value: Any, path: str, wanted: str) -> str:
+def _sentence(value: object, path: str, wanted: str) -> str:
     return f"{path} is {reprlib.repr(value)} and must be {wanted}"

@@ -133,7 +133,7 @@ class Option:
             help=self.help,
         )
 
-    def value(self, given: Any) -> Any:
+    def value(self, given: object) -> Any:
         """Convert a value of a file as the command line would read it.
 
         Raises:
@@ -150,7 +150,7 @@ class Option:
                 return self._read(",".join(map(str, given)))
         return [self._read(given)] if self.again else self._read(given)
 
-    def _read(self, given: Any) -> Any:
+    def _read(self, given: object) -> Any:
         if isinstance(given, bool) or not isinstance(given, str | int | float):
             raise ValueError("write a string or a number.")
         read = self.read(str(given))
@@ -213,7 +213,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_keys(
-    given: Mapping[str, Any], known: Collection[Option]
+    given: Mapping[str, object], known: Collection[Option]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of the keys of a file, and what is wrong with others, in sentences."""
     options = {option.name: option for option in known if option.in_files}
@@ -259,7 +259,7 @@ def options_of(*kinds: type) -> tuple[Option, ...]:
     return tuple(found.values())
 
 
-def taken(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def taken(kind: type, values: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of a dataclass that options set; without those of options not given."""
     named = {field: asked.name or field for field, (asked, _) in _asked(kind).items()}
     return {
@@ -269,7 +269,7 @@ def taken(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: object) -> list[Any]:
     """Return an option's value as a list: several of one that may be repeated, one of another."""
     return value if isinstance(value, list) else [value]
 
@@ -299,7 +299,7 @@ def _asked(kind: type) -> dict[str, tuple[Asked, Any]]:
     }
 
 
-def _option(name: str, field: str, asked: Asked, hint: Any, said: tuple[Any, str]) -> Option:
+def _option(name: str, field: str, asked: Asked, hint: object, said: tuple[Any, str]) -> Option:
     default, text = said
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in union if kind is not NoneType]
@@ -335,7 +335,7 @@ def _option(name: str, field: str, asked: Asked, hint: Any, said: tuple[Any, str
     )
 
 
-def _shown(default: Any) -> str:
+def _shown(default: object) -> str:
     match default:
         case tuple():
             return ",".join(map(str, default))

@@ -70,7 +70,7 @@ class Batch:
         self,
         jobs: Sequence[Job],
         store: Store,
-        provenance: Mapping[str, Any],
+        provenance: Mapping[str, object],
         workload: WorkloadSpec | None = None,
         progress: Progress = lambda what, done, total: None,
         watch: Watch = lambda event: None,

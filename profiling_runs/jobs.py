@@ -205,7 +205,7 @@ class Queue:
         others with it."""
         self._again.append(job)
 
-    def settle(self, key: str, value: Any) -> None:
+    def settle(self, key: str, value: object) -> None:
         """Note that a job was done, or given up (None): those that need it come next, so that what
         was begun first ends first."""
         self._unsettled.discard(key)

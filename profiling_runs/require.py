@@ -157,7 +157,7 @@ class Measurer(Generic[B]):
             self._kept = None
 
 
-def _prepared(job: Job, apart: Container[str | None], values: Mapping[str, Any]) -> Job:
+def _prepared(job: Job, apart: Container[str | None], values: Mapping[str, object]) -> Job:
     """Return a job with what it needs, if the store has it. What one job alone needs is a part of
     it: nobody has to hear of it in between."""
     if job.needs is None:

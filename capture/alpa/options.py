@@ -65,7 +65,7 @@ class AlpaOptions:
     def to_json(self) -> dict[str, Any]:
         return {"alpa_version": ALPA_VERSION, **asdict(self)}
 
-    def build(self, devices: Any = None) -> Any:
+    def build(self, devices: object = None) -> Any:
         """Build the real ``alpa.PipeshardParallel``.
 
         Args:
@@ -174,7 +174,7 @@ def method(devices=None):
 '''
 
 
-def _arguments(arguments: Mapping[str, Any]) -> str:
+def _arguments(arguments: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 

@@ -35,7 +35,7 @@ class _Shell:
     def __init__(self, *args: Any):
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         parts = state if isinstance(state, tuple) else (state,)
         for part in parts:
             if isinstance(part, Mapping):
@@ -50,7 +50,7 @@ class _ShellUnpickler(pickle.Unpickler):
 
 
 def plan_from_alpa(
-    source: Any,
+    source: object,
     *,
     global_batch_size: int,
     cluster: Cluster | None = None,
@@ -172,7 +172,7 @@ def _said(plan: Any, cluster: Cluster | None, target: str) -> _Said:
 
 
 def _degrees(
-    stage: int, logical: Shape, settings: Mapping[str, Any], undecided: str | None
+    stage: int, logical: Shape, settings: Mapping[str, object], undecided: str | None
 ) -> tuple[int, int]:
     """Return the (data parallel, tensor parallel) degrees of a stage."""
     size = logical[0] * logical[1]
@@ -193,7 +193,7 @@ def _degrees(
     return (size, 1) if undecided == "data_parallel" else (1, size)
 
 
-def _loaded(source: Any) -> Any:
+def _loaded(source: object) -> Any:
     match source:
         case str() | Path():
             return _loaded(Path(source).read_bytes())
@@ -202,5 +202,5 @@ def _loaded(source: Any) -> Any:
     return source
 
 
-def _name(source: Any) -> str:
+def _name(source: object) -> str:
     return f"{str(source)!r}" if isinstance(source, (str, Path)) else f"the {type(source).__name__}"

@@ -177,7 +177,7 @@ def of_profiles(command: argparse.Namespace) -> list[str]:
     ]
 
 
-def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _combinations(table: Mapping[str, object]) -> list[dict[str, Any]]:
     """Return one table per combination of the values of lists.
 
     Example:
@@ -188,7 +188,7 @@ def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(table, values, strict=True)) for values in product(*choices)]
 
 
-def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read(given: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of all options of a profile, and what is wrong with those that are
     given."""
     values = {name: option.default for name, option in _KNOWN.items()}

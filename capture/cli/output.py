@@ -20,7 +20,7 @@ from recommender.answer import StageAnswer
 from recommender.plan_report import PlanReport
 
 
-def emit(options: argparse.Namespace, report: Any, *lines: str) -> None:
+def emit(options: argparse.Namespace, report: object, *lines: str) -> None:
     """Print a report, a dataclass of ``docs/reference/files.md``: as JSON with ``--json``, else in
     lines, with the files that were written, and warnings and failures. A number that is none (the
     loss of a training that diverged) becomes null."""
@@ -92,7 +92,7 @@ class Beyond(NamedTuple):
     of_profile: bool = False
 
 
-def beyond_lines(report: Any) -> list[str]:
+def beyond_lines(report: object) -> list[str]:
     """Return the warnings and failures of a report, where it has some, a line each."""
     said = {"warning": getattr(report, "warnings", ()), "failed": getattr(report, "failures", ())}
     return [f"{what}: {each}" for what, some in said.items() for each in some]
@@ -102,7 +102,7 @@ def told(
     options: argparse.Namespace,
     result: StageAnswer,
     time: StepTime | None,
-    attempts: Sequence[Any],
+    attempts: Sequence[object],
     notes: Sequence[str],
     beyond: Beyond,
 ) -> tuple[PlanReport, list[str]]:

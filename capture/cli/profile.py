@@ -149,7 +149,7 @@ def _dry_run(options: argparse.Namespace, profiles: list[ProfileJob]) -> int:
     return 0
 
 
-def _terminate(number: int, frame: Any) -> None:
+def _terminate(number: int, frame: object) -> None:
     clear_line()
     print("terminated; finished measurements are kept, the same command resumes", file=sys.stderr)
     raise SystemExit(128 + number)

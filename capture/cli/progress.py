@@ -295,7 +295,7 @@ class Events:
     def say(self, event: str, **facts: Any) -> None:
         self.watch({"event": event, "time": time.time(), **facts})
 
-    def watch(self, event: Mapping[str, Any]) -> None:
+    def watch(self, event: Mapping[str, object]) -> None:
         """Write an event of ``profiling_runs.batch``: a job began, ended or failed."""
         if self._file is not None:
             self._file.write(json.dumps(event) + "\n")

@@ -102,7 +102,7 @@ def noted(options: argparse.Namespace, answer: A) -> A:
     return replace(answer, plan=replace(answer.plan, asked=options.asked))
 
 
-def _again(options: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
+def _again(options: argparse.Namespace, values: Mapping[str, object]) -> argparse.Namespace:
     """Return the options parsed again, with these values where the command line says nothing."""
     found: argparse.Namespace = options.parser.parse_args(
         options.parser.typed, argparse.Namespace(**values)
@@ -118,7 +118,7 @@ def _toml(path: Path) -> dict[str, Any]:
     return with_paths(given, lambda name: resolved_target(name, path.parent))
 
 
-def _read(path: Path, given: Mapping[str, Any], known: Collection[Option]) -> dict[str, Any]:
+def _read(path: Path, given: Mapping[str, object], known: Collection[Option]) -> dict[str, Any]:
     """Return the option values of a question's file."""
     values, wrong = read_keys(given, (Option("workload", "what to plan for"), *known))
     PlanError.check(Violation(f"{str(path)!r}: {text}", "question-option") for text in wrong)

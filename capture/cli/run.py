@@ -347,7 +347,7 @@ def _losses(losses: Sequence[float]) -> str:
     return " ".join(f"{loss:.6f}" for loss in losses)
 
 
-def _worst(param: Mapping[str, Any] | None) -> str | None:
+def _worst(param: Mapping[str, object] | None) -> str | None:
     """Describe which parameter of a model is off most."""
     if param is None:
         return None

@@ -232,7 +232,7 @@ def _read(path: Path) -> Iterator[Row]:
                 ) from None
 
 
-def _row(data: Any) -> Row:
+def _row(data: object) -> Row:
     """Return a row of the store, if every field of it is of its type.
 
     Raises:

@@ -180,7 +180,7 @@ def not_kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _untyped_memory(args: Sequence[Any]) -> tuple[dict[str, Any], Sequence[Any]]:
+def _untyped_memory(args: Sequence[object]) -> tuple[dict[str, Any], Sequence[Any]]:
     """Return the memory kinds of host arguments as shardings of the program, and plain arguments.
     The program is then traced as if they were on the device: typed by their memory, they may not
     meet a constant."""

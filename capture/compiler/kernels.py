@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def calls_kernels(text: str) -> bool:
     return _KERNEL_CALL.search(text) is not None
 
 
-def costs_of(module: Any) -> dict[str, float]:
+def costs_of(module: object) -> dict[str, float]:
     """Return XLA's cost analysis of an HLO module."""
     return _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
 

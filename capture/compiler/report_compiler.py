@@ -152,7 +152,7 @@ class ReportCompiler:
         return None
 
 
-def _spec(sharding: Any) -> tuple[Any, ...]:
+def _spec(sharding: object) -> tuple[Any, ...]:
     assert isinstance(sharding, NamedSharding), f"programs are sharded by names, not {sharding}"
     return tuple(sharding.spec)
 

@@ -87,7 +87,7 @@ def target_config(target: Target) -> str:
     )
 
 
-def _text_proto(fields: Mapping[str, Any]) -> str:
+def _text_proto(fields: Mapping[str, object]) -> str:
     lines = []
     for key, value in fields.items():
         match value:

@@ -152,7 +152,7 @@ class RayCluster:
             )
         return demand
 
-    def ready(self, references: Sequence[Any], timeout_seconds: float) -> list[Any]:
+    def ready(self, references: Sequence[object], timeout_seconds: float) -> list[Any]:
         """Return the calls whose results are there; wait for a first one, at most the timeout."""
         import ray
 
@@ -275,7 +275,7 @@ class Actor:
         num_threads: Calls that it answers at the same time.
     """
 
-    def __init__(self, made_of: type, options: Mapping[str, Any], num_threads: int = 1):
+    def __init__(self, made_of: type, options: Mapping[str, object], num_threads: int = 1):
         import ray
 
         remote_class: Any = ray.remote(made_of)

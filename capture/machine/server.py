@@ -201,12 +201,12 @@ def _load(name: str) -> Server:
     return replace(SERVER.load(path, _read), name=name)
 
 
-def _read(data: Any) -> Server:
+def _read(data: object) -> Server:
     ClusterError.check(_without_rate(data))
     return SERVER.read(data, Server)
 
 
-def _without_rate(data: Any) -> list[Violation]:
+def _without_rate(data: object) -> list[Violation]:
     """Return a violation for each bandwidth that a server file does not say."""
     known = data if isinstance(data, dict) else {}
     return [

@@ -214,7 +214,7 @@ def _load(name: str) -> Target:
     return TARGET.load(path, lambda data: _read(data, name))
 
 
-def _read(data: Any, name: str) -> Target:
+def _read(data: object, name: str) -> Target:
     if isinstance(data, Mapping) and "devices_per_node" in data:
         raise TargetError.of(
             f"target file {name!r} is the device information of an earlier version (num_nodes, "

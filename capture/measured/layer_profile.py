@@ -140,7 +140,7 @@ class LayerProfile:
         return replace(profile, workload=workload)
 
     @classmethod
-    def from_json(cls, data: Any) -> LayerProfile:
+    def from_json(cls, data: object) -> LayerProfile:
         """Read a layer profile from the document that ``to_json`` returned.
 
         Raises:

@@ -320,7 +320,7 @@ class Profile:
         return PROFILE.write({field.name: written[field.name] for field in fields(_ProfileFile)})
 
     @classmethod
-    def from_json(cls, data: Any) -> Profile:
+    def from_json(cls, data: object) -> Profile:
         """Read a profile from the document that ``to_json`` returned.
 
         Raises:

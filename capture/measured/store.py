@@ -191,12 +191,14 @@ class Store:
                     found[key] = json.loads(row[0])
         return found
 
-    def put(self, key: str, value: Any, *, provenance: Mapping[str, Any], seconds: float) -> None:
+    def put(
+        self, key: str, value: object, *, provenance: Mapping[str, object], seconds: float
+    ) -> None:
         """Keep a measurement; committed when this returns. The first one of a key stays."""
         with self._writing() as database:
             _insert(database, key, value, provenance, seconds)
 
-    def kept(self, key: str, make: Callable[[], Any], provenance: Mapping[str, Any]) -> Any:
+    def kept(self, key: str, make: Callable[[], Any], provenance: Mapping[str, object]) -> Any:
         """Return a measurement that is in the store, or make it now and keep it."""
         found = self.get([key])
         if key not in found:
@@ -245,9 +247,9 @@ class Store:
     def finish(
         self,
         key: str,
-        value: Any,
+        value: object,
         *,
-        provenance: Mapping[str, Any],
+        provenance: Mapping[str, object],
         seconds: float,
         worker: str = "",
         stored_key: str = "",
@@ -397,8 +399,8 @@ class Store:
 def _insert(
     database: sqlite3.Connection,
     key: str,
-    value: Any,
-    provenance: Mapping[str, Any],
+    value: object,
+    provenance: Mapping[str, object],
     seconds: float,
     created: str | None = None,
 ) -> None:

@@ -231,7 +231,7 @@ class LayerGraph:
         return GRAPH.write(written)
 
     @classmethod
-    def from_json(cls, data: Any) -> LayerGraph:
+    def from_json(cls, data: object) -> LayerGraph:
         """Read the graph that ``to_json`` wrote.
 
         Raises:
@@ -252,7 +252,7 @@ def agreed_value_dims(graphs: Iterable[LayerGraph]) -> dict[int, tuple[int | Non
     return found
 
 
-def content_hash(data: Any) -> str:
+def content_hash(data: object) -> str:
     """Return a short hash of a JSON-serialisable value, stable over processes and versions."""
     return hashlib.sha256(
         json.dumps(data, sort_keys=True, separators=(",", ":")).encode()

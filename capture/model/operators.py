@@ -205,7 +205,7 @@ class OperatorModel:
         return OPERATORS.write(documents.fields_of(self))
 
     @classmethod
-    def from_json(cls, data: Any) -> OperatorModel:
+    def from_json(cls, data: object) -> OperatorModel:
         """Read the model that ``to_json`` wrote, or one written by hand.
 
         Raises:

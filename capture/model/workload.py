@@ -331,7 +331,7 @@ class WorkloadSpec:
         raise WorkloadError.of(what, "workload-function")
 
 
-def _defined_in(value: Any) -> str:
+def _defined_in(value: object) -> str:
     """Return the module that defines a function, also one that is cached or decorated with
     ``functools.wraps``; empty for lambdas and all else that can be called."""
     if not isinstance(value, FunctionType | _Cached):
@@ -341,7 +341,7 @@ def _defined_in(value: Any) -> str:
     return str(inner.__module__) if is_function else ""
 
 
-def _is_own(value: Any, module: ModuleType) -> bool:
+def _is_own(value: object, module: ModuleType) -> bool:
     return _defined_in(value) == module.__name__
 
 

@@ -27,7 +27,7 @@ from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
 
 def localize(
-    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh
+    function: Callable[..., Any], args: Sequence[object], mesh: Mesh
 ) -> tuple[Callable[..., Any], LocalFlops]:
     """Bind the ``custom_partitioning`` operations of a function to a mesh with the axes ``data``
     and ``model``.
@@ -107,7 +107,7 @@ def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
     return evaluate(body, args, run)
 
 
-def _localized(value: Any, mesh: Mesh, is_open: bool) -> tuple[Any, Sequence[Any]]:
+def _localized(value: object, mesh: Mesh, is_open: bool) -> tuple[Any, Sequence[Any]]:
     """Return a parameter of an equation with the operations in its bodies replaced, and the
     operands that an open body takes before its own."""
     if isinstance(value, (tuple, list)):
@@ -132,7 +132,7 @@ def _localized(value: Any, mesh: Mesh, is_open: bool) -> tuple[Any, Sequence[Any
     return hoisted.jaxpr, closed.consts
 
 
-def _holds_call(value: Any) -> bool:
+def _holds_call(value: object) -> bool:
     return is_body(value) and any(_holds(e, PRIMITIVE) for e in opened(value).eqns)
 
 
@@ -156,7 +156,7 @@ def _local_call(equation: Any, mesh: Mesh) -> Callable[..., Any] | None:
         *params["static_args"], mesh, arguments, results
     )
 
-    def specs(shardings: Any) -> Any:
+    def specs(shardings: object) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     call = jax.shard_map(

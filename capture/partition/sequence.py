@@ -174,7 +174,7 @@ class _Layer:
     ):
         made: dict[Op, Sequence[Any]] = {}
 
-        def run(op: Op, arguments: Sequence[Any], env: Any) -> Sequence[Any]:
+        def run(op: Op, arguments: Sequence[object], env: object) -> Sequence[Any]:
             made[op] = run_op(op, arguments)
             return made[op]
 
@@ -310,17 +310,17 @@ def _lying(array: Any, dim: int, mesh: Mesh, axis: str | None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec[:dim], axis, *spec[dim + 1 :]))
 
 
-def split_along(array: Any, dim: int, mesh: Mesh) -> Any:
+def split_along(array: object, dim: int, mesh: Mesh) -> Any:
     return jax.lax.with_sharding_constraint(array, _lying(array, dim, mesh, MODEL_AXIS))
 
 
-def gathered(array: Any, dim: int, mesh: Mesh) -> Any:
+def gathered(array: object, dim: int, mesh: Mesh) -> Any:
     """Gather an array that is split along one dimension; its gradient is scattered where it
     arises."""
     return _constrained(array, _lying(array, dim, mesh, None), _lying(array, dim, mesh, MODEL_AXIS))
 
 
-def scattered(array: Any, dim: int, mesh: Mesh) -> Any:
+def scattered(array: object, dim: int, mesh: Mesh) -> Any:
     """Return the local part of a sum over the devices; its gradient is gathered where it is
     read."""
     return _constrained(array, _lying(array, dim, mesh, MODEL_AXIS), _lying(array, dim, mesh, None))
@@ -366,7 +366,7 @@ class SplitRun:
         self._dims = _dims(call, split)
         self.outputs = tuple(self._dims.get(v) for v in function.outputs)
 
-    def enter(self, inputs: Sequence[Any]) -> list[Any]:
+    def enter(self, inputs: Sequence[object]) -> list[Any]:
         """Split the layer's inputs."""
         return [
             array if dim is None else split_along(array, dim, self._mesh)
@@ -397,7 +397,9 @@ class SplitRun:
             for array, dim in zip_longest(results, self._split.results[at])
         ]
 
-    def _run_whole(self, op: Op, parts: Sequence[Any], wholes: Mapping[int, int]) -> Sequence[Any]:
+    def _run_whole(
+        self, op: Op, parts: Sequence[object], wholes: Mapping[int, int]
+    ) -> Sequence[Any]:
         """Run an operation on gathered operands. Under ``jax.checkpoint`` the backward pass keeps
         the parts and gathers once more (section 4.2.2): else the gathered operands of all products
         would be in memory at once when a layer is run again."""

@@ -151,7 +151,7 @@ class _Walk:
         env = self.follow(jaxpr, inputs)
         return [self._read(atom, env) for atom in jaxpr.outvars]
 
-    def _read(self, atom: Any, env: Mapping[Any, _Value]) -> _Value:
+    def _read(self, atom: object, env: Mapping[Any, _Value]) -> _Value:
         return self._decided(env.get(atom, _WHOLE)) if is_variable(atom) else _STATIC
 
     def follow(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> dict[Any, _Value]:
@@ -436,7 +436,7 @@ def _by_rule(rule: split_rule.SplitRule, inputs: Sequence[_Value]) -> list[_Valu
     return results
 
 
-def _names(entry: Any, axis: str | None) -> bool:
+def _names(entry: object, axis: str | None) -> bool:
     return axis in several(entry)
 
 

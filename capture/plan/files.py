@@ -130,7 +130,7 @@ class PlanFile:
         return self.FORMAT.write(written)
 
     @classmethod
-    def from_json(cls, data: Any) -> Self:
+    def from_json(cls, data: object) -> Self:
         """Return the plan that ``to_json`` wrote.
 
         Raises:
@@ -295,10 +295,10 @@ class PlanFile:
         return 0
 
 
-def with_paths(asked: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def with_paths(asked: Mapping[str, object], change: Callable[[str], str]) -> dict[str, Any]:
     """Return what was asked, with other names for its files."""
 
-    def moved(value: Any) -> Any:
+    def moved(value: object) -> Any:
         return change(value) if isinstance(value, str) else value
 
     return {name: documents.mapped(value, moved) for name, value in asked.items()}

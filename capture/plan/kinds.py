@@ -141,7 +141,7 @@ def load_plan(path: Path | str) -> AnyPlan:
     return PLAN.load(path, _read).resolved(path)
 
 
-def _read(data: Any) -> AnyPlan:
+def _read(data: object) -> AnyPlan:
     kind = _kind_of(data)
     if kind not in KINDS:
         raise PlanError.of(
@@ -168,7 +168,7 @@ def of_stages(plan: Any) -> Plan:
     return plan  # type: ignore[no-any-return]
 
 
-def _kind_of(data: Any) -> Any:
+def _kind_of(data: object) -> Any:
     """Return the kind of a document; files of schema 1 do not say it, but fields tell."""
     if not isinstance(data, Mapping):
         return "stages"  # whose reader refuses it

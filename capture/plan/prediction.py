@@ -84,7 +84,7 @@ class Prediction:
         }
 
     @classmethod
-    def read(cls, data: Mapping[str, Any], path: str = "") -> Prediction:
+    def read(cls, data: Mapping[str, object], path: str = "") -> Prediction:
         """Read a prediction that ``to_json`` wrote.
 
         Raises:
@@ -133,7 +133,7 @@ class StepTime:
     simulated: bool = True
 
     @classmethod
-    def read(cls, data: Mapping[str, Any], path: str = "") -> StepTime:
+    def read(cls, data: Mapping[str, object], path: str = "") -> StepTime:
         """Read a simulated step that ``write`` wrote.
 
         Raises:
@@ -168,6 +168,6 @@ class Verified:
         return fields_of(self)
 
     @classmethod
-    def read(cls, data: Mapping[str, Any], path: str = "") -> Verified:
+    def read(cls, data: Mapping[str, object], path: str = "") -> Verified:
         """Read the compiler's peaks that ``to_json`` wrote."""
         return read(data, cls, path)

@@ -87,7 +87,7 @@ class Stage:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Stage:
+    def from_json(cls, data: object) -> Stage:
         """Read the stage that ``to_json`` wrote; ``num_devices`` need not be there.
 
         Raises:

@@ -29,7 +29,7 @@ class PlanNotes:
     time: StepTime | None = None
 
     @classmethod
-    def read(cls, data: Mapping[str, Any], path: str = "") -> PlanNotes:
+    def read(cls, data: Mapping[str, object], path: str = "") -> PlanNotes:
         """Read the notes on a plan of a front.
 
         Raises:
@@ -304,7 +304,7 @@ class Why:
         return f"{said} {trail}".lstrip()
 
     @classmethod
-    def read(cls, data: Mapping[str, Any], path: str = "") -> Why:
+    def read(cls, data: Mapping[str, object], path: str = "") -> Why:
         """Read the reason that ``to_json`` wrote.
 
         Raises:

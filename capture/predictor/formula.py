@@ -218,7 +218,7 @@ def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
 
 
 def peaks_by_position(
-    memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[Any]
+    memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[object]
 ) -> np.ndarray:
     """Compute ``peak_of`` for many positions of a plain schedule at once, stacked along a new first
     dimension; for arrays, without temporary ones.

@@ -215,7 +215,7 @@ class ArrayBackend:
         def swap_in() -> tuple[Any, ...]:
             return tuple(jax.device_put(own, here, may_alias=False) for own in operands)
 
-        def end(used: Any) -> None:
+        def end(used: object) -> None:
             for each in jax.tree.leaves(used):
                 each.delete()
 

@@ -99,7 +99,7 @@ class BoundsBackend:
             lambda: self._traced_passes(config, ends, traces),
         )
 
-    def keep_passes(self, config: StageConfig, document: Any) -> StageBounds:
+    def keep_passes(self, config: StageConfig, document: object) -> StageBounds:
         """Store the bounds of passes without an end of a step that another process made with
         ``of_passes``, and return them."""
         facts = [self._backend.key(config), write(NO_END)]

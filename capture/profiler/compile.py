@@ -398,7 +398,7 @@ class CompileBackend:
         self,
         config: StageConfig,
         *,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[object] | None = None,
         compiler: AnyCompiler | None = None,
         kind: type[StagePrograms] = StagePrograms,
     ) -> StagePrograms:

@@ -151,10 +151,10 @@ def _numbers(bounds: StageBounds, tensor_parallel: int) -> _Numbers:
     return _Numbers(_form(document, exact), exact, peaks, sizes)
 
 
-def _form(document: Any, numbers: list[int]) -> Any:
+def _form(document: object, numbers: list[int]) -> Any:
     """Return the document with its integers taken out and appended to ``numbers``."""
 
-    def taken(value: Any) -> Any:
+    def taken(value: object) -> Any:
         if type(value) is not int:  # a truth is one of another kind
             return value
         numbers.append(value)
@@ -163,7 +163,7 @@ def _form(document: Any, numbers: list[int]) -> Any:
     return mapped(document, taken)
 
 
-def _filled(form: Any, numbers: Iterator[int]) -> Any:
+def _filled(form: object, numbers: Iterator[int]) -> Any:
     """Return a form with its integers put back."""
     return mapped(form, lambda value: next(numbers) if value is int else value)
 

@@ -366,7 +366,7 @@ def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
     return tuple(found)
 
 
-def _check_length(items: Sequence[Any], wanted: int, path: str, each: str = "") -> None:
+def _check_length(items: Sequence[object], wanted: int, path: str, each: str = "") -> None:
     if len(items) != wanted:
         raise PlanError.of(
             f"the plan is not one: {path} has {len(items)} items and must have {wanted}{each}. "

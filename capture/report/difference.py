@@ -94,7 +94,7 @@ class DiffReport:
         object.__setattr__(self, "same_decision", not self.differences)
 
 
-def unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:
+def unequal(first: Mapping[str, object], second: Mapping[str, object]) -> tuple[Difference, ...]:
     """Return the differences of two decisions, by name."""
     return tuple(
         Difference(name, first.get(name), second.get(name))

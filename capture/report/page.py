@@ -154,7 +154,7 @@ def _scripts(shown: Sequence[Figure]) -> str:
     )
 
 
-def _json(data: Any) -> str:
+def _json(data: object) -> str:
     """Return JSON that cannot end the script element it stands in."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -317,7 +317,7 @@ def _ticks(low: float, high: float, most: int, step: float | None) -> Iterator[t
 
 
 def _legend(
-    traces: Sequence[dict[str, Any]], layout: Mapping[str, Any]
+    traces: Sequence[dict[str, Any]], layout: Mapping[str, object]
 ) -> list[tuple[int, float, dict[str, Any]]]:
     """Return (row, x, trace) of every named trace; nothing where one needs no legend."""
     named = [trace for trace in traces if trace.get("name")]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from capture.measured.layer_profile import LayerProfile
 from capture.model.graph import LayerGraph
@@ -89,7 +89,7 @@ class PackSizes(Protocol):
     @property
     def layers(self) -> PackLayers: ...
 
-    def nbytes(self, holds: Any) -> int:
+    def nbytes(self, holds: object) -> int:
         """Return the bytes of the arrays that a slot with this record of ``capture.step.holds``
         has."""
         ...
@@ -168,7 +168,7 @@ class ProfileSizes:
                 found[cast] = {form: n - as_it_is for form, n in left.items()}
         return found
 
-    def nbytes(self, holds: Any) -> int:
+    def nbytes(self, holds: object) -> int:
         profile = self.profile
         match holds:
             case Params(ids, form, share):

@@ -98,7 +98,7 @@ class PackState:
         #: By kind and station, where devices have shares: what makes weights, and by rank these.
         self._gathers: dict[tuple[str, int], tuple[Task, list[Values]]] = {}
 
-    def _keep(self, what: str, category: str, holds: Any, rank: int, name: str) -> Value:
+    def _keep(self, what: str, category: str, holds: object, rank: int, name: str) -> Value:
         """Return a new value that rests on the host of a device."""
         kept = self.value(what, category, holds, home=self.hosts[rank], name=name)
         self.kept.append(kept)
@@ -120,7 +120,7 @@ class PackState:
         """Return the backward pack that a parameter belongs to, which updates it."""
         return next(span for span in self._owner if span[0] <= self.layers.owner[param] < span[1])
 
-    def value(self, what: str, category: str, holds: Any, **more: Any) -> Value:
+    def value(self, what: str, category: str, holds: object, **more: Any) -> Value:
         return Value(what, category, self.sizes.nbytes(holds), holds, **more)
 
     def task(
@@ -173,7 +173,7 @@ class PackState:
         """Yield a device's values of a pack's weights, whole or in shares, from the host's."""
         layers = self.layers
 
-        def part(what: str, holds: Params, sources: Values, index: Any = None) -> Value:
+        def part(what: str, holds: Params, sources: Values, index: object = None) -> Value:
             holds, source = replace(holds, share=share), sources[share or 0]
             return self.value(what, "parameters", holds, source=source, index=index)
 

@@ -307,7 +307,7 @@ class Pipeline:
             yield self._task("zero_gradients", s, (), self._gradients[s], (), label)
 
     def _keep(
-        self, s: int, what: str, category: str, nbytes: int, holds: Any, key: int | str = ""
+        self, s: int, what: str, category: str, nbytes: int, holds: object, key: int | str = ""
     ) -> Value:
         name = f"{what}{key}@{s}"
         self.kept.append(Value(what, category, nbytes, holds, home=self.places[s], name=name))
@@ -320,7 +320,7 @@ class Pipeline:
         s: int,
         m: int,
         key: int,
-        holds: Any = None,
+        holds: object = None,
         nbytes: int = 0,
         **more: Any,
     ) -> Value:

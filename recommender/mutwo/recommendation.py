@@ -145,7 +145,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
     workload: WorkloadProtocol | None = None
     workloads: Mapping[str, WorkloadProtocol] = field(default_factory=dict)
 
-    def train(self, devices: Sequence[Any] | None = None) -> Any:
+    def train(self, devices: Sequence[object] | None = None) -> Any:
         """Return the training of the plan's models (``capture.train_array``).
 
         Raises:

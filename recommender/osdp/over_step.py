@@ -100,7 +100,7 @@ def interval_of(
 
 def fastest_over_step(
     cost: StepCost,
-    operators: Any,
+    operators: object,
     smallest_bytes: int,
     limit: float,
     batch_size: int | None = None,
@@ -139,7 +139,7 @@ def fastest_over_step(
 
 
 def least_over_step(
-    cost: StepCost, operators: Any, smallest_bytes: int, batch_size: int
+    cost: StepCost, operators: object, smallest_bytes: int, batch_size: int
 ) -> ShardingPlan:
     """Return the plan of least peak among those with all operators in one mode; arguments as of
     ``fastest_over_step``."""
@@ -152,7 +152,7 @@ def least_over_step(
 
 def _search(
     cost: StepCost,
-    operators: Any,
+    operators: object,
     smallest_bytes: int,
     limit: float,
     batch_size: int | None,
