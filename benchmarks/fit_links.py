@@ -78,7 +78,7 @@ def main() -> int:
 
 def copies(megabytes: list[float], repeat: int) -> list[MeasuredCopies]:
     """Each way and both together, at each size."""
-    from capture.profiler.host_copies import copies_of, copy_seconds, rows_of
+    from capture.profiler.timing import copies_of, copy_seconds, rows_of
 
     wanted = copies_of([int(size * 1e6) for size in megabytes])
     return rows_of({what: copy_seconds(what, repeat) for what in wanted})

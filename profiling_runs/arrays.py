@@ -21,9 +21,8 @@ from capture.plan.array import ArrayTask
 from capture.profiler.asked import ArrayShape, ProgramCost
 from profiling_runs.batch import Progress
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.machine import machine_of_workers
 from profiling_runs.pools.where import Where
-from profiling_runs.require import Measurer
+from profiling_runs.require import Measurer, machine_of_workers
 
 if TYPE_CHECKING:
     from capture.profiler.array import ArrayBackend, ArrayProfile, What

@@ -22,9 +22,8 @@ from capture.step.times import TimeModel
 from profiling_runs.batch import Progress, Watch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.layer_question import LayersQuestion
-from profiling_runs.machine import machine_of_workers
 from profiling_runs.pools.where import Where
-from profiling_runs.require import Measurer
+from profiling_runs.require import Measurer, machine_of_workers
 from profiling_runs.slow_start import SlowStart, slow_start
 
 if TYPE_CHECKING:

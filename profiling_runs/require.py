@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from capture.errors import ProfileError, plain
+from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
+from capture.profiler.executing import ExecutingMachine
 from capture.registered import Registered
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Backend, Job, Outcome, Setting
@@ -165,3 +168,19 @@ def _prepared(job: Job, apart: Container[str | None], values: Mapping[str, objec
     if job.needs not in apart:
         return replace(job, needs=None, also=(job.needs,))
     return replace(job, known={job.needs: values[job.needs]}) if job.needs in values else job
+
+
+def machine_of_workers(setting: Setting, where: Where) -> ExecutingMachine:
+    """Ask a worker which devices it has. This process stays away from accelerators itself: it would
+    take memory of theirs.
+
+    Raises:
+        ProfileError: ``profile-worker`` if the worker cannot say.
+    """
+    batch = Batch([Job("machine", None, "machine", "devices of the workers")], Store(), {})
+    (outcome,) = batch.run(lambda: where.open(setting_of(setting), None, 1))
+    if outcome.value is None:
+        raise ProfileError.of(
+            f"a worker cannot say which devices it has: {plain(outcome.error)}", "profile-worker"
+        )
+    return ExecutingMachine(**outcome.value)

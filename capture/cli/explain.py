@@ -6,13 +6,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
-from capture.options import Option, add, at_least
+from capture.options import add, at_least
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import counted, format_bytes
@@ -37,12 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         shared.output(None, "of an array: also write the page (.html)"),
         shared.INTERACTIVE,
-        Option(
-            "trace",
-            "of an array: also write the step for ui.perfetto.dev (.json)",
-            read=Path,
-            metavar="FILE",
-        ),
+        shared.file("trace", "of an array: also write the step for ui.perfetto.dev (.json)"),
         *shared.STORE,
     )
 

@@ -15,6 +15,7 @@ from capture.alpa.options import AlpaOptions, to_alpa, violations
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
+from capture.options import Option, add
 from capture.plan.kinds import load_plan, of_stages
 from capture.quantities import counted, format_bytes, ids_text
 from capture.report.difference import Difference, difference_rows, differences
@@ -23,24 +24,18 @@ from capture.report.difference import Difference, difference_rows, differences
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan_alone(parser)
     parser.add_argument("--to", choices=("alpa",), required=True, help="whose options")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write a Python 3.8 file whose method() returns them (method.py)",
-    )
-    parser.add_argument(
-        "--nearest",
-        action="store_true",
-        help="of a plan that Alpa cannot express, export the nearest one that it can, and write "
-        "that beside the file (method.json)",
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="measurements of the model: adds what each device needs in Alpa's runtime",
+    add(
+        parser,
+        shared.output(None, "write a Python 3.8 file whose method() returns them (method.py)"),
+        Option(
+            "nearest",
+            "of a plan that Alpa cannot express, export the nearest one that it can, and write "
+            "that beside the file (method.json)",
+            False,
+        ),
+        shared.file(
+            "profile", "measurements of the model: adds what each device needs in Alpa's runtime"
+        ),
     )
 
 

@@ -181,6 +181,11 @@ NO_COMPILE = Option(
 )
 
 
+def file(name: str, help: str, again: bool = False) -> Option:
+    """Return the option for a file that is read or written."""
+    return Option(name, help, None, Path, metavar="FILE", again=again)
+
+
 def output(default: str | None, help: str = "default: %(default)s") -> Option:
     """Return the option for the file that a document is written to."""
     return Option(

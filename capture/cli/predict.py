@@ -9,6 +9,7 @@ from pathlib import Path
 from capture.cli import options as shared
 from capture.cli.output import emit, peak_line, stage_table
 from capture.measured.profile import Profile
+from capture.options import Option, add
 from capture.plan.kinds import load_plan, of_stages
 from capture.report.needs import PlanNeeds
 from capture.report.verification import PredictReport
@@ -23,17 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measurements of the model, of capture profile",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the plan with its prediction, for capture run",
-    )
-    parser.add_argument(
-        "--extrapolate",
-        action="store_true",
-        help="also predict degrees that were not profiled, with a wider interval",
+    extrapolate = "also predict degrees that were not profiled, with a wider interval"
+    add(
+        parser,
+        shared.output(None, "write the plan with its prediction, for capture run"),
+        Option("extrapolate", extrapolate, False),
     )
 
 

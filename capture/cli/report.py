@@ -8,7 +8,6 @@ never loaded.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
@@ -22,26 +21,17 @@ from capture.report.explanation import PageReport
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan_alone(parser)
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help=(
-            "measurements of the model: adds memory over time, and times where it has them; of a "
-            "plan of packs its layer profile, for the trace"
-        ),
+    measured = (
+        "measurements of the model: adds memory over time, and times where it has them; of a plan "
+        "of packs its layer profile, for the trace"
     )
-    add(parser, shared.LIMIT)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the page (.html); without it, a table is printed",
-    )
-    add(parser, shared.INTERACTIVE)
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)"
+    add(
+        parser,
+        shared.file("profile", measured),
+        shared.LIMIT,
+        shared.output(None, "write the page (.html); without it, a table is printed"),
+        shared.INTERACTIVE,
+        shared.file("trace", "write the schedule for ui.perfetto.dev (.json)"),
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from capture import environment
@@ -55,13 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --hosts local: a node that is lost more than --max-restarts times without a new "
         "step is gone; go on without it, under the best plan of --profile for the others",
     )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="of the model, for --on-loss; again: put several together",
-    )
+    several = "of the model, for --on-loss; again: put several together"
+    add(parser, shared.file("profile", several, again=True))
     parser.add_argument(
         "--heartbeat",
         type=float,
@@ -78,12 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "0, CAPTURE_NUM_HOSTS and CAPTURE_HOST in the environment; with CAPTURE_SECRET, the same "
         "text on all, if they are several machines)",
     )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write what every device did when in the last step, for ui.perfetto.dev (.json)",
-    )
+    traced = "write what every device did when in the last step, for ui.perfetto.dev (.json)"
+    add(parser, shared.file("trace", traced))
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",

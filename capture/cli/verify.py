@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
@@ -21,10 +20,8 @@ from profiling_runs.collect import split_warnings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    add(parser, shared.LIMIT, *shared.STORE)
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the plan with its verification"
-    )
+    written = shared.output(None, "write the plan with its verification")
+    add(parser, shared.LIMIT, *shared.STORE, written)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -37,10 +37,18 @@ from capture.memo import memo
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.profiler.asked import ArrayCall, ArrayShape, HostCopy, ProgramCost
-from capture.profiler.compile import CompileBackend
+from capture.profiler.compile import target_provenance
 from capture.profiler.executing import ExecutingMachine
-from capture.profiler.host_copies import COPY_BYTES, copies_of, copy_seconds, rows_of
-from capture.profiler.timing import OUT_OF_MEMORY, filled, machine_here, median_seconds
+from capture.profiler.timing import (
+    COPY_BYTES,
+    OUT_OF_MEMORY,
+    copies_of,
+    copy_seconds,
+    filled,
+    machine_here,
+    median_seconds,
+    rows_of,
+)
 from capture.runtime.array_programs import ArrayPrograms, program_name
 from capture.runtime.fused import FusedArray, Fuser
 from capture.runtime.layerwise import param_paths
@@ -109,6 +117,7 @@ class ArrayBackend:
         target: Target | None = None,
         machine: ExecutingMachine | None = None,
     ):
+        environment.warn()
         self._workload, self._shape, self._target = workload, shape, target
         self.store = Store() if store is None else store
         self.machine = None if target is not None else machine or machine_here()
@@ -136,8 +145,7 @@ class ArrayBackend:
         flags."""
         if self.machine is None:
             assert self._target is not None, "compiled for it"
-            known = CompileBackend(self._workload, target=self._target).provenance
-            facts = {k: v for k, v in known.items() if k != "program_version"}
+            facts = target_provenance(self._target)
         else:
             facts = self.machine.provenance
         return {**facts, "array_version": ARRAY_VERSION}

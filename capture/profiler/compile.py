@@ -202,20 +202,7 @@ class CompileBackend:
     def provenance(self) -> dict[str, Any]:
         """The facts beside the program that decide a measurement: backend, target, versions and
         flags."""
-        facts = {
-            "backend": f"compile:{self.target.name}",
-            "target": self.target.name,
-            "versions": environment.versions(self.target.platform),
-            "flags": list(environment.active_flags()),
-            "program_version": PROGRAM_VERSION,
-        }
-        if self.target.rates is not None:
-            facts["work_version"] = WORK_VERSION
-        return (
-            facts
-            if self.target.platform == "cpu"
-            else {**facts, "compiler": content_hash([self.target.key])}
-        )
+        return {**target_provenance(self.target), "program_version": PROGRAM_VERSION}
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -352,15 +339,17 @@ class CompileBackend:
         layers = self.traced(config.microbatch_size).slice(config.first, config.stop)
         return content_hash([self.key(config), "buffers", config.first, layers.sources])
 
-    def measure_buffers(self, config: StageConfig) -> StageBuffers:
+    def measure_buffers(
+        self, config: StageConfig, kind: type[StagePrograms] = StagePrograms
+    ) -> StageBuffers:
         """Return which buffers make up the bytes of a stage and which layer each belongs to,
         compiled or from the store."""
+        key_of = self.buffers_key if kind is StagePrograms else self.split_buffers_key
+        compiler = self.compiler_of(config, name_buffers=True)
         return self._stored(
             StageBuffers,
-            self.buffers_key(config),
-            lambda: (
-                self.programs(config, compiler=self.compiler_of(config, name_buffers=True)).buffers
-            ),
+            key_of(config),
+            lambda: self.programs(config, compiler=compiler, kind=kind).buffers,
         )
 
     def bound(self, asked: BoundedPasses) -> list[StageBounds | None]:
@@ -374,14 +363,8 @@ class CompileBackend:
         return content_hash([self.buffers_key(config), self.split_key(config)])
 
     def measure_split_buffers(self, config: StageConfig) -> StageBuffers:
-        """Return the buffers of a stage whose backward pass is split, compiled or from the
-        store."""
-        compiler = self.compiler_of(config, name_buffers=True)
-        return self._stored(
-            StageBuffers,
-            self.split_buffers_key(config),
-            lambda: self.programs(config, compiler=compiler, kind=SplitStagePrograms).buffers,
-        )
+        """Return the buffers of a stage whose backward pass is split."""
+        return self.measure_buffers(config, SplitStagePrograms)
 
     @environment.without_collecting()
     def _stored(
@@ -423,6 +406,21 @@ class CompileBackend:
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self.compiler_of(config),
         )
+
+
+def target_provenance(target: Target) -> dict[str, Any]:
+    """Return the facts beside programs that decide what compiling them for a target says."""
+    facts: dict[str, Any] = {
+        "backend": f"compile:{target.name}",
+        "target": target.name,
+        "versions": environment.versions(target.platform),
+        "flags": list(environment.active_flags()),
+    }
+    if target.rates is not None:
+        facts["work_version"] = WORK_VERSION
+    if target.platform != "cpu":
+        facts["compiler"] = content_hash([target.key])
+    return facts
 
 
 def _params_split(choice: StageChoice) -> list[str]:

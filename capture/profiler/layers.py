@@ -27,7 +27,7 @@ from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
 from capture.profiler.asked import LayerNeeds, LayerPass
-from capture.profiler.compile import CompileBackend
+from capture.profiler.compile import CompileBackend, target_provenance
 from capture.profiler.executing import ExecutingMachine
 from capture.profiler.timing import OUT_OF_MEMORY, filled, machine_here, median_seconds
 from capture.quantities import format_bytes
@@ -91,7 +91,7 @@ class LayerBackend:
         """The facts beside the program that decide a measurement: backend, target, versions and
         flags."""
         if self._machine is None:
-            facts = {k: v for k, v in self.compiler.provenance.items() if k != "program_version"}
+            facts = target_provenance(self.compiler.target)
         else:
             facts = self._machine.provenance
         return {**facts, "layer_version": LAYER_VERSION}

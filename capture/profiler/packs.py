@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from capture import environment
 from capture.compiler.target_compiler import TargetCompiler
 from capture.compiler.target_devices import devices_of
 from capture.machine.server import ENDLESS_BYTES
@@ -17,7 +18,7 @@ from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.profiler.asked import PackProgram, ProgramCost
-from capture.profiler.compile import CompileBackend
+from capture.profiler.compile import target_provenance
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger
 from capture.step.program import replay
@@ -36,8 +37,8 @@ class PackBackend:
     """
 
     def __init__(self, workload: WorkloadProtocol, target: Target, store: Store | None = None):
+        environment.warn()
         self._workload, self.target = workload, target
-        self._facts = CompileBackend(workload, store=store, target=target).provenance
         self.store = Store() if store is None else store
         self.options: dict[str, Any] = {}
         self._step: StreamedStep | None = None
@@ -46,8 +47,8 @@ class PackBackend:
     def provenance(self) -> dict[str, Any]:
         """The facts beside the program that decide a measurement: backend, target, versions and
         flags."""
-        not_of_packs = ("program_version", "work_version")
-        facts = {name: fact for name, fact in self._facts.items() if name not in not_of_packs}
+        facts = target_provenance(self.target)
+        facts.pop("work_version", None)  # no work is counted
         return {**facts, "packs_version": PACKS_VERSION}
 
     @cached_property

@@ -1,20 +1,32 @@
-"""Seconds of executions on the devices of this process, and arrays to execute with."""
+"""Seconds of executions on the devices of this process, arrays to execute with, and copies between
+the first device and the memory of its host, timed: each direction alone, and both at once.
+
+Source: Purandare et al. 2023 (mu-TWO), 4.1 (swap_time of the intermediates).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
+from capture.compiler.executable import HOST_MEMORY
+from capture.machine.link_fit import MeasuredCopies
+from capture.profiler.asked import CopyWay, HostCopy
 from capture.profiler.executing import ExecutingMachine
 from capture.tracing.keys import is_key
 
 #: What JAX says where a device has no room.
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+DIRECTIONS: tuple[CopyWay, ...] = ("to device", "to host", "both")
+#: To which a link is fitted.
+COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
 
 
 def machine_here() -> ExecutingMachine:
@@ -56,3 +68,39 @@ def filled(struct: Any) -> Any:
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)
     return jnp.zeros(struct.shape, struct.dtype)
+
+
+def copies_of(sizes: Sequence[int]) -> list[HostCopy]:
+    """Return the copies whose seconds a host link is fitted to: each size in each direction, and in
+    both."""
+    return [HostCopy(way, nbytes) for nbytes in sizes for way in DIRECTIONS]
+
+
+def rows_of(seconds: Mapping[HostCopy, float]) -> list[MeasuredCopies]:
+    """Return one row of seconds per size of copy, for each direction and for both at once."""
+    sizes = dict.fromkeys(what.nbytes for what in seconds)
+    return [MeasuredCopies(n, *(seconds[HostCopy(way, n)] for way in DIRECTIONS)) for n in sizes]
+
+
+def copy_seconds(
+    what: HostCopy,
+    num_executions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Time a copy: the median seconds of ``num_executions`` copies, after one that is not
+    counted."""
+    device = jax.devices()[0]
+    here, there = (SingleDeviceSharding(device, memory_kind=k) for k in (None, HOST_MEMORY))
+    array = jax.device_put(jnp.ones(max(1, what.nbytes // 4), jnp.float32), here)
+    copied = jax.device_put(array, there, may_alias=False)
+    given = {"to device": [copied], "to host": [array], "both": [copied, array]}[what.direction]
+    places = {"to device": [here], "to host": [there], "both": [here, there]}[what.direction]
+
+    def end(used: tuple[object, list[jax.Array]]) -> None:
+        for made in used[1]:
+            made.delete()
+
+    jax.block_until_ready(given)
+    return median_seconds(
+        lambda: jax.device_put(given, places, may_alias=False), num_executions, clock, end=end
+    )

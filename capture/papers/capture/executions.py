@@ -33,11 +33,10 @@ from capture.registered import REGISTERED
 from profiling_runs.batch import Progress, Watch
 from profiling_runs.collect import PAPER_RUNS
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.machine import machine_of_workers
 from profiling_runs.measurements import Measurements
 from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion
-from profiling_runs.require import Measurer
+from profiling_runs.require import Measurer, machine_of_workers
 
 if TYPE_CHECKING:
     from capture.papers.capture.run import RunBackend
