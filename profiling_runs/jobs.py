@@ -15,7 +15,7 @@ from capture.registered import Registered
 
 
 class Backend(Protocol):
-    """What measures programs of a model in a process, and knows their keys in the store."""
+    """A backend measures programs of a model in a process, and knows their keys in the store."""
 
     @property
     def store(self) -> Store:
@@ -100,7 +100,7 @@ class Job:
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.
-        method: The backend's, which measures it.
+        method: The backend's method that measures it, or a function of the backend and ``what``.
         also: Keys of measurements that are made for it.
     """
 
@@ -110,7 +110,7 @@ class Job:
     kind: str = ""
     needs: str | None = None
     known: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    method: str = "measure"
+    method: str | Registered = "measure"
     also: tuple[str, ...] = ()
 
     @property

@@ -19,6 +19,7 @@ from capture.measured.store import Store
 from capture.model.graph import agreed_value_dims
 from capture.plan.stages import TensorParallelRule
 from capture.profiler.bounded_passes import BoundedPasses, alone
+from capture.registered import Registered
 from capture.step.attribution import StageBuffers
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Job, Setting
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: A kind of jobs.
 UPDATES, SPLITS = "optimizer updates", "split backward passes"
+
+#: Bounds passes with the backend of a worker.
+BOUNDED = Registered("capture.profiler.bounds:bounded")
 
 
 @dataclass
@@ -190,7 +194,7 @@ class Measurements(Measurer[Any]):
                     if len(waiting) > 1:  # one is for this process
                         key = f"bounds {len(waiting)}"
                         running[key] = waiting.pop()
-                        workers.start(slot, Job(key, running[key], "bounds", method="bound"))
+                        workers.start(slot, Job(key, running[key], "bounds", method=BOUNDED))
                 if waiting:
                     here(waiting[0])
                     yield waiting.popleft(), None

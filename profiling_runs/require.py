@@ -1,4 +1,4 @@
-"""What is measured of a model by one backend: taken from the store, or else made by jobs."""
+"""Measurements that are required of any kind: taken from the store, or else made by jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ B = TypeVar("B", bound=Backend)
 
 @dataclass
 class Measurer(Generic[B]):
-    """The one that has a backend's programs measured, in this process or by workers.
+    """The measurer of a model's programs: what the store has is taken from it, and jobs make the
+    rest, in this process or in workers.
 
     Attributes:
         backend: Knows keys and measures.

@@ -23,7 +23,7 @@ from capture.compiler.target_compiler import TargetCompiler
 from capture.documents import read, write
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
-from capture.measured.stage_cost import SplitCost, StageBounds, StageCost, UpdateCost
+from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
 from capture.measured.store import Store
 from capture.memo import memo
 from capture.model.graph import LayerGraph, content_hash
@@ -31,7 +31,6 @@ from capture.model.workload import WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
 from capture.plan.choices import StageChoice, is_cut, remat_of_layers, remat_time_fraction
-from capture.profiler.bounded_passes import BoundedPasses
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.programs import StagePrograms
@@ -351,12 +350,6 @@ class CompileBackend:
             key_of(config),
             lambda: self.programs(config, compiler=compiler, kind=kind).buffers,
         )
-
-    def bound(self, asked: BoundedPasses) -> list[StageBounds | None]:
-        """Return the bounds of passes from tracing; None for those that follow from the others."""
-        from capture.profiler.bounds import bounded
-
-        return bounded(self, asked)
 
     def split_buffers_key(self, config: StageConfig) -> str:
         """Return the content hash of the buffers of a stage whose backward pass is split."""

@@ -63,7 +63,10 @@ def measure_job(backend: Backend, job: Job) -> Outcome:
     try:
         for key, value in job.known.items():
             backend.store.put(key, value, provenance={}, seconds=0)
-        found = getattr(backend, job.method)(job.what)
+        if isinstance(job.method, str):
+            found = getattr(backend, job.method)(job.what)
+        else:
+            found = job.method(backend, job.what)
         if hasattr(found, "outcome"):  # of an execution, which may have failed
             outcome = found.outcome(job)
         else:
