@@ -127,11 +127,11 @@ def check_split(
     )
 
 
-def _numbers(body: object) -> Counter[Any]:
+def _numbers(body: Any) -> Counter[Any]:
     """Count the numbers that a program has: literals, constants, and sums of literals, such as the
     number of ones in an array."""
 
-    def all_of(body: object) -> Iterator[Any]:
+    def all_of(body: Any) -> Iterator[Any]:
         for const in consts_of(body):
             yield np.shape(const), np.asarray(const).tobytes() if np.size(const) == 1 else ""
         filled = {}
@@ -184,9 +184,7 @@ def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str,
     return tuple(warning for warning in warnings if warning is not None)
 
 
-def _trace_twice(
-    workload: WorkloadProtocol, params: PyTree, size: int, key: object
-) -> _TracedTwice:
+def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any) -> _TracedTwice:
     batch, dims = _batch(workload, size, key)
     doubled = jax.eval_shape(lambda k: workload.batch(k, 2 * size), key)
     return _TracedTwice(
@@ -248,7 +246,7 @@ def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | N
 
 
 def _losses(
-    workload: WorkloadProtocol, traced: _TracedTwice, params: Sequence[object]
+    workload: WorkloadProtocol, traced: _TracedTwice, params: Sequence[Any]
 ) -> tuple[float, float, float]:
     """Return the losses of 2 n random examples and of their two halves, with the leaves of some
     parameters."""

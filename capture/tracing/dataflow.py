@@ -58,7 +58,7 @@ class DataFlow:
         self.inputs, self.outputs = list(self.jaxpr.invars), list(self.jaxpr.outvars)
         self._nbytes: dict[Any, int] = {}
 
-    def nbytes(self, value: object) -> int:
+    def nbytes(self, value: Any) -> int:
         """Return the bytes of a whole value, unsharded."""
         found = self._nbytes.get(value)
         if found is None:
@@ -73,7 +73,7 @@ class DataFlow:
             return self
         return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
 
-    def returning(self, outputs: Sequence[object]) -> Any:
+    def returning(self, outputs: Sequence[Any]) -> Any:
         """Return a closed jaxpr of the same equations with other results."""
         return jex_core.ClosedJaxpr(self.jaxpr.replace(outvars=[*outputs]), self._consts)
 
@@ -136,12 +136,12 @@ class DataFlow:
     def _position(self) -> dict[Any, int]:
         return {out: i for i, equation in enumerate(self.jaxpr.eqns) for out in equation.outvars}
 
-    def maker(self, var: object) -> Any | None:
+    def maker(self, var: Any) -> Any | None:
         """Return the equation that makes a value; None if it is an input or a constant."""
         at = self.order(var)
         return self.jaxpr.eqns[at] if at >= 0 else None
 
-    def order(self, var: object) -> int:
+    def order(self, var: Any) -> int:
         """Return the position of the equation that makes a value; -1 for inputs and constants."""
         return self._position.get(var, -1)
 
@@ -164,7 +164,7 @@ class DataFlow:
         return sorted(chosen)
 
     def evaluate(
-        self, env: dict[Any, Any], wanted: Sequence[object], *, whole: bool = False
+        self, env: dict[Any, Any], wanted: Sequence[Any], *, whole: bool = False
     ) -> list[Any]:
         """Compute the wanted variables from the values in ``env``. With ``whole`` all equations are
         run, for the effects of what nobody reads."""

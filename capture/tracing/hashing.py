@@ -44,7 +44,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def jaxpr_key(closed: object) -> str:
+def jaxpr_key(closed: Any) -> str:
     """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
     included."""
     return ProgramHasher(LossProgram((), (), {}, (), (), 0, (), ())).body(closed)
@@ -151,7 +151,7 @@ class ProgramHasher:
             self._known[id(params), False] = params, text
         return self._known[id(params), False][1]
 
-    def body(self, body: object) -> str:
+    def body(self, body: Any) -> str:
         """Return a hash of a jaxpr, closed-over arrays included."""
         jaxpr, consts = opened(body), consts_of(body)
         names = {
@@ -172,7 +172,7 @@ class ProgramHasher:
             )
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
-    def _text(self, value: object) -> str:
+    def _text(self, value: Any) -> str:
         """Return a text of a parameter of an equation, without names, addresses and variable
         identity."""
         match value:

@@ -23,16 +23,16 @@ CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"
 BODIES = CALLS | REMATS | CUSTOM_RULES
 
 
-def is_body(value: object) -> bool:
+def is_body(value: Any) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
 
 
-def is_variable(atom: object) -> bool:
+def is_variable(atom: Any) -> bool:
     """Tell whether an operand of an equation is a variable, not a literal."""
     return not isinstance(atom, jex_core.Literal)
 
 
-def variables(atoms: Iterable[object]) -> list[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
     """Return those operands that are variables, not literals."""
     return [atom for atom in atoms if is_variable(atom)]
 
@@ -42,12 +42,12 @@ def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
     return values[atom] if is_variable(atom) else atom.val
 
 
-def opened(body: object) -> Any:
+def opened(body: Any) -> Any:
     """Return the open jaxpr of an open or closed one."""
     return getattr(body, "jaxpr", body)
 
 
-def consts_of(body: object) -> Sequence[Any]:
+def consts_of(body: Any) -> Sequence[Any]:
     """Return the constants of a closed jaxpr; an open one has none."""
     return getattr(body, "consts", ())
 
@@ -58,12 +58,12 @@ def in_groups(values: Sequence[_T], sizes: Iterable[int]) -> list[list[_T]]:
     return [list(values[first:stop]) for first, stop in pairwise(bounds)]
 
 
-def several(value: object) -> Sequence[Any]:
+def several(value: Any) -> Sequence[Any]:
     """Return a parameter that may be one or several as a sequence."""
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def sub_jaxprs(params: Mapping[str, object]) -> Iterator[Any]:
+def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the open jaxprs among an equation's parameters (bodies, branches, conditions)."""
     for value in params.values():
         for item in several(value):
@@ -85,7 +85,7 @@ def _num_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 
 
 def evaluate(
-    body: object, args: Sequence[object], run: Callable[[Any, list[Any], dict[Any, Any]], None]
+    body: Any, args: Sequence[Any], run: Callable[[Any, list[Any], dict[Any, Any]], None]
 ) -> list[Any]:
     """Evaluate the body of a jaxpr and return its results.
 

@@ -38,8 +38,8 @@ _SOURCE, _SINK = 0, 1
 
 def least_kept(
     flow: DataFlow,
-    required: Sequence[object],
-    from_data: Collection[object],
+    required: Sequence[Any],
+    from_data: Collection[Any],
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None] = recompute_bytes,
     traffic_per_kept_byte: float = TRAFFIC_PER_KEPT_BYTE,
@@ -56,7 +56,7 @@ def least_kept(
         traffic_per_kept_byte: What a byte that is not kept may cost.
     """
 
-    def depends(atom: object) -> bool:
+    def depends(atom: Any) -> bool:
         return is_variable(atom) and atom in from_data
 
     network = _Network()
@@ -87,12 +87,12 @@ def least_kept(
 
 def least_kept_within(
     flow: DataFlow,
-    required: Sequence[object],
-    from_data: Collection[object],
+    required: Sequence[Any],
+    from_data: Collection[Any],
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None],
     budget: float,
-    known: Sequence[object],
+    known: Sequence[Any],
 ) -> list[Any]:
     """Return values with few bytes to keep so that running operations again stays within a budget.
     The traffic saved by values that are not kept is added to the budget. Candidates are minimum
@@ -109,7 +109,7 @@ def least_kept_within(
     best, low, high = list(dict.fromkeys(required)), *PRICES
     all_bytes = sum(map(nbytes, filter(is_variable, best)))
 
-    def is_within(kept: Sequence[object]) -> bool:
+    def is_within(kept: Sequence[Any]) -> bool:
         again = flow.needed(required, set(kept))
         costs = [recompute(e) for e in again if any(v in from_data for v in e.outvars)]
         unmoved = _MOVED_PER_KEPT_BYTE * (all_bytes - sum(map(nbytes, kept)))
@@ -135,17 +135,17 @@ class _Network:
         self._numbers: dict[Any, int] = {}
         self._arcs: dict[tuple[int, int], float] = {}
 
-    def _number(self, key: object) -> int:
+    def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers) + 2)
 
-    def value(self, v: object) -> int:
+    def value(self, v: Any) -> int:
         return self._number(("value", v))
 
-    def output(self, v: object) -> int:
+    def output(self, v: Any) -> int:
         """Return the node of a value where it is read, after the choice to keep it."""
         return self._number(("output", v))
 
-    def run_of(self, equation: object, order: int, cost: float) -> int:
+    def run_of(self, equation: Any, order: int, cost: float) -> int:
         """Return the node of an operation; one with several results is run once for all."""
         key = ("run", order)
         if key not in self._numbers:

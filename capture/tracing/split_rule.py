@@ -115,7 +115,7 @@ def _named(
     return arrays
 
 
-def _dimensions(mapping: Sequence[object], ndim: int) -> tuple[Any, ...]:
+def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
     """Return one entry per dimension: a factor, or several that share it."""
     dims: list[Any] = []
     for entry in mapping:
