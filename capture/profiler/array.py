@@ -259,12 +259,6 @@ class ArrayProfile:
     _needs: dict[str, ProgramCost] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    _known: dict[tuple[int, Call], ProgramFacts] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    _names: dict[tuple[int, Call], tuple[str, str]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
     #: Keys of what was measured beside what was prepared.
     _more: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
 
@@ -356,38 +350,35 @@ class ArrayProfile:
         """Return a sub-array of ``num_models`` fused models, which cannot run."""
         return self.backend.sub_array(num_models)
 
-    def _named(self, array: Any, call: Call) -> tuple[str, str]:
+    @memo
+    def _named(self, num_models: int, call: Call) -> tuple[str, str]:
         """Return the name and the store key of a program."""
-        known = array.num_models, call
-        if known not in self._names:
-            name = program_name(array, call)
-            self._names[known] = name, self.backend.key_of(name)
-        return self._names[known]
+        name = program_name(self.backend.sub_array(num_models), call)
+        return name, self.backend.key_of(name)
 
     def prepare(self, sizes: Iterable[int]) -> None:
         """Measure the segments of sub-arrays of some sizes, which every search asks for first."""
         wanted: dict[str, What] = {}
         for num_models in sorted(set(sizes)):
-            array = self.backend.sub_array(num_models)
-            for issued in Uses(array).issued:
-                _, key = self._named(array, issued.call)
+            for issued in Uses(self.backend.sub_array(num_models)).issued:
+                _, key = self._named(num_models, issued.call)
                 wanted[key] = ArrayCall(num_models, issued.call)
         self._require("segments", wanted)
 
     def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
         """Return the name, temporary bytes and seconds of a program (see ``Programs``)."""
-        known = sub_array.num_models, call
-        if known not in self._known:
-            needs = self.needs(sub_array, call)
-            name, _ = self._named(sub_array, call)
-            self._known[known] = ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
-        return self._known[known]
+        return self._facts(sub_array.num_models, call)
 
-    def needs(self, sub_array: Any, call: Call) -> ProgramCost:
+    @memo
+    def _facts(self, num_models: int, call: Call) -> ProgramFacts:
+        needs, (name, _) = self.needs(num_models, call), self._named(num_models, call)
+        return ProgramFacts(name, needs.transient_bytes, self._seconds(needs))
+
+    def needs(self, num_models: int, call: Call) -> ProgramCost:
         """Return the measurement of a program, made now if neither this object nor the store has
         it."""
-        _, key = self._named(sub_array, call)
-        self._require(MORE, {key: ArrayCall(sub_array.num_models, call)})
+        _, key = self._named(num_models, call)
+        self._require(MORE, {key: ArrayCall(num_models, call)})
         return self._needs[key]
 
     @cached_property

@@ -31,6 +31,7 @@ from profiling_runs.pools.local import how_it_ended
 from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Here, Pool, PoolWorker, Ready
 from profiling_runs.pools.where import Where
 from profiling_runs.pools.worker import check_versions, measure_job
+from profiling_runs.require import Measurer
 
 ONE = StageChoice()
 SPEC = WorkloadSpec("model.py", "model")
@@ -446,6 +447,24 @@ def test_no_test_waits_for_a_time_of_its_own():
         if literal.search(path.read_text())
     ]
     assert found == []
+
+
+def test_what_is_required_is_measured_once_and_failures_are_kept():
+    made = []
+
+    def measure(config):
+        made.append(config.first)
+        if config.first:
+            raise ValueError("out of registers")
+        return {"of": "a"}
+
+    measurer = Measurer(SimpleNamespace(store=Store(), provenance={}, measure=measure))
+    alike = [Job(name, StageConfig(0, 1, ONE, size)) for name, size in (("a", 4), ("a", 8))]
+    jobs = [*alike, Job("b", StageConfig(1, 2, ONE, 4))]
+    for _ in range(2):
+        assert measurer.measure(jobs) == {"a": {"of": "a"}}
+        assert measurer.errors.keys() == {"b"} and "out of registers" in measurer.errors["b"]
+        assert made == [0] + [1] * MAX_ATTEMPTS["raised"]
 
 
 def test_what_one_stage_alone_needs_is_a_part_of_its_job():

@@ -92,7 +92,7 @@ def with_floor(profile: ArrayProfile, seconds: float) -> ArrayProfile:
 def kernels_of(profile: ArrayProfile, num_models: int) -> list[Kernel]:
     """That the programs of so many models launch, where everything is retained."""
     array = profile.sub_array(num_models)
-    works = [profile.needs(array, issued.call).work for issued in Uses(array).issued]
+    works = [profile.needs(num_models, issued.call).work for issued in Uses(array).issued]
     return [one for work in works if work is not None for one in work.kernels or ()]
 
 
