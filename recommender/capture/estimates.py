@@ -37,7 +37,8 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
 
 def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> Ratios:
     """Return the ratios to expected seconds that stages are taken to have, per degree and choice:
-    as known at their micro-batch size, or at another; else the least of choices with as much tensor
+    as known at their micro-batch size, or at another; else the least of the choices that are most
+    alike: whose passes are the same but for the number of replicas, or have as much tensor
     parallelism, or of all."""
     maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
     every = [each for found in maps for each in found.items()]
@@ -48,12 +49,21 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
         parts = [found[part] for part in choice.measured for found in maps if part in found]
         if parts:  # of a mixture
             return max(parts)
-        alike = [r for c, r in every if c.tensor_parallel == choice.tensor_parallel]
-        return min(alike or [r for _, r in every], default=1.0)
+        alike = (
+            [r for c, r in every if _passes(c, num) == _passes(choice, num)] for num in (4, 1, 0)
+        )
+        return min(next(filter(None, alike), [1.0]))
 
     if not part.is_plain:
         return (tuple(map(ratio, part.known.choices)),)
     return tuple(tuple(map(ratio, choices)) for choices in part.once(posed).choices.values())
+
+
+def _passes(choice: StageChoice, num: int) -> tuple[object, ...]:
+    """Return the first ``num`` things that decide how far the passes of a stage are from what is
+    expected of them."""
+    own = choice.tensor_parallel, choice.remat, choice.sequence_parallel, choice.shard_params
+    return own[:num]
 
 
 def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
