@@ -154,20 +154,22 @@ class Named(Timed):
         return min((e for e in plans if _shape(e) not in shapes), key=seconds_of, default=None)
 
     def nearly(self, search: Search) -> float:
-        is_small = next(iter(search.parts.values())).known.graph.num_layers <= FEW_LAYERS
-        return -DOUBT if is_small and search.fitting else super().nearly(search)
+        return -DOUBT if _is_small(search) and search.fitting else super().nearly(search)
 
     def _doubted(self, search: Search) -> Found | None:
-        """Return a small model's plan that is estimated to be hardly slower than the best one."""
+        """Return a plan that is estimated to be hardly slower than the best one, of a small model;
+        of others, one that may be faster and whose stages all use their devices alike."""
         if not search.fitting or self._num_doubted == MOST_DOUBTED:
             return None
         enough = (1 - self.nearly(search)) * min(map(seconds_of, search.fitting))
+        known = {part.size: part.once(slowness) for part in search.parts.values()}
+        # What small stages take beyond what is expected is another part of smaller ones.
         plans = [
             found
             for part in search.plain_parts
-            # What stages take beyond what is expected of them is another part of smaller ones.
-            for known in [ratios(part, {part.size: part.once(slowness)})]
-            for found in (*part.once(proposed, known, False), *part.once(_uniform, known))
+            for own in [{part.size: known[part.size]} if _is_small(search) else known]
+            for parts in [ratios(part, own)]
+            for found in (*part.once(proposed, parts, False), *part.once(_uniform, parts))
             if seconds_of(found) <= enough and not search.is_asked(found)
         ]
         self._num_doubted += bool(plans)
@@ -241,6 +243,10 @@ def _uniform(part: OpenPart, known: Ratios) -> Sequence[Found]:
         for n in range(len(choices))
     )
     return [Found(part, expected(part, each)) for each in results if each.status == "ok"]
+
+
+def _is_small(search: Search) -> bool:
+    return next(iter(search.parts.values())).known.graph.num_layers <= FEW_LAYERS
 
 
 def _shape(found: Found) -> tuple[int, int]:
