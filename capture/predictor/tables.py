@@ -217,7 +217,7 @@ class ComponentTables:
         """Take sums over windows down to what no stage can be below, where these are lower bounds:
         what a layer adds to the largest product before it says nothing of the next one."""
         graph, measured = self.graph(microbatch_size), _measured(table, windows)
-        crossing = self._crossing(choice.value_split, microbatch_size)
+        crossing = self._passed(choice.value_split, microbatch_size)
         for row, component in enumerate(self.components):
             known = measured[row]
             if component in ("forward", "backward"):
@@ -239,15 +239,6 @@ class ComponentTables:
         if choice.tensor_parallel > 1:
             least = self._kept_of_parts(choice, microbatch_size, measured[row])
             table[row] = np.where(np.isnan(measured[row]), np.fmin(table[row], least), table[row])
-
-    @memo
-    def _crossing(self, value_split: tuple[int, int], microbatch_size: int) -> np.ndarray:
-        """Return, per cut, the bytes of the values that cross it, (L + 1,)."""
-        graph = self.graph(microbatch_size)
-        cuts = range(graph.num_layers + 1)
-        return np.array(
-            [sum(graph.value_bytes(v, value_split) for v in graph.crossing(cut)) for cut in cuts]
-        )
 
     def _kept_of_parts(
         self, choice: StageChoice, microbatch_size: int, known: np.ndarray
@@ -338,8 +329,10 @@ class ComponentTables:
         (``capture.runtime.layer_order``), so a stage needs what its hungriest layers do, and what
         is added to those may be less than nothing.
         """
-        may_be_low = any("cuda" in name for name in self.profile.provenance.get("versions", ()))
         measured, table = _measured(total, windows), total + drift
+        if self.profile.is_lower_bound:  # parts may need more alone: ``_bound_parts``
+            return table
+        may_be_low = any("cuda" in name for name in self.profile.provenance.get("versions", ()))
         for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
                 known = measured[row]

@@ -396,6 +396,40 @@ def test_numbers_of_examples_that_nobody_asked_for_are_traced_only_where_lines_p
     assert examples == ({1, 2, 4, 8} if follows else {4})
 
 
+def wide_result(width=16, wide=4096):
+    """A narrow layer, one that makes as many numbers as the batch has, and a loss of the numbers
+    that the batch knows."""
+
+    def init(key):
+        narrow, out = jax.random.split(key)
+        return {
+            "narrow": jax.random.normal(narrow, (wide, width)),
+            "wide": jax.random.normal(out, (width, wide)),
+        }
+
+    def loss(params, batch):
+        made = mark(mark(jnp.tanh(batch @ params["narrow"])) @ params["wide"])
+        known = batch > 0
+        return jnp.sum(jnp.where(known, made - batch, 0) ** 2) / jnp.sum(known)
+
+    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, wide)), optax.sgd(0.1))
+
+
+def test_a_stage_needs_no_less_than_sums_over_windows_say_on_a_gpu():
+    """The loss alone is given the whole of what is split within a longer stage, and keeps as much."""
+    question = ProfileQuestion(
+        wide_result(), Cluster((2,), "h100"), 8, choices=tuple(TAUGHT), calibration_plans=0
+    )
+    measurements = open_measurements(question, store=Store())
+    least = ModelBounds(measurements, (4, 8), num_devices=2).at(TAUGHT, 8).least
+    alone = BoundsBackend(measurements.backend, for_devices=2)
+    for choice in TAUGHT:
+        memory = AdditivePredictor(least).memory(choice, 8)
+        traced = alone.of_passes(StageConfig(0, 3, choice, 8), NO_END).least
+        assert memory.forward[0, 3] <= traced.forward_bytes, choice
+        assert memory.backward[0, 3] <= traced.backward_bytes, choice
+
+
 @pytest.mark.parametrize("stops", ["parameters", "output", "choice"])
 def test_stages_keep_no_less_of_a_teacher_than_sums_over_windows_say(stops):
     """Whether a teacher's layers keep anything depends on the last layer, which stops its gradient."""
