@@ -231,20 +231,33 @@ class CountedSearch:
         return with_sends(problem, sent)
 
 
-def with_sends(problem: SearchProblem, sent: Mapping[int, np.ndarray]) -> SearchProblem:
-    """Return the problem in which a stage waits for what it sends and gets back.
+def with_sends(
+    problem: SearchProblem,
+    sent: Mapping[int, np.ndarray],
+    fed: Mapping[int, np.ndarray] | None = None,
+) -> SearchProblem:
+    """Return the problem in which a stage waits for what it sends and gets back, and the first one
+    for the batch.
 
     Args:
-        problem: With seconds.
+        problem: With seconds, and those of updates where something is fed.
         sent: Per degree those of ``sends_seconds`` by choice, (num_choices, L + 1).
+        fed: The same of ``fed_seconds``; None for nothing.
     """
     shape = problem.kinds.shape
-    _, alike = np.unique(np.concatenate([*sent.values()]), axis=1, return_inverse=True)
-    kinds = Kinds(problem.kinds, np.broadcast_to(alike, shape))
+    tables = [*sent.values(), *(fed or {}).values()]
+    _, alike = np.unique(np.concatenate(tables), axis=1, return_inverse=True)
+    begins = np.arange(shape[0])[:, None] == 0
+    kinds = Kinds(problem.kinds, alike + (len(alike) * begins if fed else np.zeros(shape, int)))
     problem, stop = problem.split(kinds), kinds.first % shape[1]
     assert problem.seconds is not None, "times are known"
     seconds = {d: problem.seconds[d] + 2 * each[:, stop] for d, each in sent.items()}
-    return replace(problem, seconds=seconds)
+    if fed is None:
+        return replace(problem, seconds=seconds)
+    assert problem.update_seconds is not None, "times are known"
+    is_first = kinds.first < shape[1]
+    once = {d: problem.update_seconds[d] + each[:, stop] * is_first for d, each in fed.items()}
+    return replace(problem, seconds=seconds, update_seconds=once)
 
 
 def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> np.ndarray:
@@ -268,3 +281,22 @@ def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> n
             sends[stop] += ends * rates.inter_node.seconds(nbytes)
             sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
     return sends
+
+
+def fed_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> np.ndarray:
+    """Return the seconds until a first stage has its first micro-batch, by where it stops,
+    (L + 1,). Those that follow come while it computes.
+
+    Args:
+        graph: The layers at the plan's micro-batch size.
+        cluster: Of a target with rates.
+        choice: Of the stage.
+    """
+    rates = Target.load(cluster.target).rates
+    assert rates is not None, "times are known"
+    read, found = set[int](), [0.0]
+    for layer in graph.layers:
+        read.update(layer.batch)
+        leaves = (graph.batch[leaf].shard_bytes(choice.data_parallel) for leaf in read)
+        found.append(sum(map(rates.host.to_device.seconds, leaves)))
+    return np.array(found)

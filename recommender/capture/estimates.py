@@ -5,14 +5,14 @@ proposes."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from capture.plan.choices import StageChoice
 from recommender.capture import grouped
-from recommender.capture.counted import sends_seconds, with_sends
+from recommender.capture.counted import fed_seconds, sends_seconds, with_sends
 from recommender.capture.lowest_peak import between, expected
 from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart, compiled_in, posed, posed_at_most
@@ -66,26 +66,27 @@ def _passes(choice: StageChoice, num: int) -> tuple[object, ...]:
     return own[:num]
 
 
-def _sent(part: OpenPart) -> Mapping[int, np.ndarray]:
-    """Return per degree the seconds of what stages send, (num_choices, L + 1), by their stops."""
+def _moved(part: OpenPart, of: Callable[..., np.ndarray]) -> Mapping[int, np.ndarray]:
+    """Return per degree the seconds of what stages send, or first stages are fed, (num_choices,
+    L + 1), by their stops."""
     graph, cluster = part.known.graph_at(part.size), part.question.cluster
     known = dict[tuple[int, tuple[int, int]], np.ndarray]()
 
-    def sent(choice: StageChoice) -> np.ndarray:
-        of = choice.num_devices, choice.value_split
-        if of not in known:
-            known[of] = sends_seconds(graph, cluster, choice)
-        return known[of]
+    def moved(choice: StageChoice) -> np.ndarray:
+        key = choice.num_devices, choice.value_split
+        if key not in known:
+            known[key] = of(graph, cluster, choice)
+        return known[key]
 
     return {
-        d: np.stack([sent(choice) for choice in choices])
+        d: np.stack([moved(choice) for choice in choices])
         for d, choices in part.once(posed).choices.items()
     }
 
 
 def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
     """Return the problem with the bytes and seconds that stages are estimated to need, or the most
-    bytes with ``at_most``. Compiled stages keep theirs."""
+    bytes with ``at_most``, and what is sent and fed. Compiled stages keep theirs."""
     problem, other = together(part.once(posed), part.once(posed_at_most))
     assert other.seconds is not None, "it has times"
     seconds = {
@@ -96,7 +97,7 @@ def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchPr
         seconds[d][choice, kind] = other.seconds[d][choice, kind]
     estimated = other if at_most else between(problem, other)
     estimated = replace(estimated, seconds=seconds, update_seconds=other.update_seconds)
-    return with_sends(estimated, part.once(_sent))
+    return with_sends(estimated, part.once(_moved, sends_seconds), part.once(_moved, fed_seconds))
 
 
 def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:

@@ -10,7 +10,7 @@ what bounds it is the floor of its parts alone, which leaves waiting out. In an 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
@@ -24,6 +24,7 @@ from capture.plan.schedule import SCHEDULES, make_schedule
 from capture.predictor.step_time import CountedSteps
 from capture.predictor.times import StageTable, TimePredictor
 from capture.step.times import StageTimes, TableTimes
+from recommender.capture.counted import fed_seconds
 from recommender.capture.lowest_peak import expected
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import stage_choices
@@ -187,7 +188,14 @@ def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
 
 
 def _found(part: OpenPart, found: TablePlan | None) -> Sequence[Found]:
-    return [] if found is None else [Found(part, expected(part, found.result, found.plan))]
+    """Return the plan, which begins once its first stage is fed."""
+    if found is None:
+        return []
+    first, graph = found.plan.stages[0], part.known.graph_at(part.size)
+    fed = fed_seconds(graph, part.question.cluster, first.choice)[first.stop]
+    assert found.result.step_seconds is not None, "its tables have times"
+    result = replace(found.result, step_seconds=found.result.step_seconds + float(fed))
+    return [Found(part, expected(part, result, found.plan))]
 
 
 class _Estimated(TimePredictor):
