@@ -96,7 +96,7 @@ def test_the_front_is_that_of_all_plans_compiled(seed, spread):
         assert (peak, seconds) == (p, pytest.approx(s))
     assert len(compiled) == len(set(compiled)) < len(planted.every()) / 4
     assert wrong(planted, found) == []
-    assert found.why.front.points[0].within_fraction < 0.01, "its bytes are hardly below"
+    assert found.why.front.points[0].within_fraction < 0.02, "its bytes are hardly below"
     assert found.plan.stages == found.why.front.points[-1].stages
     assert {point.stages for point in found.why.front.points} <= {p.stages for p in compiled}
 
