@@ -236,7 +236,11 @@ class FusedArray:
         return pull
 
     def _trained(self, params: Sequence[int]) -> list[int]:
-        return [p for p in params if p not in self._shared]
+        """Return those with gradients: floating-point parameters of a model's own."""
+        dtypes = [jnp.dtype(tensor.dtype) for tensor in self._traced.graph.params]
+        return [
+            p for p in params if p not in self._shared and jnp.issubdtype(dtypes[p], jnp.inexact)
+        ]
 
     # ---- bundles ---------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import optax
 
 from capture.model.graph import LayerGraph
 from capture.model.workload import PyTree, WorkloadProtocol
+from capture.runtime.gradients import loss_and_gradients
 from capture.runtime.microbatches import split_examples
 from capture.tracing import TracedModel
 
@@ -61,7 +62,7 @@ class ReferenceStep:
         for size, leaves in zip(self.sizes, parts, strict=True):
             count, share = tree.num_leaves, examples / size
             loss, grads = self._grad(params, tree.unflatten(leaves[:count]), *leaves[count:])
-            grads = jax.tree.map(lambda g, share=share: g / share, grads)
+            grads = jax.tree.map(lambda g, share=share: (g / share).astype(g.dtype), grads)
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
             losses.append(float(loss))
         return float(np.average(losses, weights=self.sizes)), total
@@ -108,7 +109,7 @@ class ReferenceStep:
 @lru_cache(maxsize=1)
 def _gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loss's gradients once for several trainings, one after the other."""
-    return jax.jit(jax.value_and_grad(loss_fn))
+    return jax.jit(loss_and_gradients(loss_fn))
 
 
 def rounded(gradients: PyTree, roundings: int) -> PyTree:
@@ -125,6 +126,8 @@ def rounded(gradients: PyTree, roundings: int) -> PyTree:
     tree: Any = jax.tree.structure(gradients)  # JAX's stubs leave its methods out
 
     def off(n: int, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
         signs = jax.random.rademacher(jax.random.key(n), leaf.shape, leaf.dtype)
         by = roundings * jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()
         return jnp.where(leaf == 0, leaf, leaf + by * signs)

@@ -18,6 +18,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import counted
+from capture.runtime.gradients import loss_and_gradients
 from capture.runtime.leaf_parts import check_rows
 from capture.runtime.optimizer import TracedOptimizer
 from capture.runtime.sharded.mesh import mesh_of
@@ -232,14 +233,20 @@ class Sharded:
     def loss_and_gradients(self, params: Any, *arguments: Any) -> tuple[jax.Array, Any]:
         """Return the workload's loss and its gradients, to be compiled; the arguments are the batch
         and, if the loss takes one, a random key."""
-        return jax.value_and_grad(self.transform(self.workload.loss_fn))(params, *arguments)
+        return loss_and_gradients(self.transform(self.workload.loss_fn))(params, *arguments)
 
     def update(self, params: Any, state: Any, *arguments: Any) -> tuple[Any, Any, jax.Array]:
         """Make one step of the workload, to be compiled: return new parameters, new state and the
         loss; arguments as of ``loss_and_gradients``."""
         loss, gradients = self.loss_and_gradients(params, *arguments)
-        updates, state = self.workload.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        updates, new = self.workload.optimizer.update(gradients, state, params)
+        # An optimizer may begin the state of integers as integers, and go on in another type.
+        new = jax.tree.map(
+            lambda made, old: made if made.dtype == old.dtype else made.astype(old.dtype),
+            new,
+            state,
+        )
+        return optax.apply_updates(params, updates), new, loss
 
     @cached_property
     def step(self) -> Callable[..., tuple[Any, Any, jax.Array]]:
