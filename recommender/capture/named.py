@@ -52,6 +52,8 @@ _NUM_LIMITS = 7
 #: A stage of so few layers compiles in seconds, so that estimates need not be trusted as far: plans
 #: that may be slower by this part, as they are often wrong by more, are compiled as well, so many.
 FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.1, 6
+#: Of such a model, as many times more plans may turn out slower than was expected.
+SMALL_TRIES = 3
 #: Plans that were expected to be faster and are not, one after the other: where estimates are too
 #: low, there are many of them. After so many the other names come first, and after so many, these
 #: included, no more are compiled (``missed``).
@@ -99,7 +101,8 @@ class Named(Timed):
         return min(search.fitting, key=seconds_of, default=None)
 
     def _next_faster(self, search: Search, look: Look) -> Found | None:
-        if search.effort.within_fraction and self._num_missed(search) >= MOST_MISSED:
+        most = MOST_MISSED * (SMALL_TRIES if _is_small(search) else 1)
+        if search.effort.within_fraction and self._num_missed(search) >= most:
             self._knows_fastest, self.nothing_left = True, "missed"
         if (known := _of_compiled_stages(search)) is not None:
             return known

@@ -173,6 +173,7 @@ def test_other_names_come_before_many_plans_that_are_not_faster(monkeypatch):
     for patience, most in ((1, 99), (99, 99), (1, 3)):
         monkeypatch.setattr(named, "PATIENCE", patience)
         monkeypatch.setattr(named, "MOST_MISSED", most)
+        monkeypatch.setattr(named, "SMALL_TRIES", 1)
         planted, numbers = NamedPlans(1, 0.5), []
         look_for = Named._named
 
@@ -193,6 +194,21 @@ def test_other_names_come_before_many_plans_that_are_not_faster(monkeypatch):
     assert soon[2] == late[2], "what may be faster is looked at all the same"
     assert few[1] == soon[1][: len(few[1])]
     assert few[1].index(min(few[1])) == len(few[1]) - 1 - 3 < len(soon[1]) - 1 - 3
+
+
+def test_of_a_small_model_more_plans_are_tried(monkeypatch):
+    """Its stages compile in seconds, and estimates of latencies are rough."""
+    monkeypatch.setattr(named, "slowness", lambda part: {})
+    monkeypatch.setattr(speed, "slowness", lambda part: {})
+    monkeypatch.setattr(named, "MOST_MISSED", 2)
+    missed = []
+    for few_layers in (0, 99):
+        monkeypatch.setattr(named, "FEW_LAYERS", few_layers)
+        planted = NamedPlans(1, 0.5)
+        planted.search(Effort(within_fraction=0.05, at_once=1))
+        seconds = [value for _, value in planted.values(planted.compiler.compiled)]
+        missed.append(len(seconds) - 1 - seconds.index(min(seconds)))
+    assert missed[0] < missed[1]
 
 
 @pytest.mark.parametrize("looks", [True, False])
