@@ -79,7 +79,9 @@ def _answer(question: PacksQuestion, compiled: Compile | None) -> PacksAnswer:
         if chosen is not None:
             least = chosen.plan.known_peak_bytes
         if chosen is None or chosen.plan.known_peak_bytes > limit:
-            return Answer("infeasible", None, tried[mode][0], _no_packs(question, mode, least))
+            is_estimate = compiled is not None and chosen is None
+            why = _no_packs(question, mode, least, " by estimate" * is_estimate)
+            return Answer("infeasible", None, tried[mode][0], why)
         found[mode] = chosen
     # The fastest of those that the host can hold.
     mode = min(found, key=lambda mode: (host_bytes(found[mode].plan) > have, found[mode].seconds))
@@ -161,8 +163,9 @@ def _how(plan: PacksPlan) -> str:
     return said + (", swapped in shares" if plan.swaps.sharded else "")
 
 
-def _no_packs(question: PacksQuestion, mode: Mode, least: int | None) -> Why:
-    """Return why there are no packs: the layer that is too large, and the least limit of a plan."""
+def _no_packs(question: PacksQuestion, mode: Mode, least: int | None, known: str) -> Why:
+    """Return why there are no packs: the layer that is too large, and the least limit of a plan,
+    with how it is known."""
     problem, algorithm = question.problem(mode), question.algorithm
     profile, limit, is_wide = problem.profile, question.limit_bytes, algorithm == "wide"
     sizes = profiled_sizes(problem, algorithm)
@@ -177,25 +180,26 @@ def _no_packs(question: PacksQuestion, mode: Mode, least: int | None) -> Why:
         )
     size, needs = sizes["backward"][0], layer_needs(problem, algorithm)
     layer = max(range(profile.num_layers), key=lambda i: needs[i])
+    change = f"Cheapest change: a limit of {least} bytes per device{known}"
     if holds_instructions(question) and finds_packs(problem, algorithm):
         said = (
             f"packs are found below the limit of {format_bytes(limit)}, but none whose "
-            f"instructions hold as little. Cheapest change: a limit of {least} bytes per device, "
-            "or a smaller minibatch; or --algorithm paper, which holds packs alone below it."
+            f"instructions hold as little. {change}, or a smaller minibatch; or --algorithm paper, "
+            "which holds packs alone below it."
         )
         return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
-    change = f"Cheapest change: a limit of {least} bytes per device"
+    examples = counted(size, "example")
     if needs[layer] <= limit:
         what, other = "packs", "other packings"
         if is_wide:
             what, other = "tasks", "--algorithm paper, which holds packs alone below it"
         said = (
-            f"every layer alone fits {format_bytes(limit)} for {size} examples, but no {what} that "
+            f"every layer alone fits {format_bytes(limit)} for {examples}, but no {what} that "
             f"the search finds. {change}; or {other}."
         )
         return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
     return Why(
-        f"layer {layer} alone needs {format_bytes(needs[layer])} backward for {size} examples, "
+        f"layer {layer} alone needs {format_bytes(needs[layer])} backward for {examples}, "
         f"{format_bytes(needs[layer] - limit)} above the limit of {format_bytes(limit)}. {change}; "
         "or cut the layer into smaller ones.",
         code="packs-layer",
