@@ -320,7 +320,8 @@ def _beside(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _errors(document: dict[str, Any]) -> list[str]:
-    """Return a line with the largest errors beside one device, where that was asked for."""
+    """Return lines with the largest errors beside one device, where that was asked for, and what
+    roundings do not explain."""
     errors = [
         f"{what} {error:.1e}" + ("" if worst is None else f" ({worst})")
         for what, error, worst in (
@@ -330,7 +331,14 @@ def _errors(document: dict[str, Any]) -> list[str]:
         )
         if error is not None
     ]
-    return [f"largest relative error: {', '.join(errors)}"] if errors else []
+    lines = [f"largest relative error: {', '.join(errors)}"] if errors else []
+    most, error = document["gradient_rounding_error"], document["max_relative_gradient_error"]
+    if most is not None and error is not None and not error <= most:  # it may be no number
+        lines.append(
+            f"roundings explain {most:.1e} of gradients: this step trains another function than "
+            "one device (docs/limits.md names what micro-batches change)"
+        )
+    return lines
 
 
 def _losses(losses: Sequence[float]) -> str:

@@ -19,6 +19,9 @@ from capture.runtime.gradients import loss_and_gradients
 from capture.runtime.microbatches import split_examples
 from capture.tracing import TracedModel
 
+#: Times the floor, no error of gradients was seen that roundings alone had made.
+_NOISE = 10.0
+
 
 @dataclass(frozen=True)
 class ReferenceStep:
@@ -93,7 +96,8 @@ class ReferenceStep:
         """
         own, state = self.init(params)
         _, expected = self.loss_and_gradients(own, batches[0], keys[0])
-        errors = relative_errors(gradients, expected, rounding_floor(self.traced.graph))
+        floor = rounding_floor(self.traced.graph)
+        errors = relative_errors(gradients, expected, floor)
         worst = max(errors, key=errors.__getitem__)
         losses = []
         for batch, key in zip(batches, keys, strict=True):
@@ -103,6 +107,7 @@ class ReferenceStep:
             "reference_losses": losses,
             "max_relative_gradient_error": errors[worst],
             "worst_gradient": worst,
+            "gradient_rounding_error": _NOISE * floor,
         }
 
 

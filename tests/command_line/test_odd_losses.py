@@ -83,3 +83,17 @@ def test_a_run_says_at_once_that_its_loss_is_no_number_and_no_check_passes(said,
     assert document["max_relative_loss_error"] is document["max_relative_gradient_error"] is None
     _, out, _ = run_here(capsys, *VERBS["run"])
     assert f"warning: {warning}" in out and "largest relative error: loss inf" in out
+
+
+@pytest.mark.parametrize(("microbatches", "differs"), [(1, False), (2, True)])
+def test_a_check_says_where_roundings_do_not_explain_gradients(said, capsys, microbatches, differs):
+    """A constant that a backward pass adds is as large for every micro-batch as for all."""
+    Path("injected.py").write_text(user_model("injected"))
+    named = {"location": "injected.py", "function": "model", "arguments": {}}
+    plan = {"schema_version": 1, "workload": named, **PLAN, "num_microbatches": microbatches}
+    Path("plan.json").write_text(json.dumps(plan))
+    _, out, _ = run_here(capsys, *VERBS["run"])
+    assert ("this step trains another function than one device" in out) == differs
+    _, document, _ = run_json(capsys, *VERBS["run"])
+    error, most = document["max_relative_gradient_error"], document["gradient_rounding_error"]
+    assert (error > most) == differs and 1e-3 < most < 1e-2
