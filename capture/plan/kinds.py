@@ -53,10 +53,10 @@ class Kind:
         return self.verbs[name]
 
     def refused(self) -> CaptureError:
-        """The error of what takes plans of stages alone."""
+        """The error of what takes plans of other kinds alone."""
         *most, last = ("run", *self.verbs)
         return PlanError.of(
-            f"the plan is of kind {self.name!r}, and this is for plans of kind 'stages'. capture "
+            f"the plan is of kind {self.name!r}, which this does not take. capture "
             f"{', '.join(most)} and {last} take it, and in Python {self.python}.",
             "plan-kind",
         )
