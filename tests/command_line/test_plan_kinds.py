@@ -149,9 +149,18 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "instead"),
     [
-        ("predict b.json --profile p.json", "which this does not take. capture run, verify, explain, report"),
-        ("export packs.json --to alpa", "which this does not take. capture run, verify, explain, report"),
-        ("verify array.json", "which this does not take. capture run, explain, report and diff take it"),
+        (
+            "predict b.json --profile p.json",
+            "which this does not take. capture run, verify, explain, report",
+        ),
+        (
+            "export packs.json --to alpa",
+            "which this does not take. capture run, verify, explain, report",
+        ),
+        (
+            "verify array.json",
+            "which this does not take. capture run, explain, report and diff take it",
+        ),
         ("report b.json --trace t.json", "--trace: capture report does not read it with a plan "),
         ("report b.json --profile p.json", "--profile: capture report does not read it"),
         ("explain b.json --workload other.py:model", "--workload: capture explain does not read"),
