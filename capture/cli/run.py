@@ -335,8 +335,9 @@ def _errors(document: dict[str, Any]) -> list[str]:
     most, error = document["gradient_rounding_error"], document["max_relative_gradient_error"]
     if most is not None and error is not None and not error <= most:  # it may be no number
         lines.append(
-            f"roundings explain {most:.1e} of gradients: this step trains another function than "
-            "one device (docs/limits.md names what micro-batches change)"
+            f"roundings are taken to explain {most:.1e} of gradients: unless one of them tips a "
+            "choice of the model, this step trains another function than one device "
+            "(docs/limits.md names what micro-batches change)"
         )
     return lines
 

@@ -237,10 +237,8 @@ class FusedArray:
 
     def _trained(self, params: Sequence[int]) -> list[int]:
         """Return those with gradients: floating-point parameters of a model's own."""
-        dtypes = [jnp.dtype(tensor.dtype) for tensor in self._traced.graph.params]
-        return [
-            p for p in params if p not in self._shared and jnp.issubdtype(dtypes[p], jnp.inexact)
-        ]
+        own = self._traced.graph.params
+        return [p for p in params if p not in self._shared and own[p].differentiable]
 
     # ---- bundles ---------------------------------------------------------------------------------
 

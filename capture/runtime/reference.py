@@ -19,7 +19,7 @@ from capture.runtime.gradients import loss_and_gradients
 from capture.runtime.microbatches import split_examples
 from capture.tracing import TracedModel
 
-#: Times the floor, no error of gradients was seen that roundings alone had made.
+#: Times the floor, errors of gradients are taken to be of roundings.
 _NOISE = 10.0
 
 

@@ -42,7 +42,7 @@ class RunReport:
         max_relative_loss_error: The largest error of a loss beside that.
         max_relative_gradient_error, worst_gradient: The same of gradients of the first step, and
             the leaf.
-        gradient_rounding_error: Roundings explain errors of gradients up to this one.
+        gradient_rounding_error: Errors of gradients up to this one are taken to be of roundings.
         max_relative_param_error, worst_param: The same of trained parameters: ``model``, ``leaf``,
             and what one rounding of its gradients makes of it (``rounding_error``).
         max_param_error_in_roundings: The largest error of a leaf, over that of a rounding.

@@ -248,7 +248,7 @@ def with_sends(
     tables = [*sent.values(), *(fed or {}).values()]
     _, alike = np.unique(np.concatenate(tables), axis=1, return_inverse=True)
     begins = np.arange(shape[0])[:, None] == 0
-    kinds = Kinds(problem.kinds, alike + (len(alike) * begins if fed else np.zeros(shape, int)))
+    kinds = Kinds(problem.kinds, alike + (0 if fed is None else len(alike)) * begins)
     problem, stop = problem.split(kinds), kinds.first % shape[1]
     assert problem.seconds is not None, "times are known"
     seconds = {d: problem.seconds[d] + 2 * each[:, stop] for d, each in sent.items()}

@@ -122,9 +122,10 @@ class LowestPeak(Policy):
 
     def _has_missed(self, search: Search, best: Found) -> bool:
         """Return whether so many plans were not smaller that no more are compiled."""
-        if search.effort.within_fraction and num_missed(search, best) >= _MOST_TRIED:
-            self.nothing_left = "missed"
-        return self.nothing_left == "missed"
+        if not search.effort.within_fraction or num_missed(search, best) < _MOST_TRIED:
+            return False
+        self.nothing_left = "missed"
+        return True
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, best = look.bracket, self._best(search)
