@@ -122,11 +122,13 @@ class Measurements(Measurer[Any]):
         self._begun -= configs_of.keys()
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Have kept workers begin to compile stages without waiting for them; jobs that are
-        required later run beside these."""
+        """Have kept workers begin to compile stages, these and those begun before, without waiting
+        for them; jobs that are required later run beside these."""
+        if self._kept is None or not self._in_workers:
+            return
         unknown = [each for each in configs if each not in {*self.failures, *self.costs}]
-        _, jobs = self.missing_jobs(self.jobs({"stages of the plan": unknown}))
-        if self._kept is None or not self._in_workers or not jobs:
+        jobs = self.missing_jobs(self.jobs({"stages of the plan": unknown}))[1] if unknown else []
+        if not jobs and self._live is None:
             return
         self._begun |= {job.key for job in jobs}
         batch = self._add(jobs)

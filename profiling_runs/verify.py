@@ -265,8 +265,10 @@ class PlanCompiler:
         return len(missing), with_stages(known, compiled, measurements).without_stages(refused)
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Begin to compile stages in kept workers, without waiting for them."""
-        self.open().begin(configs)
+        """Begin to compile stages in kept workers, these and those begun before, without waiting
+        for them."""
+        if configs or self._measurements is not None:
+            self.open().begin(configs)
 
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         size = plan.microbatch_size

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+import numpy as np
+
 from capture.errors import PlanError, Violation
 from capture.plan.orders import SCHEDULES, StagePass, TaskKind
 
@@ -47,17 +49,16 @@ class Occupancy:
     num_deferred: int = 0
     accumulates: bool = True
 
-    def dominates(self, other: Occupancy) -> bool:
-        return self.kind == other.kind and all(
-            mine >= theirs
-            for mine, theirs in (
-                (self.num_kept, other.num_kept),
-                (self.num_waiting_inputs, other.num_waiting_inputs),
-                (self.num_waiting_gradients, other.num_waiting_gradients),
-                (self.num_losses, other.num_losses),
-                (self.num_deferred, other.num_deferred),
-                (self.accumulates, other.accumulates),
-            )
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All but the kind; of two occupancies of one kind, one with more of each needs more."""
+        return (
+            self.num_kept,
+            self.num_waiting_inputs,
+            self.num_waiting_gradients,
+            self.num_losses,
+            self.num_deferred,
+            int(self.accumulates),
         )
 
 
@@ -281,11 +282,20 @@ class Schedule:
 
 
 def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
-    def dominates(one: Moment, other: Moment) -> bool:
-        return all(a.dominates(b) for a, b in zip(one, other, strict=True))
-
-    every = set(moments)
-    return tuple(sorted(m for m in every if not any(o != m and dominates(o, m) for o in every)))
+    by_kinds: dict[tuple[str, ...], list[Moment]] = {}
+    for moment in set(moments):
+        by_kinds.setdefault(tuple(o.kind for o in moment), []).append(moment)
+    found: list[Moment] = []
+    for alike in by_kinds.values():
+        counts = np.array([[n for o in moment for n in o.counts] for moment in alike])
+        # Of different rows, none that is at least as large everywhere has a sum as small.
+        order = np.argsort(-counts.sum(axis=1), kind="stable")
+        kept = np.empty((0, counts.shape[1]), counts.dtype)
+        for i in order:
+            if not (kept >= counts[i]).all(axis=1).any():
+                kept = np.vstack([kept, counts[i]])
+                found.append(alike[i])
+    return tuple(sorted(found))
 
 
 def schedule_violations(name: str, num_groups: int, num_microbatches: int) -> list[Violation]:

@@ -25,7 +25,7 @@ from capture.predictor.step_time import CountedSteps
 from capture.predictor.times import StageTable, TimePredictor
 from capture.step.times import StageTimes, TableTimes
 from recommender.capture.counted import fed_seconds
-from recommender.capture.lowest_peak import expected
+from recommender.capture.lowest_peak import expected, least_in_groups
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
@@ -169,7 +169,12 @@ def fastest(part: OpenPart, ratios: tuple[float, ...], limit: int | None) -> Seq
 
 def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
     """Return the open part's plan that is expected to need least; arguments as of ``fastest``."""
-    return _found(part, part.once(_tables, ratios).least_peak())
+    steps, found = part.once(_tables, ratios).steps, part.once(least_in_groups)
+    assert steps is not None, "times are known"
+    if found is None:
+        return []
+    seconds = steps.seconds(found.plan)
+    return _found(part, replace(found, result=replace(found.result, step_seconds=seconds)))
 
 
 def front(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -27,7 +27,7 @@ from recommender.capture.refine import Corner, Look, Policy, Probe, Search, abov
 from recommender.capture.result import SearchResult
 from recommender.capture.search import search as search_plan
 from recommender.capture.searched import searched
-from recommender.capture.tables import TableSearch, several_groups
+from recommender.capture.tables import TablePlan, TableSearch, several_groups
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: How far the best compiled plan is above the lower bound where bounds say little.
@@ -253,8 +253,9 @@ def _smaller(search: Search, best: Found) -> Found | None:
     enough, limit = best.answer.peak_bytes, best.part.question.limit_bytes
     if best.answer.status != "ok" and limit is not None:
         enough = min(enough, limit + 1)
-    parts = (part for part in search.parts.values() if not part.is_plain)
-    plans = (found for part in parts for found in _smallest(part))
+    parts = [part for part in search.parts.values() if not part.is_plain]
+    found = ((part, part.once(least_in_groups)) for part in parts)
+    plans = (Found(part, expected(part, of.result, of.plan)) for part, of in found if of)
     smaller = (found for found in plans if found.answer.proof.peak_bytes < enough)
     return min(smaller, key=lambda found: found.answer.proof.peak_bytes, default=None)
 
@@ -271,14 +272,13 @@ def open_others(search: Search, found: Found) -> bool:
     return bool(numbers)
 
 
-def _smallest(part: OpenPart) -> Iterator[Found]:
-    """Yield the plan of a schedule that is not plain that is expected to need least at most."""
+def least_in_groups(part: OpenPart) -> TablePlan | None:
+    """Return the plan of a part whose schedule is not plain that is expected to need least at
+    most; None if there are no groups."""
     most, question = part.most, part.question
     usable = several_groups(question, most.graph.num_layers)
     choices = [choice for choice in most.choices if choice.num_devices in usable]
-    found = TableSearch(most, question, None, choices).least_peak()
-    if found is not None:
-        yield Found(part, expected(part, found.result, found.plan))
+    return TableSearch(most, question, None, choices).least_peak()
 
 
 def recommended(part: OpenPart) -> StageAnswer:

@@ -24,6 +24,7 @@ from recommender.capture.estimates import Ratios, estimates, proposed, ratios, s
 from recommender.capture.lowest_peak import (
     between,
     expected,
+    least_in_groups,
     num_missed,
     open_others,
     since,
@@ -306,8 +307,8 @@ def _limits(least: int, most: int) -> tuple[int, ...]:
 def _least_expected(part: OpenPart) -> int:
     """Return the least peak bytes expected of a part's plans; of a schedule not plain, at most."""
     if not part.is_plain:
-        found = grouped.smallest(part, (1.0,) * len(part.known.choices))
-        return min((each.answer.proof.peak_bytes for each in found), default=1 << 62)
+        found = part.once(least_in_groups)
+        return found.result.peak_bytes if found else 1 << 62
     stages, _, _ = least_peak(between(part.once(posed), part.once(posed_at_most)))
     return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
 

@@ -57,10 +57,18 @@ class OpenPart:
         question: Of its plans.
         known: Lower bounds that nothing has refuted, and the stages that are compiled.
         least_seconds: No plan of the part is faster; 0 once a bound was refuted.
+        meanwhile: Called before anything is worked out, which may take seconds.
     """
 
-    def __init__(self, question: PlanQuestion, between: Bounds, least_seconds: float = 0.0):
+    def __init__(
+        self,
+        question: PlanQuestion,
+        between: Bounds,
+        least_seconds: float = 0.0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ):
         self.question, self.known, self._most = question, between.least, between.most
+        self.meanwhile = meanwhile
         self.least_seconds = least_seconds
         self._said: dict[tuple[Hashable, ...], object] = {}
         self._bases: dict[Callable[[OpenPart], SearchProblem], SearchProblem] = {}
@@ -96,6 +104,7 @@ class OpenPart:
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
         """Return a function's value for the part, kept until a compiled stage concerns it."""
         if (of, *given) not in self._said:
+            self.meanwhile()
             self._said[of, *given] = of(self, *given)
         return self._said[of, *given]  # type: ignore[return-value]
 

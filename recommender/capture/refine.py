@@ -50,7 +50,8 @@ class StageCompiler(Protocol):
         ...
 
     def begin(self, configs: Sequence[StageConfig]) -> None:
-        """Begin to compile stages where workers are idle, without waiting for any."""
+        """Begin to compile stages, these and those begun before, where workers are idle, without
+        waiting for any."""
         ...
 
 
@@ -313,6 +314,12 @@ class Search:
             self._has_begun = True
             self._begin(found)
 
+    def _go_on(self) -> None:
+        """Give workers that have ended what waits for them, while this process works something
+        out."""
+        if self._may_begin:
+            self._compiler.begin(())
+
     def _begin(self, found: Found | Sequence[StageConfig] | None) -> None:
         if isinstance(found, Found):
             found = [] if self.is_asked(found) else found.configs
@@ -336,7 +343,8 @@ class Search:
         if self._policy.objective is not None:
             question = replace(question, algorithm=None, objective=self._policy.objective)
         least = self._all[number].least_seconds
-        part = self.parts[number] = OpenPart(question, self._all[number].open(), least)
+        opened = self._all[number].open()
+        part = self.parts[number] = OpenPart(question, opened, least, self._go_on)
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:
             self._learn(part.size, self._profiles[part.size])

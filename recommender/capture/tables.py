@@ -28,7 +28,7 @@ from capture.predictor.step_time import CountedSteps
 from recommender.capture.pareto import undominated
 from recommender.capture.posed import plan_of, stage_choices
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
-from recommender.capture.table_space import TableSpace
+from recommender.capture.table_space import Cuts, TableSpace
 from recommender.question import PlanQuestion
 
 #: Memory limits at which a front is looked for, its two ends included.
@@ -46,6 +46,25 @@ class TablePlan:
 
     plan: Plan
     result: SearchResult
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The cuts of a space from which its best plan is looked for.
+
+    Attributes:
+        space: Is searched.
+        cuts: The best ones, by what is quick to compute.
+        complete: Whether all cuts were looked at.
+        num_explored: Cuts that were looked at.
+        floor: What ranks plans first; no plan of the space has less, as far as cuts were looked at.
+    """
+
+    space: TableSpace
+    cuts: Cuts
+    complete: bool
+    num_explored: int
+    floor: tuple[float, ...] = ()
 
 
 class TableSearch:
@@ -101,15 +120,28 @@ class TableSearch:
 
     def least_peak(self) -> TablePlan | None:
         """Find the plan of least peak; of equal ones, that of least peaks of other devices."""
-        return self._best(self._smallest, _peak)
+
+        def begin(space: TableSpace) -> _Begun:
+            found = space.least(lambda cuts: space.peaks(cuts, 0))
+            return _Begun(space, *found, floor=space.peaks(found[0], 0)[:1])
+
+        def end(begun: _Begun) -> TablePlan:
+            return self._planned(begun, begun.space.stages(begun.cuts, 0), begun.complete)
+
+        return self._best(begin, end, _peak)
 
     def fastest(self, limit: int | None) -> TablePlan | None:
         """Find the plan of least step time within a limit; the smallest one where none is."""
 
+        def begin(space: TableSpace) -> _Begun:
+            found = space.least(lambda cuts: space.busiest(cuts, limit))
+            above, seconds, _ = space.busiest(found[0], limit)
+            return _Begun(space, *found, floor=(above, seconds * self.question.num_microbatches))
+
         def rank(found: TablePlan) -> tuple[float, ...]:
             return _above(found, limit), _seconds(found), found.result.peak_bytes
 
-        return self._best(partial(self._fastest, limit=limit), rank)
+        return self._best(begin, partial(self._improved, limit=limit), rank)
 
     def front(self) -> list[TablePlan]:
         """Return a sample of the plans of which none is both smaller and faster than another, with
@@ -126,47 +158,50 @@ class TableSearch:
             [*filter(None, between), top], lambda found: (*_peak(found), _seconds(found))
         )
 
-    def _smallest(self, space: TableSpace) -> TablePlan:
-        """Return the plan of least peak of one space."""
-        cuts, complete, explored = space.least(lambda cuts: space.peaks(cuts, 0))
-        return self._planned(space.stages(cuts, 0), complete, explored)
-
-    def _fastest(self, space: TableSpace, limit: int | None, tries: int = 2) -> TablePlan:
+    def _improved(self, begun: _Begun, limit: int | None, tries: int = 2) -> TablePlan:
         """Return the fastest plan of one space within a limit; search again under a lower limit
         where the prediction is above it by what the space leaves out."""
-        cuts, _, explored = space.least(lambda cuts: space.busiest(cuts, limit))
-        cuts = space.improved(cuts, lambda cuts: space.counted(cuts, limit))
-        found = self._planned(space.stages(cuts, limit), False, explored)
+        space = begun.space
+        cuts = space.improved(begun.cuts, lambda cuts: space.counted(cuts, limit))
+        found = self._planned(begun, space.stages(cuts, limit))
         left_out = found.result.peak_bytes - space.peaks(cuts, limit)[0]
         if limit is not None and 0 < _above(found, limit) <= left_out and tries > 1:
-            return self._fastest(space, limit - left_out, tries - 1)
+            lower = limit - left_out
+            again = _Begun(space, *space.least(lambda cuts: space.busiest(cuts, lower)))
+            return self._improved(again, lower, tries - 1)
         return found
 
     def _best(
         self,
-        of: Callable[[TableSpace], TablePlan],
+        begin: Callable[[TableSpace], _Begun],
+        end: Callable[[_Begun], TablePlan],
         rank: Callable[[TablePlan], tuple[float, ...]],
     ) -> TablePlan | None:
-        """Return the best plan over all spaces."""
-        start = time.perf_counter()
-        found = [of(space) for space in self.spaces]
-        if not found:
+        """Return the best plan over all spaces; a space whose floor is above it is left unended."""
+        start, best = time.perf_counter(), None
+        spaces = sorted(map(begin, self.spaces), key=lambda begun: begun.floor)
+        for begun in spaces:
+            if best is not None and begun.floor > rank(best):
+                break
+            best = min([*([best] if best else []), end(begun)], key=rank)
+        if best is None:
             return None
-        best = min(found, key=rank)
         result = replace(
             best.result,
-            optimal=all(one.result.optimal for one in found),
-            num_explored=sum(one.result.num_explored for one in found),
+            optimal=best.result.optimal and all(begun.complete for begun in spaces),
+            num_explored=sum(begun.num_explored for begun in spaces),
             seconds=time.perf_counter() - start,
         )
         return replace(best, result=within_limit(result, self.question.limit_bytes))
 
-    def _planned(self, stages: Sequence[PlacedStage], proven: bool, explored: int) -> TablePlan:
+    def _planned(
+        self, begun: _Begun, stages: Sequence[PlacedStage], is_proven: bool = False
+    ) -> TablePlan:
         plan = plan_of(self.profile, self.question, stages)
         prediction = self.predictor.predict(plan)
         seconds = None if self.steps is None else self.steps.seconds(plan)
         result = _result(stages, prediction, seconds)
-        result = replace(result, optimal=proven, num_explored=explored)
+        result = replace(result, optimal=is_proven, num_explored=begun.num_explored)
         return TablePlan(plan.with_(prediction=prediction), result)
 
 
