@@ -193,20 +193,46 @@ class Named(Timed):
     def _estimated(self, search: Search, name: str) -> Found | None:
         """Return the plan that estimates give a name; None if they have none that fits."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
-        lowest = min(part.once(_least_expected) for part in search.parts.values())
-        fastest = self._fastest(search)
-        limits: tuple[int, ...] = (lowest,)
-        if name == KNEE:
+        fastest, smallest = self._fastest(search), self._names.get(LOWEST)
+        if name == KNEE and smallest is not None:
             assert fastest is not None, "it is the other end of the front"
+            lowest = smallest.answer.proof.peak_bytes
             limits = _limits(lowest, max(fastest.answer.peak_bytes, lowest))
+        else:
+            limits = (min(part.once(_least_expected) for part in search.parts.values()),)
         estimated = {part: ratios(part, known) for part in search.parts.values()}
-        found = [_fastest_within(limit, estimated) for limit in limits]
+        found = [self._fastest_within(search, limit, estimated) for limit in limits]
         points = [each for each in found if each is not None]
         if not points:
             return fastest
         is_lowest = name == LOWEST
         plan = points[0] if is_lowest or fastest is None else _knee([*points, fastest])
         return plan if plan is fastest else _alike(plan, ratios(plan.part, known))
+
+    def _fastest_within(
+        self, search: Search, limit: int, estimated: Mapping[OpenPart, Ratios]
+    ) -> Found | None:
+        """Return the plan that is estimated to be fastest within a limit of memory. Only parts are
+        searched of which a plan may fit, and may be faster than the best one."""
+
+        def fits(part: OpenPart) -> bool:
+            return part.once(_least_expected) <= limit
+
+        def least(part: OpenPart) -> float:
+            plans = part.once(proposed, estimated[part], False)
+            return min(map(seconds_of, plans), default=inf)
+
+        floors = {
+            part: least(part) if part.is_plain else self.hoped(search, part)
+            for part in estimated
+            if not part.is_plain or fits(part)
+        }
+        best, enough = list[Found](), inf
+        for part in sorted(floors, key=lambda each: floors[each]):
+            if floors[part] < enough and (part.is_plain or (fits(part) and least(part) < enough)):
+                best = sorted([*best, *part.once(_within, limit, estimated[part])], key=seconds_of)
+                enough = min(map(seconds_of, best), default=inf)
+        return best[0] if best else None
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         found = super().answer(search, look, ended)
@@ -322,22 +348,6 @@ def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
     problem = replace(part.once(estimates, known), memory_limit_bytes=limit)
     result = throughput(_fitting(problem, limit))
     return [Found(part, expected(part, result))] if result.status == "ok" else []
-
-
-def _fastest_within(limit: int, estimated: Mapping[OpenPart, Ratios]) -> Found | None:
-    """Return the plan that is estimated to be fastest within a limit of memory. Only parts are
-    searched of which a plan may fit, and may be faster than the best one."""
-    least = {
-        part: min(map(seconds_of, part.once(proposed, known, False)), default=inf)
-        for part, known in estimated.items()
-        if part.once(_least_expected) <= limit
-    }
-    best: Found | None = None
-    for part in sorted(least, key=lambda each: least[each]):
-        if best is None or least[part] < seconds_of(best):
-            found = part.once(_within, limit, estimated[part])
-            best = min([*found, *([best] if best else [])], key=seconds_of, default=None)
-    return best
 
 
 def _alike(found: Found, known: Ratios) -> Found:

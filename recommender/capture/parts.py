@@ -57,6 +57,7 @@ class OpenPart:
         question: Of its plans.
         known: Lower bounds that nothing has refuted, and the stages that are compiled.
         least_seconds: No plan of the part is faster; 0 once a bound was refuted.
+        expected_seconds: The same of what plans are expected to take; 0 where that is not known.
         meanwhile: Called before anything is worked out, which may take seconds.
     """
 
@@ -65,10 +66,11 @@ class OpenPart:
         question: PlanQuestion,
         between: Bounds,
         least_seconds: float = 0.0,
+        expected_seconds: float = 0.0,
         meanwhile: Callable[[], None] = lambda: None,
     ):
         self.question, self.known, self._most = question, between.least, between.most
-        self.meanwhile = meanwhile
+        self.expected_seconds, self.meanwhile = expected_seconds, meanwhile
         self.least_seconds = least_seconds
         self._said: dict[tuple[Hashable, ...], object] = {}
         self._bases: dict[Callable[[OpenPart], SearchProblem], SearchProblem] = {}

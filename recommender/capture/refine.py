@@ -339,12 +339,13 @@ class Search:
 
     def open(self, number: int) -> None:
         """Bound the stages of a part."""
-        question = self._all[number].question
+        unopened = self._all[number]
+        question = unopened.question
         if self._policy.objective is not None:
             question = replace(question, algorithm=None, objective=self._policy.objective)
-        least = self._all[number].least_seconds
-        opened = self._all[number].open()
-        part = self.parts[number] = OpenPart(question, opened, least, self._go_on)
+        known = unopened.least_seconds, unopened.expected_seconds
+        part = OpenPart(question, unopened.open(), *known, self._go_on)
+        self.parts[number] = part
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:
             self._learn(part.size, self._profiles[part.size])

@@ -71,6 +71,8 @@ class Timed(Policy):
         self._candidate: Found | None = None
         #: Of a front, whether other schedules were looked at.
         self._knows_others = False
+        #: Of parts whose schedule is not plain, what plans take over what equal stages would.
+        self._beyond = dict[OpenPart, float]()
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
         return float(nbytes) * self._has_front, seconds
@@ -111,13 +113,18 @@ class Timed(Policy):
         is_sure = self._has_front or (part.is_plain and not search.effort.within_fraction)
         if is_sure or not part.expected_seconds or not search.open_corners:
             return True
-        by = 1.0 if part.is_plain else _least_slowness(search)
+        seconds = part.expected_seconds if part.is_plain else self.hoped(search, part)
 
         def is_faster(than: Iterable[Found]) -> bool:
-            known = min(map(seconds_of, than), default=inf)
-            return by * part.expected_seconds < (1 - self.nearly(search)) * known
+            return seconds < (1 - self.nearly(search)) * min(map(seconds_of, than), default=inf)
 
         return is_faster(search.fitting) and is_faster(self._points(search))
+
+    def hoped(self, search: Search, part: Part | OpenPart) -> float:
+        """Return the seconds that the best plan of a part whose schedule is not plain may take:
+        those of equal stages, and half as much more as plans of open parts take at least."""
+        beyond = max(min(self._beyond.values(), default=1.0), 1.0)
+        return least_slowness(search) * (1 + beyond) / 2 * part.expected_seconds
 
     def beforehand(self, search: Search) -> Bracket | None:
         least = min((seconds for _, seconds in search.floors.values()), default=inf)
@@ -194,13 +201,19 @@ class Timed(Policy):
         """Return the front as it is estimated, or the fastest plan alone, by ascending peak."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         of_part, points = estimated_front if self._has_front else proposed, list[Found]()
-        for part in sorted(search.parts.values(), key=_least_seconds):
+        for part in sorted(
+            search.parts.values(), key=lambda e: (not e.is_plain, _least_seconds(e))
+        ):
+            best = inf if self._has_front else min(map(seconds_of, points), default=inf)
             least = _least_seconds(part)
-            if least == inf or (
-                not self._has_front and points and least >= min(map(seconds_of, points))
-            ):
-                break
-            points += part.once(of_part, ratios(part, known), search.effort.compiles == 0)
+            if least == inf or least >= best:
+                continue
+            if not part.is_plain and self.hoped(search, part) >= best:
+                continue
+            plans = part.once(of_part, ratios(part, known), search.effort.compiles == 0)
+            points += plans
+            if equal := least_slowness(search) * part.expected_seconds * (not part.is_plain):
+                self._beyond[part] = min(map(seconds_of, plans), default=inf) / equal
         if search.effort.compiles == 0:
             points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)
@@ -400,7 +413,7 @@ def _nothing_fits(part: OpenPart) -> StageAnswer:
     return expected(part, throughput(part.once(posed)))
 
 
-def _least_slowness(search: Search) -> float:
+def least_slowness(search: Search) -> float:
     """Return the least ratio of compiled to expected seconds of any choice; 1 if unknown."""
     known = [found for part in search.plain_parts for found in part.once(slowness).values()]
     return min(known, default=1.0)

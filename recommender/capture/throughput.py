@@ -216,7 +216,7 @@ class Fastest:
 
     def why_none(self) -> SearchResult:
         """Return the infeasible result of the search for least peak, whose reason it gives."""
-        result = minmax(self.problem)
+        result = minmax(self.problem, tie_break="none")
         assert result.why is not None, "both searches know the same plans"
         seconds = step_seconds(self.problem, result.stages) if result.stages else None
         return replace(result, algorithm="throughput", optimal=False, step_seconds=seconds)
