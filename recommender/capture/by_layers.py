@@ -67,8 +67,7 @@ class LayerProof:
         """Compile layers until the bound is high enough, and return it. None where tracing alone is
         enough, or compiled layers say nothing."""
         search = self._search
-        while min(self._floors(), default=(inf, 0))[0] < self._enough:
-            search.open(min(self._floors())[1])
+        self._open_all()
         if min(map(self._bound, self._plain)) >= self._enough:
             return None
         self._learn_verified()
@@ -82,9 +81,15 @@ class LayerProof:
         is_nearer = least and self._least
         return ByLayers(least, self._num_layers, self._ratios.error) if is_nearer else None
 
+    def _open_all(self) -> None:
+        """Open the parts of plain schedules that may have a plan that is fast enough."""
+        while min(self._floors(), default=(inf, 0))[0] < self._enough:
+            self._search.open(min(self._floors())[1])
+
     def ahead(self, begun: Sequence[StageConfig] = ()) -> Iterator[Sequence[StageConfig]]:
         """Yield, round by round, the layers that ``run`` will compile once the ``begun`` stages are
         compiled. Layers of unknown kinds are assumed to have the least known ratio."""
+        self._open_all()
         self._learn_verified()
         self._ratios.assume(begun)
         while (wanted := self._next()) is not None:

@@ -60,7 +60,7 @@ SMALL_TRIES = 3
 #: included, no more are compiled (``missed``).
 PATIENCE, MOST_MISSED = 2, 6
 #: Rounds of layers that are compiled alone, begun before they are asked for.
-_ROUNDS_AHEAD = 2
+_ROUNDS_AHEAD = 3
 #: A plan may be slower by this part than another one if all of its stages use their devices alike:
 #: of eight stages that differ, eight programs are compiled, else often three.
 ALIKE = 0.1
