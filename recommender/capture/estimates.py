@@ -13,7 +13,7 @@ import numpy as np
 from capture.plan.choices import StageChoice
 from recommender.capture import grouped
 from recommender.capture.counted import fed_seconds, sends_seconds, with_sends
-from recommender.capture.lowest_peak import between, expected
+from recommender.capture.lowest_peak import between, expected, nearness
 from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart, compiled_in, posed, posed_at_most
 from recommender.capture.problem import SearchProblem, together
@@ -95,7 +95,7 @@ def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchPr
     }
     for d, choice, kind in compiled_in(problem, part):
         seconds[d][choice, kind] = other.seconds[d][choice, kind]
-    estimated = other if at_most else between(problem, other)
+    estimated = other if at_most else between(problem, other, part.once(nearness))
     estimated = replace(estimated, seconds=seconds, update_seconds=other.update_seconds)
     return with_sends(estimated, part.once(_moved, sends_seconds), part.once(_moved, fed_seconds))
 

@@ -15,7 +15,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
-from recommender.capture.parts import Found, OpenPart, Part
+from recommender.capture.parts import Found, OpenPart, Part, posed, posed_at_most, posed_bounds
 from recommender.capture.posed import plan_of, search_problem
 from recommender.capture.problem import NEVER, SearchProblem, together
 from recommender.capture.recommendation import (
@@ -301,22 +301,53 @@ def _expected(part: OpenPart) -> StageAnswer:
     """Return the plan of a part that is expected to be the best."""
     known, question = part.known, part.question
     problem, other = search_problem(known, question), search_problem(part.most, question)
-    result = search_plan(between(problem, other), tie_break="none")
+    result = search_plan(between(problem, other, part.once(nearness)), tie_break="none")
     if result.status != "ok":
         return Answer("infeasible", None, result, Why())
     return expected(part, result)
 
 
-def between(problem: SearchProblem, other: SearchProblem) -> SearchProblem:
-    """Return a problem with the bytes that stages are expected to need: the geometric mean of two
-    bounds."""
+def likely(part: OpenPart) -> SearchProblem:
+    """Return the problem of a part with the bytes that stages are expected to need."""
+    return between(part.once(posed), part.once(posed_at_most), part.once(nearness))
+
+
+def between(problem: SearchProblem, other: SearchProblem, nearness: float) -> SearchProblem:
+    """Return a problem with bytes between two bounds: their geometric mean, weighted by how near
+    it is to the second one, from 0 to 1."""
     problem, other = together(problem, other)
     cost = dict(problem.cost)
     for d in problem.used_degrees:
         least, most = problem.cost[d], other.cost[d]
-        mean = np.sqrt(np.maximum(least, 0.0) * np.maximum(most, 0.0))
+        mean = np.maximum(least, 0.0) ** (1 - nearness) * np.maximum(most, 0.0) ** nearness
         cost[d] = np.where(np.maximum(least, most) < NEVER, mean, NEVER).astype(np.int64)
     return replace(problem, cost=cost)
+
+
+def nearness(part: OpenPart) -> float:
+    """Return how near to the most that is expected of them stages are taken to be, of a part's two
+    bounds: in the middle, or nearer if all compiled stages are. What compilers add to every program
+    is little of large ones, and most of small ones."""
+    problems = posed_bounds(part)
+
+    def place(config: StageConfig) -> float:
+        choice, span = config.choice, (config.first, config.stop)
+        known, least, most = (
+            int(each.bytes_per_choice(choice.num_devices, 1, *span)[at])
+            for each in (part.once(posed), *problems)
+            for at in [each.choices[choice.num_devices].index(choice)]
+        )
+        if not 0 < least < most:
+            return 0.0
+        return math.log(max(known, least) / least) / math.log(most / least)
+
+    compiled = [
+        config
+        for config in part.known.verified
+        if config.microbatch_size == part.size
+        and config.choice in problems[0].choices.get(config.choice.num_devices, ())
+    ]
+    return min(max(min(map(place, compiled), default=0.0), 0.5), 1.0)
 
 
 def _deciding(found: Found, enough: float, num: int) -> list[StageConfig]:

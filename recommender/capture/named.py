@@ -22,9 +22,9 @@ from recommender.answer import StageAnswer
 from recommender.capture import grouped
 from recommender.capture.estimates import Ratios, estimates, proposed, ratios, slowness
 from recommender.capture.lowest_peak import (
-    between,
     expected,
     least_in_groups,
+    likely,
     num_missed,
     open_others,
     since,
@@ -35,8 +35,6 @@ from recommender.capture.parts import (
     OpenPart,
     Part,
     compiled_in,
-    posed,
-    posed_at_most,
 )
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.refine import Look, Search
@@ -96,29 +94,41 @@ class Named(Timed):
         return next((found for way in ways if (found := way(search, look)) is not None), None)
 
     def _num_missed(self, search: Search) -> int:
+        if not search.fitting:
+            return len(search.compiled)
         return num_missed(search, self._fastest(search))
 
     def _fastest(self, search: Search) -> Found | None:
         return min(search.fitting, key=seconds_of, default=None)
 
-    def _next_faster(self, search: Search, look: Look) -> Found | None:
+    def _has_missed(self, search: Search) -> bool:
+        """Return whether so many plans were not as expected that no more are compiled."""
         most = MOST_MISSED * (SMALL_TRIES if _is_small(search) else 1)
-        if search.effort.within_fraction and self._num_missed(search) >= most:
+        return bool(search.effort.within_fraction) and self._num_missed(search) >= most
+
+    def _next_faster(self, search: Search, look: Look) -> Found | None:
+        if self._has_missed(search):
             self._knows_fastest, self.nothing_left = True, "missed"
         if (known := _of_compiled_stages(search)) is not None:
             return known
         found = None if self._knows_fastest else self._faster(search, look)
-        self._knows_fastest = found is None and bool(search.fitting)
+        self._knows_fastest = found is None and (self._knows_fastest or bool(search.fitting))
         return found
 
     def _next_name(self, search: Search, look: Look) -> Found | None:
-        for name in (LOWEST, KNEE) if search.fitting else ():
+        if not search.fitting:  # the smallest by what is known now may fit
+            self._names.clear()
+            return None if self._has_missed(search) else self._unasked(search, LOWEST)
+        for name in LOWEST, KNEE:
             if name not in self._asked:
                 self._asked.add(name)
-                named = self._named(search, name)
-                if named is not None and not search.is_asked(named):
-                    return named
+                if (found := self._unasked(search, name)) is not None:
+                    return found
         return None
+
+    def _unasked(self, search: Search, name: str) -> Found | None:
+        found = self._named(search, name)
+        return None if found is None or search.is_asked(found) else found
 
     def beside(self, search: Search) -> Found | Sequence[StageConfig] | None:
         """Return what to compile beside the next plan: that of lowest memory beside one that may be
@@ -127,7 +137,7 @@ class Named(Timed):
             knee = self._names[KNEE]
             rounds = self.layer_proof(search).ahead(knee.configs if knee else ())
             return [layer for layers in islice(rounds, _ROUNDS_AHEAD) for layer in layers]
-        return self._named(search, KNEE if LOWEST in self._asked else LOWEST)
+        return self._named(search, KNEE if LOWEST in self._asked and search.fitting else LOWEST)
 
     def _faster(self, search: Search, look: Look) -> Found | None:
         """Return the plan that is estimated to be fastest, where that is worth a compile; where the
@@ -335,7 +345,7 @@ def _least_expected(part: OpenPart) -> int:
     if not part.is_plain:
         found = part.once(least_in_groups)
         return found.result.peak_bytes if found else 1 << 62
-    stages, _, _ = least_peak(between(part.once(posed), part.once(posed_at_most)))
+    stages, _, _ = least_peak(likely(part))
     return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
 
 

@@ -192,6 +192,11 @@ def posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
     return part.once(posed), part.once(posed_at_most)
 
 
+def posed_bounds(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
+    """Return the problems of ``posed`` and of ``posed_at_most``, without what is compiled."""
+    return part.basis(_bounds), part.basis(_expectations)
+
+
 def _bounds(part: OpenPart) -> SearchProblem:
     return _posed(part, replace(part.known, verified={}))
 

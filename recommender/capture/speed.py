@@ -260,9 +260,14 @@ class Timed(Policy):
             if self._has_front:
                 said = f"every plan needs at least {format_bytes(bracket.least_bytes)}, and {said}"
             about = format_seconds(seconds_of(look.found))
-            said = (
-                f"nothing that fits was compiled: this plan is estimated to take {about}; {said}."
-            )
+            tried = "nothing that fits was compiled"
+            if search.compiled:
+                peak = min(found.answer.peak_bytes for found in search.compiled)
+                tried = (
+                    f"of {counted(len(search.compiled), 'compiled plan')} none fits, the smallest "
+                    f"needs {format_bytes(peak)}"
+                )
+            said = f"{tried}: this plan is estimated to take {about}; {said}."
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
         front = self.front(search) if self._has_front else None
         best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))

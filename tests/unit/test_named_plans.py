@@ -15,7 +15,8 @@ from capture.cli.output import other_plans
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
-from recommender.capture import named, speed
+from capture.quantities import format_bytes
+from recommender.capture import estimates, lowest_peak, named, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import Part
 from recommender.capture.posed import _Predicting, search_problem
@@ -77,6 +78,61 @@ def test_choices_are_predicted_once_and_again_where_stages_of_them_are_compiled(
     again = sum(len(set().union(*compiled[: n + 1])) for n in range(len(compiled)))
     # All of them anew where compiled stages say how a value is split: here once.
     assert again and len(predicted) <= 2 * (2 * len(choices) + again), "lower bounds, and the most"
+
+
+class Small(NamedPlans):
+    """Of programs to which the compiler adds so much that lower bounds say next to nothing."""
+
+    def bounds(self, name: str):
+        exact = super().bounds(name)
+        factor = 0.1 if name == "least" else 1.5
+        return replace(
+            exact,
+            measurements={
+                config: replace(
+                    cost,
+                    forward_bytes=int(factor * cost.forward_bytes),
+                    backward_bytes=int(factor * cost.backward_bytes),
+                )
+                for config, cost in exact.measurements.items()
+            },
+        )
+
+    def within(self, part: float):
+        """Search within a part of what every plan needs, or a little more."""
+        least = min(peak for peak, _ in self.every())
+        asked = replace(QUESTION, objective="throughput", memory_limit_bytes=int(part * least))
+        bounds = Bounds(self.least, self.bounds("most"))
+        return refine(Named(), [Part(asked, lambda: bounds)], self, Effort(within_fraction=0.05))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_of_plans_that_do_not_fit_ends_and_says_so(monkeypatch, seed):
+    monkeypatch.setattr(named, "MOST_MISSED", 1)
+    planted = Small(seed, 0.0)
+    found, compiled = planted.within(0.95), planted.compiler.compiled
+    assert not found.compiled and found.why.proven.ended == "missed"
+    assert len(compiled) == named.SMALL_TRIES
+    smallest = min(peak for peak, _ in planted.values(compiled))
+    assert f"of {len(compiled)} compiled plans none fits" in found.why.uncompiled
+    assert f"the smallest needs {format_bytes(smallest)}" in found.why.uncompiled
+
+
+def test_what_compilers_add_to_every_program_is_learned(monkeypatch):
+    """So that fewer plans are compiled that do not fit, and the fastest that fits is found."""
+    nums = []
+    for learns in (True, False):
+        if not learns:
+            monkeypatch.setattr(estimates, "nearness", lambda part: 0.5)
+            monkeypatch.setattr(lowest_peak, "nearness", lambda part: 0.5)
+        nums.append(0)
+        for seed in range(6):
+            planted = Small(seed, 0.0)
+            assert planted.within(1.05).compiled
+            limit = 1.05 * min(peak for peak, _ in planted.every())
+            compiled = planted.values(planted.compiler.compiled)
+            nums[-1] += sum(peak > limit for peak, _ in compiled)
+    assert nums[0] < nums[1]
 
 
 @pytest.mark.parametrize("seed", range(4))
