@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from math import inf, log
 
@@ -204,13 +205,15 @@ class Named(Timed):
         """Return the plan that estimates give a name; None if they have none that fits."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         fastest, smallest = self._fastest(search), self._names.get(LOWEST)
+        estimated = {part: ratios(part, known) for part in search.parts.values()}
         if name == KNEE and smallest is not None:
             assert fastest is not None, "it is the other end of the front"
             lowest = smallest.answer.proof.peak_bytes
             limits = _limits(lowest, max(fastest.answer.peak_bytes, lowest))
         else:
-            limits = (min(part.once(_least_expected) for part in search.parts.values()),)
-        estimated = {part: ratios(part, known) for part in search.parts.values()}
+            needs = {part: part.once(_least_expected) for part in estimated}
+            limits = (min(needs.values()),)
+            estimated = {part: estimated[part] for part in needs if needs[part] <= limits[0]}
         found = [self._fastest_within(search, limit, estimated) for limit in limits]
         points = [each for each in found if each is not None]
         if not points:
@@ -225,9 +228,6 @@ class Named(Timed):
         """Return the plan that is estimated to be fastest within a limit of memory. Only parts are
         searched of which a plan may fit, and may be faster than the best one."""
 
-        def fits(part: OpenPart) -> bool:
-            return part.once(_least_expected) <= limit
-
         def least(part: OpenPart) -> float:
             plans = part.once(proposed, estimated[part], False)
             return min(map(seconds_of, plans), default=inf)
@@ -235,11 +235,11 @@ class Named(Timed):
         floors = {
             part: least(part) if part.is_plain else self.hoped(search, part)
             for part in estimated
-            if not part.is_plain or fits(part)
+            if not part.is_plain or part.once(_least_expected) <= limit
         }
         best, enough = list[Found](), inf
         for part in sorted(floors, key=lambda each: floors[each]):
-            if floors[part] < enough and (part.is_plain or (fits(part) and least(part) < enough)):
+            if floors[part] < enough and least(part) < enough:
                 best = sorted([*best, *part.once(_within, limit, estimated[part])], key=seconds_of)
                 enough = min(map(seconds_of, best), default=inf)
         return best[0] if best else None
@@ -352,9 +352,9 @@ def _least_expected(part: OpenPart) -> int:
 def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
     """Return a part's plan that is estimated to be fastest within a memory limit; () if none is."""
     if not part.is_plain:
-        plans = [*grouped.fastest(part, known[0], limit), *grouped.smallest(part, known[0])]
-        fit = [each for each in plans if each.answer.proof.peak_bytes <= limit]
-        return sorted(fit, key=seconds_of)[:1]
+        ways = (partial(grouped.fastest, limit=limit), grouped.smallest)
+        plans = (found for way in ways for found in way(part, known[0]))
+        return [*islice((e for e in plans if e.answer.proof.peak_bytes <= limit), 1)]
     problem = replace(part.once(estimates, known), memory_limit_bytes=limit)
     result = throughput(_fitting(problem, limit))
     return [Found(part, expected(part, result))] if result.status == "ok" else []

@@ -8,7 +8,7 @@ takes those of least memory, or the fastest that fit.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import combinations, pairwise
@@ -229,7 +229,7 @@ class TableSpace:
         """Move borders, from cuts and from those that balance seconds, while that lowers a key that
         is slow to compute, until about ``MOST_TIMED`` cuts are looked at."""
         seen: dict[Cuts, tuple[float, ...]] = {}
-        for start in (cuts, *self._starts()):
+        for start in (cuts, *self.starts):
             best = start
             seen.setdefault(best, key(best))
             while len(seen) < MOST_TIMED:
@@ -240,10 +240,16 @@ class TableSpace:
                 best = better
         return min(seen, key=lambda one: seen[one])
 
+    @property
+    def is_small(self) -> bool:
+        """Whether all ways to cut the layers are looked at."""
+        num_borders = self.schedule.num_stages - 1
+        return comb(self._parts.shape[2] - 1, num_borders) <= MOST_ENUMERATED
+
     def least(self, key: Callable[[Cuts], tuple[float, ...]]) -> tuple[Cuts, bool, int]:
         """Return the cuts of the least key, whether all were looked at, and how many were."""
         num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
-        if comb(num_layers - 1, num_stages - 1) <= MOST_ENUMERATED:
+        if self.is_small:
             every = [
                 (0, *borders, num_layers)
                 for borders in combinations(range(1, num_layers), num_stages - 1)
@@ -256,21 +262,22 @@ class TableSpace:
                 seen[cuts] = key(cuts)
             return seen[cuts]
 
-        for cuts in self._starts():
+        for cuts in self.starts:
             while (better := min(_moved(cuts), key=value)) and value(better) < value(cuts):
                 cuts = better
         return min(seen, key=lambda cuts: seen[cuts]), False, len(seen)
 
-    def _starts(self) -> Iterator[Cuts]:
-        """Yield cuts that balance layers, and of the first choice what is kept, state with
-        gradients, and seconds."""
+    @cached_property
+    def starts(self) -> Sequence[Cuts]:
+        """The cuts that balance layers, and of the first choice what is kept, state with gradients,
+        and seconds."""
         num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
         layers = np.arange(num_layers)
         rows = [np.ones(num_layers)]
         sizes = (self._parts[0, 0], self._parts[0, -2:].sum(axis=0), self._busy[0])
         rows += [each[layers, layers + 1] for each in sizes]
-        for weights in rows:
-            yield balanced(np.asarray(weights, np.float64), num_stages)
+        cuts = (balanced(np.asarray(weights, np.float64), num_stages) for weights in rows)
+        return [*dict.fromkeys(cuts)]
 
 
 #: Rows of ``_counts``; gradients and state are the last.

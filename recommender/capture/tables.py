@@ -31,6 +31,8 @@ from recommender.capture.result import Infeasible, PlacedStage, SearchResult, wi
 from recommender.capture.table_space import Cuts, TableSpace
 from recommender.question import PlanQuestion
 
+#: By so many times the least that is known of balanced cuts may be improved, it is taken.
+_GAIN = 1.25
 #: Memory limits at which a front is looked for, its two ends included.
 NUM_FRONT_LIMITS = 8
 
@@ -121,6 +123,9 @@ class TableSearch:
     def least_peak(self) -> TablePlan | None:
         """Find the plan of least peak; of equal ones, that of least peaks of other devices."""
 
+        def hoped(space: TableSpace) -> tuple[float, ...]:
+            return (min(space.peaks(cuts, 0)[0] for cuts in space.starts) / _GAIN,)
+
         def begin(space: TableSpace) -> _Begun:
             found = space.least(lambda cuts: space.peaks(cuts, 0))
             return _Begun(space, *found, floor=space.peaks(found[0], 0)[:1])
@@ -128,20 +133,28 @@ class TableSearch:
         def end(begun: _Begun) -> TablePlan:
             return self._planned(begun, begun.space.stages(begun.cuts, 0), begun.complete)
 
-        return self._best(begin, end, _peak)
+        return self._best(hoped, begin, end, _peak)
 
     def fastest(self, limit: int | None) -> TablePlan | None:
         """Find the plan of least step time within a limit; the smallest one where none is."""
+        num_microbatches = self.question.num_microbatches
+
+        def floor(known: tuple[float, ...], gain: float = 1.0) -> tuple[float, ...]:
+            above, seconds, peak = known
+            above = max(0.0, peak / gain - limit) if limit is not None and above else 0.0
+            return above, seconds * num_microbatches / gain
+
+        def hoped(space: TableSpace) -> tuple[float, ...]:
+            return floor(min(space.busiest(cuts, limit) for cuts in space.starts), _GAIN)
 
         def begin(space: TableSpace) -> _Begun:
             found = space.least(lambda cuts: space.busiest(cuts, limit))
-            above, seconds, _ = space.busiest(found[0], limit)
-            return _Begun(space, *found, floor=(above, seconds * self.question.num_microbatches))
+            return _Begun(space, *found, floor=floor(space.busiest(found[0], limit)))
 
         def rank(found: TablePlan) -> tuple[float, ...]:
             return _above(found, limit), _seconds(found), found.result.peak_bytes
 
-        return self._best(begin, partial(self._improved, limit=limit), rank)
+        return self._best(hoped, begin, partial(self._improved, limit=limit), rank)
 
     def front(self) -> list[TablePlan]:
         """Return a sample of the plans of which none is both smaller and faster than another, with
@@ -173,26 +186,32 @@ class TableSearch:
 
     def _best(
         self,
+        hoped: Callable[[TableSpace], tuple[float, ...]],
         begin: Callable[[TableSpace], _Begun],
         end: Callable[[_Begun], TablePlan],
         rank: Callable[[TablePlan], tuple[float, ...]],
     ) -> TablePlan | None:
-        """Return the best plan over all spaces; a space whose floor is above it is left unended."""
-        start, best = time.perf_counter(), None
-        spaces = sorted(map(begin, self.spaces), key=lambda begun: begun.floor)
-        for begun in spaces:
-            if best is not None and begun.floor > rank(best):
+        """Return the best plan over all spaces. A space is left out where balanced cuts are far
+        above the best plan, and not searched to the end where its floor is above it."""
+        start, best, begun = time.perf_counter(), list[TablePlan](), list[_Begun]()
+        values = {space: () if space.is_small else hoped(space) for space in self.spaces}
+        for space in sorted(values, key=lambda each: values[each]):
+            if best and values[space] > rank(best[0]):
                 break
-            best = min([*([best] if best else []), end(begun)], key=rank)
-        if best is None:
+            begun.append(begin(space))
+            if not best or begun[-1].floor <= rank(best[0]):
+                best = [min([*best, end(begun[-1])], key=rank)]
+        if not best:
             return None
         result = replace(
-            best.result,
-            optimal=best.result.optimal and all(begun.complete for begun in spaces),
-            num_explored=sum(begun.num_explored for begun in spaces),
+            best[0].result,
+            optimal=best[0].result.optimal
+            and len(begun) == len(values)
+            and all(each.complete for each in begun),
+            num_explored=sum(each.num_explored for each in begun),
             seconds=time.perf_counter() - start,
         )
-        return replace(best, result=within_limit(result, self.question.limit_bytes))
+        return replace(best[0], result=within_limit(result, self.question.limit_bytes))
 
     def _planned(
         self, begun: _Begun, stages: Sequence[PlacedStage], is_proven: bool = False
