@@ -220,6 +220,10 @@ class TableTimes:
             self._tasks.append((group, task.stage_id, task.kind, before, border, link))
         self._num_links = len(links)
 
+    @property
+    def num_tasks(self) -> int:
+        return len(self._tasks)
+
     def seconds(self, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
         """Return the seconds of a step with these times of stages and sends.
 

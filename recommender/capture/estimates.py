@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
@@ -41,7 +42,11 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
     alike: whose passes are the same but for the number of replicas, or have as much tensor
     parallelism, or of all."""
     maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
-    every = [each for found in maps for each in found.items()]
+    alike = {num: dict[tuple[object, ...], float]() for num in (4, 1, 0)}
+    for choice, value in (each for found in maps for each in found.items()):
+        for num, least in alike.items():
+            key = _passes(choice, num)
+            least[key] = min(value, least.get(key, value))
 
     def ratio(choice: StageChoice) -> float:
         if (same := next((found[choice] for found in maps if choice in found), None)) is not None:
@@ -49,10 +54,8 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
         parts = [found[part] for part in choice.measured for found in maps if part in found]
         if parts:  # of a mixture
             return max(parts)
-        alike = (
-            [r for c, r in every if _passes(c, num) == _passes(choice, num)] for num in (4, 1, 0)
-        )
-        return min(next(filter(None, alike), [1.0]))
+        nearest = (least.get(_passes(choice, num)) for num, least in alike.items())
+        return next((each for each in nearest if each is not None), 1.0)
 
     if not part.is_plain:
         return (tuple(map(ratio, part.known.choices)),)
@@ -100,12 +103,15 @@ def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchPr
     return with_sends(estimated, part.once(_moved, sends_seconds), part.once(_moved, fed_seconds))
 
 
-def proposed(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
+def proposed(
+    part: OpenPart, ratios: Ratios, is_last: bool = False, enough: float = inf
+) -> Sequence[Found]:
     """Return the plan that is estimated to be fastest; where none is expected to fit, that of the
     least bounds of bytes. One that ``is_last``, as nothing is compiled, fits by what it needs at
-    most, if any does."""
+    most, if any does. Of a schedule that is not plain, () where none may be faster than ``enough``
+    seconds."""
     if not part.is_plain:
-        return grouped.fastest(part, ratios[0], part.question.limit_bytes)
+        return grouped.fastest(part, ratios[0], part.question.limit_bytes, enough)
     problem = part.once(estimates, ratios)
     tried = [part.once(estimates, ratios, True)] * is_last + [problem]
     found = next((found for each in tried if (found := throughput(each)).status == "ok"), None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
@@ -20,21 +19,19 @@ import numpy as np
 from capture.measured.profile import Profile
 from capture.memo import memo
 from capture.plan.choices import StageChoice
-from capture.plan.schedule import SCHEDULES, make_schedule
 from capture.predictor.step_time import CountedSteps
 from capture.predictor.times import StageTable, TimePredictor
-from capture.step.times import StageTimes, TableTimes
+from capture.step.times import StageTimes
 from recommender.capture.counted import fed_seconds
 from recommender.capture.lowest_peak import expected, least_in_groups
 from recommender.capture.parts import Found, OpenPart
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
+from recommender.capture.table_space import step_of_equal_stages
 from recommender.capture.tables import TablePlan, TableSearch, several_groups
 from recommender.question import PlanQuestion
 
-#: Micro-batches per group after which each takes as long as the one before.
-_MICROBATCHES_PER_GROUP = 4
 #: The part of a backward pass that computes gradients of weights: what is recomputed, element by
 #: element or without weights comes before.
 _WEIGHTS_FRACTION = 1 / 3
@@ -135,36 +132,18 @@ def _least_cut(stage: np.ndarray) -> tuple[float, list[int]]:
     return float(least[-1]), cuts
 
 
-def step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:
-    """Return the length of a step by the schedule's table, in micro-batches of a group: the passes
-    of all stages take as long, and a backward pass as two forward passes.
-
-    Example:
-        >>> step_of_equal_stages("1f1b", 4, 8), step_of_equal_stages("zb-h2", 4, 8)
-        (11.0, 9.0)
-    """
-    few = min(num_microbatches, _MICROBATCHES_PER_GROUP * num_groups)
-    return _step_of_equal_stages(schedule, num_groups, few) + num_microbatches - few
-
-
-@lru_cache(maxsize=256)
-def _step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:
-    table = make_schedule(schedule, num_groups, num_microbatches)
-    one = StageTimes(1, 2, 0, backward_inputs_seconds=1, backward_weights_seconds=1)
-    seconds = TableTimes(table).seconds([one] * table.num_stages, [0.0] * (table.num_stages - 1))
-    return seconds / (3 * SCHEDULES[schedule].stages_per_group)
-
-
-def fastest(part: OpenPart, ratios: tuple[float, ...], limit: int | None) -> Sequence[Found]:
+def fastest(
+    part: OpenPart, ratios: tuple[float, ...], limit: int | None, enough: float = inf
+) -> Sequence[Found]:
     """Return the plan of an open part that is estimated to be fastest within a limit, else the
-    smallest; plans have no mixtures.
+    smallest; plans have no mixtures. () where none may be faster than ``enough`` seconds.
 
     Args:
         part: Its bounds have split backward passes where the schedule does.
         ratios: Per choice of the part, what stages take over what they are expected to.
         limit: Bytes of a device.
     """
-    return _found(part, part.once(_tables, ratios).fastest(limit))
+    return _found(part, part.once(_tables, ratios).fastest(limit, enough))
 
 
 def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:

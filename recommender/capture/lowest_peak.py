@@ -301,7 +301,7 @@ def _expected(part: OpenPart) -> StageAnswer:
     """Return the plan of a part that is expected to be the best."""
     known, question = part.known, part.question
     problem, other = search_problem(known, question), search_problem(part.most, question)
-    result = search_plan(between(problem, other, part.once(nearness)), tie_break="none")
+    result = search_plan(between(problem, other), tie_break="none")
     if result.status != "ok":
         return Answer("infeasible", None, result, Why())
     return expected(part, result)
@@ -312,7 +312,7 @@ def likely(part: OpenPart) -> SearchProblem:
     return between(part.once(posed), part.once(posed_at_most), part.once(nearness))
 
 
-def between(problem: SearchProblem, other: SearchProblem, nearness: float) -> SearchProblem:
+def between(problem: SearchProblem, other: SearchProblem, nearness: float = 0.5) -> SearchProblem:
     """Return a problem with bytes between two bounds: their geometric mean, weighted by how near
     it is to the second one, from 0 to 1."""
     problem, other = together(problem, other)

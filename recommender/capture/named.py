@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from math import inf, log
 
@@ -210,6 +209,8 @@ class Named(Timed):
             assert fastest is not None, "it is the other end of the front"
             lowest = smallest.answer.proof.peak_bytes
             limits = _limits(lowest, max(fastest.answer.peak_bytes, lowest))
+            # Of other schedules, parts are left out here that had no plan to be the fastest.
+            estimated = {p: of for p, of in estimated.items() if p.is_plain or p in self.rivals}
         else:
             needs = {part: part.once(_least_expected) for part in estimated}
             limits = (min(needs.values()),)
@@ -229,18 +230,23 @@ class Named(Timed):
         searched of which a plan may fit, and may be faster than the best one."""
 
         def least(part: OpenPart) -> float:
+            if not part.is_plain:
+                return self.hoped(search, part)
             plans = part.once(proposed, estimated[part], False)
             return min(map(seconds_of, plans), default=inf)
 
         floors = {
-            part: least(part) if part.is_plain else self.hoped(search, part)
+            part: least(part)
             for part in estimated
             if not part.is_plain or part.once(_least_expected) <= limit
         }
         best, enough = list[Found](), inf
-        for part in sorted(floors, key=lambda each: floors[each]):
-            if floors[part] < enough and least(part) < enough:
-                best = sorted([*best, *part.once(_within, limit, estimated[part])], key=seconds_of)
+        for part in sorted(floors, key=lambda each: (not each.is_plain, floors[each])):
+            if floors[part] < enough:
+                found = part.once(
+                    _within, limit, estimated[part], *([] if part.is_plain else [enough])
+                )
+                best = sorted([*best, *found], key=seconds_of)
                 enough = min(map(seconds_of, best), default=inf)
         return best[0] if best else None
 
@@ -349,12 +355,14 @@ def _least_expected(part: OpenPart) -> int:
     return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
 
 
-def _within(part: OpenPart, limit: int, known: Ratios) -> Sequence[Found]:
-    """Return a part's plan that is estimated to be fastest within a memory limit; () if none is."""
+def _within(part: OpenPart, limit: int, known: Ratios, enough: float = inf) -> Sequence[Found]:
+    """Return a part's plan that is estimated to be fastest within a memory limit; () if none is,
+    or, of a schedule that is not plain, may be faster than ``enough`` seconds."""
     if not part.is_plain:
-        ways = (partial(grouped.fastest, limit=limit), grouped.smallest)
-        plans = (found for way in ways for found in way(part, known[0]))
-        return [*islice((e for e in plans if e.answer.proof.peak_bytes <= limit), 1)]
+        plans = [*grouped.fastest(part, known[0], limit, enough)]
+        if enough == inf and not any(each.answer.proof.peak_bytes <= limit for each in plans):
+            plans = [*grouped.smallest(part, known[0])]
+        return [each for each in plans if each.answer.proof.peak_bytes <= limit]
     problem = replace(part.once(estimates, known), memory_limit_bytes=limit)
     result = throughput(_fitting(problem, limit))
     return [Found(part, expected(part, result))] if result.status == "ok" else []

@@ -73,6 +73,8 @@ class Timed(Policy):
         self._knows_others = False
         #: Of parts whose schedule is not plain, what plans take over what equal stages would.
         self._beyond = dict[OpenPart, float]()
+        #: Those of which a plan was estimated that may be faster than all others.
+        self.rivals = set[OpenPart]()
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
         return float(nbytes) * self._has_front, seconds
@@ -122,9 +124,10 @@ class Timed(Policy):
 
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
         """Return the seconds that the best plan of a part whose schedule is not plain may take:
-        those of equal stages, and half as much more as plans of open parts take at least."""
-        beyond = max(min(self._beyond.values(), default=1.0), 1.0)
-        return least_slowness(search) * (1 + beyond) / 2 * part.expected_seconds
+        those of equal stages, and more the surer it is how much more plans of other parts take."""
+        beyond = min(self._beyond.values(), default=1.0)
+        share = 1 - 0.5 ** len(self._beyond)
+        return least_slowness(search) * (1 + share * (beyond - 1)) * part.expected_seconds
 
     def beforehand(self, search: Search) -> Bracket | None:
         least = min((seconds for _, seconds in search.floors.values()), default=inf)
@@ -210,10 +213,13 @@ class Timed(Policy):
                 continue
             if not part.is_plain and self.hoped(search, part) >= best:
                 continue
-            plans = part.once(of_part, ratios(part, known), search.effort.compiles == 0)
+            enough = [best] if best < inf and not part.is_plain else []
+            is_last = search.effort.compiles == 0
+            plans = part.once(of_part, ratios(part, known), is_last, *enough)
             points += plans
             if equal := least_slowness(search) * part.expected_seconds * (not part.is_plain):
-                self._beyond[part] = min(map(seconds_of, plans), default=inf) / equal
+                self._beyond[part] = min(map(seconds_of, plans), default=best) / equal
+                self.rivals |= {part} if plans else set()
         if search.effort.compiles == 0:
             points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)

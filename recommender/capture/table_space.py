@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import combinations, pairwise
 from math import comb
 from typing import Any
@@ -18,19 +18,22 @@ from typing import Any
 import numpy as np
 
 from capture.plan.choices import StageChoice
-from capture.plan.schedule import Occupancy, Schedule, make_schedule
+from capture.plan.schedule import SCHEDULES, Occupancy, Schedule, make_schedule
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps, send_seconds
 from capture.predictor.times import StageTable
-from capture.step.times import TableTimes
+from capture.step.times import StageTimes, TableTimes
 from recommender.capture.result import PlacedStage
 from recommender.question import PlanQuestion
 
 #: Up to so many ways to cut the layers, all are looked at.
 MOST_ENUMERATED = 2000
-#: Of one space, so many steps are counted by their table, and no more once there are.
-MOST_TIMED = 400
+#: Of one space, so many steps are counted by their table, and no more once there are; or as many
+#: as have so many tasks.
+MOST_TIMED, _MOST_TASKS = 400, 1_000_000
 
+#: Micro-batches per group after which each takes as long as the one before.
+_MICROBATCHES_PER_GROUP = 4
 Cuts = tuple[int, ...]
 """First layer of every stage, and the number of layers."""
 Ranges = tuple[tuple[int, int], ...]
@@ -197,8 +200,15 @@ class TableSpace:
     def _table_times(self) -> TableTimes:
         """The times of the schedule's table, of up to 4 micro-batches per group."""
         schedule = self.schedule
-        num_microbatches = min(schedule.num_microbatches, 4 * schedule.num_groups)
+        most = _MICROBATCHES_PER_GROUP * schedule.num_groups
+        num_microbatches = min(schedule.num_microbatches, most)
         return TableTimes(make_schedule(schedule.name, schedule.num_groups, num_microbatches))
+
+    @property
+    def length(self) -> float:
+        """The length of a step of equal stages, in micro-batches of a group."""
+        known = self.schedule
+        return step_of_equal_stages(known.name, known.num_groups, known.num_microbatches)
 
     def seconds(self, cuts: Cuts, limit: int | None) -> float:
         """Return the seconds of a step, or of as many first micro-batches as the table has."""
@@ -229,10 +239,11 @@ class TableSpace:
         """Move borders, from cuts and from those that balance seconds, while that lowers a key that
         is slow to compute, until about ``MOST_TIMED`` cuts are looked at."""
         seen: dict[Cuts, tuple[float, ...]] = {}
+        most = min(MOST_TIMED, _MOST_TASKS // self._table_times.num_tasks)
         for start in (cuts, *self.starts):
             best = start
             seen.setdefault(best, key(best))
-            while len(seen) < MOST_TIMED:
+            while len(seen) < most:
                 seen |= {moved: key(moved) for moved in _moved(best) if moved not in seen}
                 better = min(_moved(best), key=lambda moved: seen[moved])
                 if seen[better] >= seen[best]:
@@ -310,6 +321,26 @@ def _counts(o: Occupancy) -> list[int]:
         int(o.accumulates),
         1,
     ]
+
+
+def step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:
+    """Return the length of a step by the schedule's table, in micro-batches of a group: the passes
+    of all stages take as long, and a backward pass as two forward passes.
+
+    Example:
+        >>> step_of_equal_stages("1f1b", 4, 8), step_of_equal_stages("zb-h2", 4, 8)
+        (11.0, 9.0)
+    """
+    few = min(num_microbatches, _MICROBATCHES_PER_GROUP * num_groups)
+    return _step_of_equal_stages(schedule, num_groups, few) + num_microbatches - few
+
+
+@lru_cache(maxsize=256)
+def _step_of_equal_stages(schedule: str, num_groups: int, num_microbatches: int) -> float:
+    table = make_schedule(schedule, num_groups, num_microbatches)
+    one = StageTimes(1, 2, 0, backward_inputs_seconds=1, backward_weights_seconds=1)
+    seconds = TableTimes(table).seconds([one] * table.num_stages, [0.0] * (table.num_stages - 1))
+    return seconds / (3 * SCHEDULES[schedule].stages_per_group)
 
 
 def _busy(table: StageTable, schedule: Schedule) -> np.ndarray:

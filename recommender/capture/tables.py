@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, by_degree
@@ -135,8 +136,9 @@ class TableSearch:
 
         return self._best(hoped, begin, end, _peak)
 
-    def fastest(self, limit: int | None) -> TablePlan | None:
-        """Find the plan of least step time within a limit; the smallest one where none is."""
+    def fastest(self, limit: int | None, enough: float = inf) -> TablePlan | None:
+        """Find the plan of least step time within a limit; the smallest one where none is. None
+        where no plan fits that may be faster than ``enough`` seconds, if its stages are equal."""
         num_microbatches = self.question.num_microbatches
 
         def floor(known: tuple[float, ...], gain: float = 1.0) -> tuple[float, ...]:
@@ -154,7 +156,12 @@ class TableSearch:
         def rank(found: TablePlan) -> tuple[float, ...]:
             return _above(found, limit), _seconds(found), found.result.peak_bytes
 
-        return self._best(hoped, begin, partial(self._improved, limit=limit), rank)
+        def is_hopeless(begun: _Begun) -> bool:
+            above, seconds = begun.floor
+            return (above, seconds * begun.space.length / num_microbatches) >= (0, enough)
+
+        end = partial(self._improved, limit=limit)
+        return self._best(hoped, begin, end, rank, is_hopeless if enough < inf else None)
 
     def front(self) -> list[TablePlan]:
         """Return a sample of the plans of which none is both smaller and faster than another, with
@@ -190,6 +197,7 @@ class TableSearch:
         begin: Callable[[TableSpace], _Begun],
         end: Callable[[_Begun], TablePlan],
         rank: Callable[[TablePlan], tuple[float, ...]],
+        is_hopeless: Callable[[_Begun], bool] | None = None,
     ) -> TablePlan | None:
         """Return the best plan over all spaces. A space is left out where balanced cuts are far
         above the best plan, and not searched to the end where its floor is above it."""
@@ -199,6 +207,8 @@ class TableSearch:
             if best and values[space] > rank(best[0]):
                 break
             begun.append(begin(space))
+            if is_hopeless is not None and is_hopeless(begun[-1]):
+                continue
             if not best or begun[-1].floor <= rank(best[0]):
                 best = [min([*best, end(begun[-1])], key=rank)]
         if not best:

@@ -31,7 +31,7 @@ from capture.predictor.formula import kept_bytes
 from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion
-from recommender.capture import grouped, named, speed
+from recommender.capture import grouped, named, speed, table_space
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import OpenPart, Part
@@ -325,10 +325,10 @@ def test_a_group_has_as_many_microbatches_as_there_are_groups():
 
 
 def test_a_step_of_equal_stages_is_that_of_its_table():
-    assert grouped.step_of_equal_stages("interleaved", 4, 8) == pytest.approx(9.5)
-    assert grouped.step_of_equal_stages("zb-h1", 4, 64) == pytest.approx(65.0)
+    assert table_space.step_of_equal_stages("interleaved", 4, 8) == pytest.approx(9.5)
+    assert table_space.step_of_equal_stages("zb-h1", 4, 64) == pytest.approx(65.0)
     for name in TABLES:
-        short, long = (grouped.step_of_equal_stages(name, 2, m) for m in (8, 32))
+        short, long = (table_space.step_of_equal_stages(name, 2, m) for m in (8, 32))
         assert long == pytest.approx(short + 24)
 
 
