@@ -160,7 +160,8 @@ class LayerProof:
 
     def _compile(self, part: OpenPart, layers: Sequence[StageConfig]) -> None:
         self._ratios.learn(part, self._search.layers(part, layers), layers)
-        self._num_layers += len(layers)
+        # Layers that are the same share what is known of them.
+        self._num_layers += len({id(part.most.measurements[each]) for each in layers})
 
 
 class _Ratios:
