@@ -57,6 +57,9 @@ from recommender.capture.throughput import throughput
 
 #: What is expected of parts is not known better.
 NEARLY = 0.01
+#: So many plans are compiled of which none fits, though all were expected to, unless the best of
+#: all is asked for.
+MOST_UNFIT = 18
 #: Of every bound of seconds that is said.
 NO_TRANSFERS = "by a bound that leaves transfers out"
 
@@ -226,7 +229,12 @@ class Timed(Policy):
         return front if self._has_front else front[-1:]
 
     def next(self, search: Search, look: Look) -> Found | None:
-        """Return the estimated plan farthest from compiled ones; without a front, the fastest."""
+        """Return the estimated plan farthest from compiled ones; without a front, the fastest. None
+        once so many were compiled that none is likely to fit."""
+        is_vain = not search.fitting and len(search.compiled) >= MOST_UNFIT
+        if is_vain and search.effort.within_fraction:
+            self.nothing_left = "missed"
+            return None
         chosen = self._farthest(search, self._points(search))
         if chosen is None and self._has_front:
             chosen = self._other(search)

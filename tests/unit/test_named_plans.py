@@ -98,19 +98,20 @@ class Small(NamedPlans):
             },
         )
 
-    def within(self, part: float):
+    def within(self, part: float, policy: type[Timed] = Named):
         """Search within a part of what every plan needs, or a little more."""
         least = min(peak for peak, _ in self.every())
         asked = replace(QUESTION, objective="throughput", memory_limit_bytes=int(part * least))
         bounds = Bounds(self.least, self.bounds("most"))
-        return refine(Named(), [Part(asked, lambda: bounds)], self, Effort(within_fraction=0.05))
+        return refine(policy(), [Part(asked, lambda: bounds)], self, Effort(within_fraction=0.05))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_search_of_plans_that_do_not_fit_ends_and_says_so(monkeypatch, seed):
+@pytest.mark.parametrize(("seed", "policy"), product(range(3), (Named, Timed)))
+def test_a_search_of_plans_that_do_not_fit_ends_and_says_so(monkeypatch, seed, policy):
     monkeypatch.setattr(named, "MOST_MISSED", 1)
+    monkeypatch.setattr(speed, "MOST_UNFIT", named.SMALL_TRIES)
     planted = Small(seed, 0.0)
-    found, compiled = planted.within(0.95), planted.compiler.compiled
+    found, compiled = planted.within(0.95, policy), planted.compiler.compiled
     assert not found.compiled and found.why.proven.ended == "missed"
     assert len(compiled) == named.SMALL_TRIES
     smallest = min(peak for peak, _ in planted.values(compiled))
