@@ -106,7 +106,7 @@ class Small(NamedPlans):
         return refine(policy(), [Part(asked, lambda: bounds)], self, Effort(within_fraction=0.05))
 
 
-@pytest.mark.parametrize(("seed", "policy"), product(range(3), (Named, Timed)))
+@pytest.mark.parametrize(("seed", "policy"), [*product(range(3), (Named, Timed))])
 def test_a_search_of_plans_that_do_not_fit_ends_and_says_so(monkeypatch, seed, policy):
     monkeypatch.setattr(named, "MOST_MISSED", 1)
     monkeypatch.setattr(speed, "MOST_UNFIT", named.SMALL_TRIES)
