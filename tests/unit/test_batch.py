@@ -382,6 +382,10 @@ def test_what_is_begun_is_not_waited_for_until_it_is_asked_for(monkeypatch):
         assert sent() == "asbrc", "what is done is heard, and the next begun"
         assert ran("c") == ["c"] and sent() == "asbrc"
         assert ran("refused") == ["refused"] and sent().count("r") == 1, "it was set aside"
+        measurements.begin(["e", "f", "g"])
+        num_sent = len(sent())
+        measurements.begin([])
+        assert len(sent()) > num_sent, "nothing new, but what waited"
     assert store.get(["slow"]) and not pool._workers, "nothing is left running"
     assert ran("d") == ["d"], "without kept workers, too"
 

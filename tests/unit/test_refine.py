@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from seeds import seeds
@@ -151,6 +152,35 @@ def test_the_first_plan_is_begun_while_other_parts_are_opened():
     assert not any(begun(Effort(compiles=0))[1])
     _, found = begun(Effort(), Doubtful)
     assert found[:2] == [0, 0] and found[2], "the next one that fits is begun"
+
+
+def test_workers_get_what_waits_for_them_whenever_something_is_worked_out():
+    def asked(effort):
+        planted, nums = Fast(0), list[int]()
+        begin = planted.begin
+
+        def counted(configs):
+            nums.append(len(configs))
+            begin(configs)
+
+        planted.begin = counted
+        refine(ForSpeed(), planted.parts(), planted, effort)
+        return nums
+
+    nums = asked(Effort())
+    assert nums.count(0) > 20 and any(nums), "with nothing new, workers that ended are heard"
+    assert not asked(Effort(at_once=1)) and not asked(Effort(compiles=0))
+
+
+def test_the_more_parts_took_longer_than_equal_stages_the_more_is_expected_of_the_next():
+    policy, part = ForSpeed(), SimpleNamespace(expected_seconds=2.0)
+    search = SimpleNamespace(plain_parts=[])
+    assert policy.hoped(search, part) == 2.0
+    found = []
+    for beyond in (1.2, 1.4, 1.6):
+        policy._beyond[object()] = beyond
+        found.append(policy.hoped(search, part))
+    assert found == sorted(found) and found[0] > 2.0 and found[-1] < 2.0 * 1.2
 
 
 def test_a_floor_counts_once_its_part_is_open():
