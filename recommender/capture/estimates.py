@@ -41,7 +41,13 @@ def ratios(part: OpenPart, known: Mapping[int, Mapping[StageChoice, float]]) -> 
     as known at their micro-batch size, or at another; else the least of the choices that are most
     alike: whose passes are the same but for the number of replicas, or have as much tensor
     parallelism, or of all."""
-    maps = [known[part.size], *(found for size, found in known.items() if size != part.size)]
+    return part.once(_ratios, tuple((size, tuple(of.items())) for size, of in known.items()))
+
+
+def _ratios(
+    part: OpenPart, known: Sequence[tuple[int, Sequence[tuple[StageChoice, float]]]]
+) -> Ratios:
+    maps = [dict(of) for _, of in sorted(known, key=lambda each: each[0] != part.size)]
     alike = {num: dict[tuple[object, ...], float]() for num in (4, 1, 0)}
     for choice, value in (each for found in maps for each in found.items()):
         for num, least in alike.items():

@@ -210,6 +210,8 @@ def test_what_stages_of_one_size_take_beyond_their_estimate_is_no_doubt_of_anoth
         def once(self, function, *given):
             if function is speed.slowness:
                 return {choice: 2.0} if self.size == 8 else {}
+            if function is estimates._ratios:
+                return function(self, *given)
             asked[self.size] = given[0]
             return []
 
@@ -316,7 +318,8 @@ def test_after_misses_a_plan_of_another_shape_is_next():
 
     class Size(SimpleNamespace):
         def once(self, function, *given):
-            return {} if function is speed.slowness else self.proposed
+            of = {speed.slowness: {}, estimates._ratios: ((1.0,),)}
+            return of.get(function, self.proposed)
 
     known = SimpleNamespace(choices=[StageChoice()])
     parts = [
