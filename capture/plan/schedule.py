@@ -288,7 +288,7 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
     found: list[Moment] = []
     for alike in by_kinds.values():
         counts = np.array([[n for o in moment for n in o.counts] for moment in alike])
-        # Of different rows, none that is at least as large everywhere has a sum as small.
+        # Another row that is nowhere smaller has a larger sum, and so comes before.
         order = np.argsort(-counts.sum(axis=1), kind="stable")
         kept = np.empty((0, counts.shape[1]), counts.dtype)
         for i in order:

@@ -243,9 +243,7 @@ class Named(Timed):
         best, enough = list[Found](), inf
         for part in sorted(floors, key=lambda each: (not each.is_plain, floors[each])):
             if floors[part] < enough:
-                found = part.once(
-                    _within, limit, estimated[part], *([] if part.is_plain else [enough])
-                )
+                found = part.once(_within, limit, estimated[part], enough)
                 best = sorted([*best, *found], key=seconds_of)
                 enough = min(map(seconds_of, best), default=inf)
         return best[0] if best else None

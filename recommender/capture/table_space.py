@@ -31,9 +31,9 @@ MOST_ENUMERATED = 2000
 #: Of one space, so many steps are counted by their table, and no more once there are; or as many
 #: as have so many tasks.
 MOST_TIMED, _MOST_TASKS = 400, 1_000_000
-
 #: Micro-batches per group after which each takes as long as the one before.
 _MICROBATCHES_PER_GROUP = 4
+
 Cuts = tuple[int, ...]
 """First layer of every stage, and the number of layers."""
 Ranges = tuple[tuple[int, int], ...]
@@ -198,11 +198,10 @@ class TableSpace:
 
     @cached_property
     def _table_times(self) -> TableTimes:
-        """The times of the schedule's table, of up to 4 micro-batches per group."""
+        """The times of the schedule's table, of its first micro-batches."""
         schedule = self.schedule
-        most = _MICROBATCHES_PER_GROUP * schedule.num_groups
-        num_microbatches = min(schedule.num_microbatches, most)
-        return TableTimes(make_schedule(schedule.name, schedule.num_groups, num_microbatches))
+        few = min(schedule.num_microbatches, _MICROBATCHES_PER_GROUP * schedule.num_groups)
+        return TableTimes(make_schedule(schedule.name, schedule.num_groups, few))
 
     @property
     def length(self) -> float:

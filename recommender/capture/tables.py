@@ -32,7 +32,7 @@ from recommender.capture.result import Infeasible, PlacedStage, SearchResult, wi
 from recommender.capture.table_space import Cuts, TableSpace
 from recommender.question import PlanQuestion
 
-#: By so many times the least that is known of balanced cuts may be improved, it is taken.
+#: The best cuts are taken to be better than balanced ones by no more than so many times.
 _GAIN = 1.25
 #: Memory limits at which a front is looked for, its two ends included.
 NUM_FRONT_LIMITS = 8
@@ -60,7 +60,7 @@ class _Begun:
         cuts: The best ones, by what is quick to compute.
         complete: Whether all cuts were looked at.
         num_explored: Cuts that were looked at.
-        floor: What ranks plans first; no plan of the space has less, as far as cuts were looked at.
+        floor: Of these cuts, what ranks plans first, as far as it is quick to compute.
     """
 
     space: TableSpace
