@@ -123,7 +123,7 @@ class Store:
                 isolation_level=None,
                 check_same_thread=False,
             )
-            self._database.execute("PRAGMA journal_mode=WAL")
+            self._log_ahead()
             self._migrate()
         except sqlite3.DatabaseError as error:
             raise ProfileError.of(
@@ -131,6 +131,19 @@ class Store:
                 "name another file with --store.",
                 "store-corrupt",
             ) from error
+
+    def _log_ahead(self) -> None:
+        """Switch the file to a write-ahead log. SQLite does not wait here, as it does elsewhere,
+        for a process that does the same at the same time."""
+        deadline = time.monotonic() + _SECONDS_TO_LOCK
+        while True:
+            try:
+                self._database.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     def _migrate(self) -> None:
         """Bring the schema up to date. Another process may do so at the same time: whoever comes

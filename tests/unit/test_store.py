@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ def test_processes_that_open_a_new_store_at_once_all_write(path):
         writer.communicate(timeout=TIMEOUT_SECONDS)
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     assert len(Store(path)) == 90
+
+
+def test_a_new_store_waits_for_a_process_that_makes_it_at_the_same_time(path):
+    path.parent.mkdir()
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    ends = threading.Timer(0.1, other.execute, ["COMMIT"])
+    ends.start()
+    put(Store(path), "key")
+    ends.join()
+    assert len(Store(path)) == 1
 
 
 def test_what_was_finished_survives_a_killed_writer(path):
