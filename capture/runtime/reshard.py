@@ -24,28 +24,24 @@ from capture.runtime.fetches import Box, Fetches, boxes, plan_fetches
 from capture.tracing.keys import is_key
 
 
-def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax.Array:
-    """Return the same values under another sharding.
+def reshard(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Return the same values under another sharding, in buffers of their own; the copies may still
+    be running.
 
     Args:
         x: Any array of any rank, typed random keys included; its shards must be addressable by this
             process.
         sharding: The result's, usually a ``NamedSharding``.
-        may_alias: Whether the result may share buffers with ``x``. Leave it False if ``x`` may be
-            donated later: donating an array deletes its buffers, and with them every alias.
-
-    Returns:
-        The array; the copies may still be running.
 
     Raises:
         ExecutionError: ``reshard-addressable``, see ``plan_reshard``.
     """
-    return plan_reshard(x.shape, x.dtype, x.sharding, sharding, may_alias=may_alias)(x)
+    return plan_reshard(x.shape, x.dtype, x.sharding, sharding)(x)
 
 
 @lru_cache(maxsize=4096)
 def plan_reshard(
-    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, *, may_alias: bool = False
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding
 ) -> Callable[[jax.Array], jax.Array]:
     """Work out a move once, to be made many times.
 
@@ -57,7 +53,6 @@ def plan_reshard(
         dtype: Data type of the elements; typed random keys move as their key data.
         src: Sharding of the arrays that will be given; an equivalent one serves as well.
         dst: Sharding of the results.
-        may_alias: As in ``reshard``.
 
     Returns:
         A function of one array.
@@ -74,10 +69,11 @@ def plan_reshard(
                 "reshard-addressable",
             )
     if is_key(struct := jax.ShapeDtypeStruct(shape, dtype)):
-        return _plan_keys(struct, src, dst, may_alias)
-    if goes_whole(shape, src, dst, may_alias=may_alias):
-        return _plan_whole(src, dst)
-    return _plan_pieces(shape, plan_fetches(tuple(shape), src, dst), dst, may_alias)
+        return _plan_keys(struct, src, dst)
+    if goes_whole(shape, src, dst):
+        copy = plan_copies([dst])
+        return lambda x: copy([x])[0]
+    return _plan_pieces(shape, plan_fetches(tuple(shape), src, dst), dst)
 
 
 def plan_moves(
@@ -107,34 +103,24 @@ def plan_moves(
 
 
 @lru_cache(maxsize=4096)
-def goes_whole(
-    shape: tuple[int, ...], src: Sharding, dst: Sharding, *, may_alias: bool = False
-) -> bool:
+def goes_whole(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
     """Return whether every shard is copied as it is to another device, or another memory."""
     src_boxes, dst_boxes = boxes(src, shape), boxes(dst, shape)
     # One device to one, or shard for shard onto other devices: XLA does these without the host. On
-    # devices in common it would alias, whatever ``may_alias`` says, if the source is a replica
-    # (seen in jax 0.10.2 and 0.12); another memory of theirs is no alias.
+    # devices in common it would alias, whatever JAX is told, if the source is a replica (seen in
+    # jax 0.10.2 and 0.12); another memory of theirs is no alias.
     return list(src_boxes.values()) == list(dst_boxes.values()) and (
-        may_alias or not src.device_set & dst.device_set or src.memory_kind != dst.memory_kind
+        not src.device_set & dst.device_set or src.memory_kind != dst.memory_kind
     )
 
 
-def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Return the move that copies shard for shard onto other devices, or into another memory."""
-    if src.device_set & dst.device_set and src.memory_kind == dst.memory_kind:
-        return lambda x: jax.device_put(x, dst)
-    copy = plan_copies([dst])
-    return lambda x: copy([x])[0]
-
-
 def _plan_keys(
-    struct: jax.ShapeDtypeStruct, src: Sharding, dst: Sharding, may_alias: bool
+    struct: jax.ShapeDtypeStruct, src: Sharding, dst: Sharding
 ) -> Callable[[jax.Array], jax.Array]:
     """Return the move of random keys by their data, which has the shape of the keys and one more
     dimension, which a ``NamedSharding`` of the keys leaves whole."""
     data = jax.eval_shape(jax.random.key_data, struct)
-    move = plan_reshard(data.shape, data.dtype, src, dst, may_alias=may_alias)
+    move = plan_reshard(data.shape, data.dtype, src, dst)
 
     def move_keys(x: jax.Array) -> jax.Array:
         return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
@@ -143,7 +129,7 @@ def _plan_keys(
 
 
 def _plan_pieces(
-    shape: tuple[int, ...], found: Fetches, dst: Sharding, may_alias: bool
+    shape: tuple[int, ...], found: Fetches, dst: Sharding
 ) -> Callable[[jax.Array], jax.Array]:
     """Return the general move: cut, copy, join."""
     fetches = found.fetches
@@ -157,8 +143,7 @@ def _plan_pieces(
     copies = [
         number
         for number, fetch in enumerate(fetches)
-        if fetch.source != fetch.target
-        or (fetch.piece is None and not may_alias and not joined[number])
+        if fetch.source != fetch.target or (fetch.piece is None and not joined[number])
     ]
     copy = plan_copies(
         [

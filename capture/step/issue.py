@@ -23,75 +23,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
 from capture.step.sub_array import Call, Issued, Lifetimes, ProgramFacts, Programs
 
 #: (sub-array, segment, which batch).
 Node = tuple[int, int, int]
 
 
-class Listener(Protocol):
-    """The receiver of what a step issues, in order of issue; bundles by sub-array and number."""
+class Listener:
+    """The receiver of what a step issues, in order of issue; bundles by sub-array and number. This
+    one needs to know nothing: bytes are counted all the same."""
 
     def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
         """Note that a program runs for the segment of a node."""
-        ...
 
-    def feed(self, a: int, number: int, batch: int) -> None: ...
+    def feed(self, a: int, number: int, batch: int) -> None:
+        """Note that a bundle of a batch comes to the device."""
 
     def drop(self, a: int, number: int, batch: int) -> None:
         """Note that the last sub-array has read a batch that all of them read."""
-        ...
 
     def fetch(self, a: int, number: int) -> None:
         """Note that a copy from the host begins."""
-        ...
 
     def arrived(self, a: int, number: int) -> None:
         """Note that a copy from the host has ended; the host's bytes are free."""
-        ...
 
     def swap_out(self, a: int, number: int) -> None:
         """Note that a copy to the host begins."""
-        ...
 
     def left(self, a: int, number: int) -> None:
         """Note that a copy to the host has ended; the device's bytes are free."""
-        ...
 
     def stays(self, a: int, number: int) -> None:
         """Note that a copy to the host has ended and the bundle stays on the device: nobody needed
         its room. The host's bytes are free."""
-        ...
 
-    def free(self, a: int, numbers: Sequence[int]) -> None: ...
+    def free(self, a: int, numbers: Sequence[int]) -> None:
+        """Note that bundles end that no program takes over."""
 
     def has_left(self, a: int, number: int, since: int) -> bool:
         """Return whether a copy to the host is known to have ended ``since`` segments later."""
-        ...
-
-
-class Silent:
-    """A listener that needs to know nothing: bytes are counted all the same."""
-
-    def run(self, a: int, call: Call, facts: ProgramFacts, node: Node) -> None:
-        pass
-
-    def feed(self, a: int, number: int, batch: int) -> None:
-        pass
-
-    drop = feed
-
-    def fetch(self, a: int, number: int) -> None:
-        pass
-
-    def free(self, a: int, numbers: Sequence[int]) -> None:
-        pass
-
-    arrived = swap_out = left = stays = fetch
-
-    def has_left(self, a: int, number: int, since: int) -> bool:
         return False
 
 
@@ -332,7 +303,7 @@ class Issue:
         self._host_live -= self._bytes[a][number]
 
 
-class Clock:
+class Clock(Listener):
     """A listener that knows when everything ends: the seconds that ``simulate_step`` finds for the
     same instructions, to the last bit (``tests/property/test_array_step.py``).
 
@@ -388,12 +359,6 @@ class Clock:
         self._waited = max(self._waited, self._gone[a, number])
 
     stays = left
-
-    def drop(self, a: int, number: int, batch: int) -> None:
-        pass
-
-    def free(self, a: int, numbers: Sequence[int]) -> None:
-        pass
 
     def has_left(self, a: int, number: int, since: int) -> bool:
         return self._gone[a, number] <= max(self._computed, self._waited)

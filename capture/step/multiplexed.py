@@ -29,7 +29,7 @@ from capture.errors import PlanError, Violation
 from capture.machine.rates import HostLink
 from capture.plan.array import Decision
 from capture.plan.array import Order as Turns
-from capture.step.issue import Issue, Listener, Node, Order, Silent
+from capture.step.issue import Issue, Listener, Node, Order
 from capture.step.ledger import Ledger
 from capture.step.program import (
     Copy,
@@ -177,7 +177,7 @@ def issue(order: Order, programs: Programs, listener: Listener, limit_bytes: int
     if limit_bytes is None:
         return Issue(order, programs, listener, inf)
     # What it needs where nothing comes early and everything is waited for.
-    least = Issue(order, programs, Silent())
+    least = Issue(order, programs, Listener())
     return Issue(order, programs, listener, limit_bytes, least.needs)
 
 
@@ -187,7 +187,7 @@ def _written(order: Order, programs: Programs, limit_bytes: int | None) -> Step:
     return writer.end()
 
 
-class _ArrayWriter:
+class _ArrayWriter(Listener):
     """A listener that writes what is issued as instructions.
 
     Args:

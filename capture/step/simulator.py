@@ -17,24 +17,15 @@ began earlier release their room, then what they produce comes to life, so that 
 they end has their room; then the items of that instant begin in the order of issue, and one without
 length ends at once. What an item waits for thus always comes before it. Where no item takes any
 time, this is the order of issue: the program order of ``capture.step.program.replay``.
-
-**Limited memory.** With ``capacity_bytes``, room is granted in the order of issue: an item that
-does not fit beside what earlier items hold, now and later, waits until one of them frees enough.
-Items issued later never take the room of an earlier one, however early they could start, and their
-frees are not waited for: a host that issues in order would not have come to them. So issue what
-makes room before what needs it: the pack that is swapped out before the next that is swapped in.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from capture.errors import CaptureError, ExecutionError, Violation
-from capture.quantities import format_bytes
+from capture.errors import ExecutionError, Violation
 from capture.step.ledger import Ledger, Memory, Peak
 
 Key = tuple[float, int, int, int]
@@ -137,20 +128,16 @@ class Simulation:
         return busy
 
 
-def simulate(
-    work: Sequence[Work], *, capacity_bytes: Mapping[Memory, int] | None = None
-) -> Simulation:
+def simulate(work: Sequence[Work]) -> Simulation:
     """Run items of work on their streams and return when each begins and ends.
 
     Args:
         work: In the order of issue.
-        capacity_bytes: Memory of each device that is limited; an item waits until it fits.
 
     Raises:
         ExecutionError: ``simulate-order`` if an item waits for itself or for a later one,
             ``simulate-seconds`` for a negative time, ``simulate-buffer`` if a buffer is freed that
-            is not live, or allocated while it is, ``simulate-memory`` if an item does not fit even
-            when everything before it has ended.
+            is not live, or allocated while it is.
 
     Example:
         >>> weights = Allocation("weights", (0,), 80, "parameters")
@@ -164,16 +151,10 @@ def simulate(
         (5, 100, ((0, 80), (2, 100), (5, 0)))
     """
     frees = _check(work)
-    rooms = {device: _Room(nbytes) for device, nbytes in (capacity_bytes or {}).items()}
-
-    def granted(i: int, ready: float) -> float:
-        return _granted(i, work, frees, ready, rooms)
-
     starts, ends = times(
         [item.seconds for item in work],
         [item.after for item in work],
         [item.streams for item in work],
-        granted if rooms else None,
     )
     return Simulation(tuple(work), tuple(starts), tuple(ends), _memory(work, frees, starts, ends))
 
@@ -182,13 +163,11 @@ def times(
     seconds: Sequence[float],
     after: Sequence[Sequence[int]],
     streams: Sequence[Sequence[Hashable]],
-    granted: Callable[[int, float], float] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return when items begin and end, without their memory: searches ask thousands of times.
 
     Args:
         seconds, after, streams: Per item, as of ``Work``.
-        granted: (item, when it could start) -> when it has its room.
     """
     starts: list[float] = []
     ends: list[float] = []
@@ -203,8 +182,6 @@ def times(
             free = free_at.get(stream, 0)
             if free > start:
                 start = free
-        if granted is not None:
-            start = granted(i, start)
         end = start + length
         for stream in on:
             free_at[stream] = end
@@ -325,121 +302,3 @@ def _memory(
         device: MemoryUse(tuple(levels), ledger.peak_of(device))
         for device, levels in samples.items()
     }
-
-
-# ---- limited memory ------------------------------------------------------------------------------
-
-
-class _Room:
-    """The bytes that the items so far hold on one device: the level after each of their beginnings
-    and ends, in the order of time."""
-
-    def __init__(self, capacity_bytes: int):
-        self.capacity_bytes = capacity_bytes
-        self._keys: list[Key] = []
-        self._levels = [0]  # one before the first event
-
-    def fits(self, keys: tuple[Key, Key, Key], running: int, kept: int) -> bool:
-        """Return whether ``running`` bytes fit from the beginning to the release, and ``kept``
-        bytes from the production on."""
-        begin, release, produce = (bisect(self._keys, key) for key in keys)
-        return (
-            max(
-                max(self._levels[begin : release + 1]) + running, max(self._levels[produce:]) + kept
-            )
-            <= self.capacity_bytes
-        )
-
-    def next_change(self, seconds: float) -> float | None:
-        """Return the first later instant at which the level changes; None if it never does."""
-        at = bisect(self._keys, (seconds, 3, 0, 0))
-        return self._keys[at][0] if at < len(self._keys) else None
-
-    def add(self, key: Key, nbytes: int) -> None:
-        if not nbytes:
-            return
-        at = bisect(self._keys, key)
-        self._keys.insert(at, key)
-        self._levels.insert(at + 1, self._levels[at])
-        for later in range(at + 1, len(self._levels)):
-            self._levels[later] += nbytes
-
-
-def _granted(
-    i: int,
-    work: Sequence[Work],
-    frees: Sequence[Sequence[_Made]],
-    ready: float,
-    rooms: Mapping[Memory, _Room],
-) -> float:
-    """Return when item i may start, within the rooms, and reserve what it takes there."""
-    item = work[i]
-    running, released, kept = Counter[Memory](), Counter[Memory](), Counter[Memory]()
-    for levels, sign, buffers in (
-        ((running, released, kept), 1, item.allocates),
-        ((running,), 1, item.temporaries),
-        ((released, kept), -1, [buffer for _, buffer in frees[i]]),
-        ((kept,), 1, item.produces),
-    ):
-        for buffer in buffers:
-            for device in buffer.devices:
-                for level in levels:
-                    level[device] += sign * buffer.nbytes
-    touched = [device for device in dict.fromkeys((*running, *kept)) if device in rooms]
-    # Who only frees never waits.
-    takers = [device for device in touched if running[device] > 0 or kept[device] > 0]
-    start = ready
-    while full := [
-        d
-        for d in takers
-        if not rooms[d].fits(_keys(i, start, start + item.seconds), running[d], kept[d])
-    ]:
-        later = rooms[full[0]].next_change(start)
-        if later is None:
-            raise _does_not_fit(
-                i,
-                work,
-                frees,
-                full[0],
-                max(running[full[0]], kept[full[0]]),
-                rooms[full[0]].capacity_bytes,
-            )
-        start = later
-    for device in touched:
-        before = 0
-        for key, level in zip(
-            _keys(i, start, start + item.seconds), (running, released, kept), strict=True
-        ):
-            rooms[device].add(key, level[device] - before)
-            before = level[device]
-    return start
-
-
-def _does_not_fit(
-    i: int,
-    work: Sequence[Work],
-    frees: Sequence[Sequence[_Made]],
-    device: Memory,
-    nbytes: int,
-    capacity_bytes: int,
-) -> CaptureError:
-    """Return an error that names what is live on the device when all items before i have ended."""
-    live: Counter[str] = Counter()
-    for item, freed in zip(work[:i], frees[:i], strict=True):
-        for buffer in (*item.allocates, *item.produces):
-            live[buffer.category] += buffer.nbytes * buffer.devices.count(device)
-        for _, buffer in freed:
-            live[buffer.category] -= buffer.nbytes * buffer.devices.count(device)
-    parts = (
-        ", ".join(
-            f"{category} {format_bytes(part)}" for category, part in live.most_common() if part
-        )
-        or "nothing else"
-    )
-    return ExecutionError.of(
-        f"item {i} ({work[i].label}) takes {format_bytes(nbytes)} on device {device!r} beside "
-        f"{parts}, which no earlier item frees: "
-        f"capacity_bytes={capacity_bytes} is too small by "
-        f"{live.total() + nbytes - capacity_bytes} bytes.",
-        "simulate-memory",
-    )

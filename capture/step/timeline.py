@@ -20,9 +20,7 @@ issued before it in the memory that it writes, where it takes its room.
 **Two peaks.** The replay books the instructions one after the other. On real streams a transfer
 between devices may arrive earlier, or the one before it leave later, than in that order, and a feed
 may run ahead of programs, so the peak over time can lie above or below the peak of the replay. Both
-are reported. Without these two it is never above: see ``capture.step.program``. With
-``capacity_bytes`` at the replay's peaks, the step always completes, if later: room is granted in
-program order.
+are reported. Without these two it is never above: see ``capture.step.program``.
 """
 
 from __future__ import annotations
@@ -152,13 +150,7 @@ def compute_stream(name: str) -> str:
     return f"{name} compute"
 
 
-def simulate_step(
-    step: Step,
-    seconds: Seconds,
-    *,
-    feeds_ahead: int | None = 1,
-    capacity_bytes: Mapping[Memory, int] | None = None,
-) -> StepTimeline:
+def simulate_step(step: Step, seconds: Seconds, *, feeds_ahead: int | None = 1) -> StepTimeline:
     """Simulate one step.
 
     Args:
@@ -167,8 +159,6 @@ def simulate_step(
         feeds_ahead: How many programs of its place a feed may run ahead: 0 starts it when the
             program before its own has ended, 1 during that program, and so on; None as soon as the
             link is free, as far ahead as the step goes.
-        capacity_bytes: Per device or host, where memory is limited; what does not fit waits.
-            Devices that no place uses may be named.
 
     Returns:
         The timeline. Exact if all seconds are integers or fractions.
@@ -178,14 +168,7 @@ def simulate_step(
     """
     ledger = replay(step)
     items = _Items(step, seconds, feeds_ahead)
-    capacities: dict[Memory, int] = {}
-    for memory, nbytes in (capacity_bytes or {}).items():
-        if memory in step.standing_for:
-            first = step.standing_for[memory]
-            # The fullest holds up the whole place.
-            capacities[first] = min(nbytes, capacities.get(first, nbytes))
-    simulation = simulate(items.work, capacity_bytes=capacities)
-    return StepTimeline(simulation, ledger, step, items.processes, seconds.programs)
+    return StepTimeline(simulate(items.work), ledger, step, items.processes, seconds.programs)
 
 
 class _Items:

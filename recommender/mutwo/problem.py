@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPrediction, Decision
-from capture.step.issue import Clock, Issue, Order, Silent
+from capture.step.issue import Clock, Issue, Listener, Order
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
     HOST,
@@ -405,7 +405,7 @@ class Space:
         """Return the body with a wait for every copy: no limit below its peak can be kept."""
         key = tuple(Choice(choice.kind) for choice in chosen)
         if key not in self._least:
-            self._least[key] = Issue(self._body(key), self.problem.programs, Silent())
+            self._least[key] = Issue(self._body(key), self.problem.programs, Listener())
         return self._least[key]
 
     def least_fits(self, chosen: Chosen) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.mutwo_graphs import host_link, random_graph
 from capture.plan.array import Decision
-from capture.step.issue import Clock, Silent
+from capture.step.issue import Clock, Listener
 from capture.step.multiplexed import array_seconds, build_array, issue, lifetimes, peak_of
 from capture.step.multiplexed import orders as order_of
 from capture.step.program import Copy, Feed, Free
@@ -67,7 +67,6 @@ def test_a_limit_is_kept_in_program_order_and_over_time(data, layers, between, s
         peak = ledger.peak_of(0).peak_bytes
         timeline = simulate_step(built, seconds, feeds_ahead=0)
         assert timeline.memory_of(0).peak.peak_bytes <= peak
-        assert simulate_step(built, seconds, capacity_bytes={0: peak}).step_seconds > 0
 
 
 MANY = pytest.param(range(12, 200), marks=pytest.mark.exhaustive)
@@ -76,8 +75,7 @@ MANY = pytest.param(range(12, 200), marks=pytest.mark.exhaustive)
 @pytest.mark.parametrize("seeds", [range(12), MANY], ids=["some", "many"])
 def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
     """Random graphs, ways and choices, planned for a link and a limit; copies that take 0.1 to 10
-    times as long: no more is ever there than the ledger says, and where no more may be there, the
-    step comes to its end."""
+    times as long: no more is ever there than the ledger says."""
     for seed in seeds:
         draw = random.Random(seed)
         rate, duplex = 1e9 * 30 ** draw.random(), draw.random() < 0.7
@@ -97,9 +95,6 @@ def test_links_of_another_speed_than_planned_keep_the_peak_of_the_ledger(seeds):
                 seconds = slowed(array_seconds(built, link), slower)
                 timeline = simulate_step(built, seconds, feeds_ahead=0)
                 assert timeline.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
-                held = simulate_step(built, seconds, capacity_bytes={0: peak})
-                assert len(held.simulation.work) == len(timeline.simulation.work)
-                assert held.memory_of(0).peak.peak_bytes <= peak, (seed, slower)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +146,7 @@ def test_what_is_fetched_ahead_is_issued_before_what_runs_in_between():
         assert sum("backward" in label for label in labels[fetch:]) == before + 1
 
 
-class Leaving(Silent):
+class Leaving(Listener):
     """Knows which copies to the host have not been waited for, and how many there were at most when
     one was.
 

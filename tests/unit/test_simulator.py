@@ -100,9 +100,6 @@ def test_transfers_in_both_directions_overlap_with_each_other_and_with_compute()
     simulation = simulate(work)
     assert simulation.starts == (0, 2, 4, 2, 4, 6)
     assert simulation.memory[0].samples == ((0, 10), (2, 20), (6, 10), (8, 0))
-    one_at_a_time = simulate(work, capacity_bytes={0: 19})
-    assert one_at_a_time.starts == (0, 2, 4, 6, 8, 10)
-    assert one_at_a_time.memory[0].peak.peak_bytes == 10
 
 
 def test_nothing_takes_no_time():

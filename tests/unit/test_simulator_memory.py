@@ -6,12 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from simulated_work import DEVICES, buffer, works
+from simulated_work import buffer, works
 
-from capture.errors import ExecutionError
 from capture.step.ledger import Peak
 from capture.step.simulator import Simulation, Work, simulate
 
@@ -145,99 +142,3 @@ def test_memories_of_one_buffer():
         [Work("all", ("s",), 1, allocates=(buffer("b", 3, devices=(0, 1, "host")),))]
     ).memory
     assert {device: one.peak.peak_bytes for device, one in use.items()} == {0: 3, 1: 3, "host": 3}
-
-
-# ---- limited memory ------------------------------------------------------------------------------
-
-
-@given(works(), st.integers(0, 20))
-def test_memory_stays_within_its_capacity_and_the_room_of_the_issue_order_suffices(work, more):
-    in_order = simulate([replace(item, seconds=0) for item in work])
-    capacity = {device: use.peak.peak_bytes + more for device, use in in_order.memory.items()}
-    simulation = simulate(work, capacity_bytes=capacity)
-    for device, use in simulation.memory.items():
-        assert use.peak.peak_bytes <= capacity[device]
-    assert simulation.seconds >= simulate(work).seconds
-    for i, item in enumerate(work):
-        assert all(simulation.ends[j] <= simulation.starts[i] for j in item.after)
-
-
-@given(works())
-def test_room_for_everything_changes_nothing(work):
-    everything = sum(
-        b.nbytes for item in work for b in (*item.allocates, *item.temporaries, *item.produces)
-    )
-    assert simulate(work, capacity_bytes=dict.fromkeys(DEVICES, everything)) == simulate(work)
-
-
-def test_an_item_waits_for_the_free_that_makes_room():
-    work = [
-        Work("a", ("x",), 2, allocates=(buffer("a", 6),), frees=("a",)),
-        Work("b", ("y",), 4, allocates=(buffer("b", 3),), frees=("b",)),
-        Work("c", ("z",), 1, allocates=(buffer("c", 5),)),
-        Work("behind c", ("z",), 1),
-        Work("elsewhere", ("w",), 1),
-    ]
-    assert simulate(work, capacity_bytes={0: 14}).starts == (0, 0, 0, 1, 0)
-    assert simulate(work, capacity_bytes={0: 13}).starts == (0, 0, 2, 3, 0)
-    assert simulate(work, capacity_bytes={0: 9}).starts == (0, 0, 2, 3, 0)
-    assert simulate(work, capacity_bytes={1: 1}).starts == (0, 0, 0, 1, 0), (
-        "the memory of another device"
-    )
-    assert simulate(work, capacity_bytes={0: 8}).starts == (0, 2, 2, 3, 0)
-
-
-def test_an_item_issued_later_takes_only_room_that_no_earlier_one_needs():
-    """The first loads at 5 s. A prefetch may come before it if both fit, and else waits until the
-    first has gone."""
-    work = [
-        Work("delay", ("x",), 5),
-        Work("first", ("x",), 1, allocates=(buffer("first", 6),), frees=("first",)),
-        Work("prefetch", ("y",), 1, allocates=(buffer("prefetch", 5),)),
-    ]
-    assert simulate(work, capacity_bytes={0: 11}).starts == (0, 5, 0)
-    assert simulate(work, capacity_bytes={0: 10}).starts == (0, 5, 6)
-    brief = [*work[:2], replace(work[2], frees=("prefetch",))]
-    assert simulate(brief, capacity_bytes={0: 10}).starts == (0, 5, 0), (
-        "it has gone before the first comes"
-    )
-    scratch = [*work[:2], Work("scratch", ("y",), 7, temporaries=(buffer("", 5, "temporaries"),))]
-    assert simulate(scratch, capacity_bytes={0: 10}).starts == (0, 5, 6), (
-        "it would still be there when the first comes"
-    )
-
-
-def test_what_never_fits_is_refused():
-    work = [
-        Work(
-            "weights",
-            allocates=(buffer("w", 3_000, "parameters", (0, 1)), buffer("o", 5_000, "optimizer")),
-        ),
-        Work(
-            "input",
-            ("in",),
-            1,
-            allocates=(buffer("x", 1_000),),
-            temporaries=(buffer("", 10, "temporaries"),),
-        ),
-        Work(
-            "forward",
-            ("compute",),
-            2,
-            after=(1,),
-            temporaries=(buffer("", 2_000, "temporaries"),),
-            frees=("x",),
-        ),
-    ]
-    assert simulate(work, capacity_bytes={0: 11_000}).memory[0].peak.peak_bytes == 11_000
-    with pytest.raises(ExecutionError) as caught:
-        simulate(work, capacity_bytes={0: 10_500, 1: 3_000})
-    assert str(caught.value) == (
-        "item 2 (forward) takes 2 kB on device 0 beside optimizer 5 kB, parameters 3 kB, "
-        "activations 1 kB, which no earlier item frees: "
-        "capacity_bytes=10500 is too small by 500 bytes. [simulate-memory]"
-    )
-    with pytest.raises(
-        ExecutionError, match=r"^item 0 \(weights\) takes 3 kB on device 1 beside nothing else, "
-    ):
-        simulate(work, capacity_bytes={1: 2_999})
