@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capture.errors import ExecutionError, Violation
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
 from capture.runtime.array_state import check_count
 from capture.runtime.layerwise import KEYS
-from capture.runtime.microbatches import host_leaf, leaves_of
+from capture.runtime.microbatches import split_examples
 from capture.runtime.state import made_by_host
 from capture.tracing import TracedModel
 
@@ -58,40 +57,20 @@ def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: 
     Raises:
         ExecutionError: ``array-count``, ``run-batch``.
     """
-    if plan.shared_batches:
-        own = [_checked(traced[0], batch, "the batch")]
-    else:
+    if not plan.shared_batches:
         check_count("batch", batch, len(plan.models))
-        own = [
-            _checked(of, one, f"the batch of model {m}")
-            for m, (of, one) in enumerate(zip(traced, batch, strict=True))
-        ]
+    own: list[list[Any]] = []
+    for m, model in enumerate(traced):
+        keyed = any(tensor.dtype in KEYS for tensor in model.graph.batch)
+        key = step_key(plan.models[m], update) if keyed else None
+        given, of = (batch, "") if plan.shared_batches else (batch[m], f" of model {m}")
+        own += split_examples(model, [model.graph.microbatch_size], given, key, of=of)
     found: list[Any] = []
     for group in plan.partition:
         for leaf, tensor in enumerate(traced[group[0]].graph.batch):
+            rows = [own[model][leaf] for model in group]
             if tensor.dtype in KEYS:
-                # As a step of one micro-batch draws.
-                keys = [jax.random.fold_in(step_key(plan.models[m], update), 0) for m in group]
-                found.append(jnp.stack(keys))
-            elif plan.shared_batches:
-                found.append(own[0][leaf])
+                found.append(jnp.stack(rows))
             else:
-                found.append(np.stack([own[model][leaf] for model in group]))
+                found.append(own[0][leaf] if plan.shared_batches else np.stack(rows))
     return found
-
-
-def _checked(traced: TracedModel, batch: Any, name: str) -> list[np.ndarray]:
-    """Return the leaves of a batch that are no keys, which come last."""
-    tensors = [tensor for tensor in traced.graph.batch if tensor.dtype not in KEYS]
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    leaves = leaves_of(traced, jax.tree.map(host_leaf, batch), key, name)[: len(tensors)]
-    ExecutionError.check(
-        Violation(
-            f"{tensor.name} of {name} has shape {leaf.shape} {leaf.dtype}; the plan's has "
-            f"{tuple(tensor.shape)} {tensor.dtype}.",
-            "run-batch",
-        )
-        for tensor, leaf in zip(tensors, leaves, strict=True)
-        if leaf.shape != tuple(tensor.shape) or str(leaf.dtype) != tensor.dtype
-    )
-    return leaves

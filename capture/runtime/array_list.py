@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from capture.compiler.executable import Executable
-from capture.errors import ExecutionError
-from capture.quantities import format_bytes
-from capture.runtime.array_state import ArrayMetrics, ArrayState, Losses
+from capture.runtime.array_state import ArrayMetrics, ArrayState, Losses, check_array_state
 from capture.runtime.dispatch import Observer
-from capture.runtime.layout import check_device_memory, check_host_memory
 from capture.runtime.train_step import Metered
-from capture.step.ledger import Ledger
-from capture.step.multiplexed import HOST, peak_of
-from capture.step.program import Run, Step
+from capture.step.program import Run, Slot, Step
 
-#: Executes instructions on a state, with batches of the update that was begun and of the next one.
-Execute = Callable[
-    [Step, ArrayState, Sequence[Sequence[Any]], Observer | None], tuple[ArrayState, Losses | None]
-]
+if TYPE_CHECKING:
+    from capture.runtime.multiplexed import ArrayTraining
 
 
 class ArrayList(Metered):
     """The prologue, the body or the epilogue of an array.
 
     Args:
+        train: The training of the array.
         program: The instructions.
-        devices: The device of the array.
-        executable: Gives what an instruction runs.
-        execute: Executes them.
-        reads_batch: Whether they begin an update.
     """
 
-    def __init__(
-        self,
-        program: Step,
-        devices: list[Any],
-        executable: Callable[[Run], Executable],
-        execute: Execute,
-        reads_batch: bool = True,
-    ):
-        self._program, self.devices, self.reads_batch = program, devices, reads_batch
-        self._executable, self._execute = executable, execute
+    def __init__(self, train: ArrayTraining, program: Step):
+        self._train, self._program, self.devices = train, program, train.devices
+        self.reads_batch = program is not train.steps.epilogue
 
     @property
     def program(self) -> Step:
@@ -55,8 +38,11 @@ class ArrayList(Metered):
         return self._program
 
     def executable(self, run: Run) -> Executable:
-        """Return the compiled program that an instruction runs."""
-        return self._executable(run)
+        return self._train.programs.executables[run.program]
+
+    def layout(self, slot: Slot) -> Sequence[jax.ShapeDtypeStruct]:
+        programs, array = self._train.programs, self._train.arrays[slot.holds.array]
+        return programs.structs(array, slot.holds.bundle, programs.sharding(slot.place))
 
     def __call__(
         self,
@@ -75,30 +61,35 @@ class ArrayList(Metered):
             key: Not read: models draw by their own seeds.
             observer: Called before every instruction.
         """
+        check_array_state(state, self.program)
         batches = [] if state.ahead is None else [state.ahead[0]]
         batches += [] if batch is None else [batch]
         start = time.thread_time()
-        state, losses = self._execute(self._program, state, batches, observer)
-        if observer is not None and state.ahead is not None:
-            # What the step reports is booked as released.
-            state = replace(state, ahead=(state.ahead[0], np.array(state.ahead[1])))
-        return state, ArrayMetrics(losses, time.thread_time() - start)
-
-
-def check_memory(device: jax.Device, ledgers: Sequence[Ledger], limit_bytes: int | None) -> None:
-    """Refuse an array that a plan's limit, the device or the host does not hold.
-
-    Raises:
-        ExecutionError: ``array-device-memory``, ``run-device-memory``, ``run-host-memory``.
-    """
-    check_host_memory(device, peak_of(ledgers, HOST)[0])
-    peak_bytes, instant, parts = peak_of(ledgers, 0)
-    if limit_bytes is not None and peak_bytes > limit_bytes:
-        listed = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items())
-        raise ExecutionError.of(
-            f"the device needs {format_bytes(peak_bytes)} at {instant!r} ({listed}), and the "
-            f"plan's limit is memory_limit_bytes={limit_bytes}; plan it again for this machine, or "
-            "raise the limit.",
-            "array-device-memory",
+        slots, reported = self.bound(
+            state.slots, batches, bound_run_ahead=self.bound_run_ahead, observer=observer
         )
-    check_device_memory([device], [peak_bytes])
+        new, losses = self._completed(state, slots, batches, reported)
+        if observer is not None and new.ahead is not None:
+            # What the step reports is booked as released.
+            new = replace(new, ahead=(new.ahead[0], np.array(new.ahead[1])))
+        return new, ArrayMetrics(losses, time.thread_time() - start)
+
+    def _completed(
+        self,
+        state: ArrayState,
+        slots: dict[str, list[jax.Array]],
+        batches: Sequence[Sequence[Any]],
+        reported: Sequence[jax.Array],
+    ) -> tuple[ArrayState, Losses | None]:
+        """Return the new state, and the losses of the update that is complete, if one is."""
+        train, built = self._train, self.program
+        of = [built.slots[slot].holds.array for slot in built.reported]
+        losses = dict(zip(of, reported, strict=True))
+        begins = train.steps.prologue is not None and self.reads_batch
+        ahead = (batches[-1], losses[0]) if begins else None
+        if built is train.steps.prologue:
+            return ArrayState(slots, train.plan, state.num_steps, ahead), None
+        if state.ahead is not None:
+            losses[0] = state.ahead[1]
+        done = Losses(train.plan.partition, [losses[a] for a in range(len(train.arrays))])
+        return ArrayState(slots, train.plan, state.num_steps + 1, ahead), done

@@ -13,16 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from capture.errors import ExecutionError, Violation
-from capture.model.workload import PyTree
-from capture.plan.array import ArrayPlan, Member
-from capture.runtime.fused import FusedArray, Fuser
+from capture.plan.array import ArrayPlan
+from capture.runtime.fused import FusedArray
 from capture.runtime.layerwise import LayerwiseOptimizer
-from capture.runtime.state import (
-    initial_params,
-    joined_params,
-    optimizer_leaves,
-    param_leaves,
-)
 from capture.step.program import Place, Step
 
 #: Of one model, by index: parameters in the layer graph, and leaves of the optimizer's state.
@@ -189,47 +182,6 @@ class StateRows:
             for p in sorted(self.optimizers[0].shared)
             if own[p] is not params[0][p] and not np.array_equal(own[p], params[0][p])
         )
-
-
-def first_params(models: Sequence[tuple[Fuser, Member]]) -> list[PyTree]:
-    """Return the parameters with which models begin, each by its own seed; what they share by that
-    of the first."""
-    first, found = list[np.ndarray](), list[PyTree]()
-    for fuser, member in models:
-        params = initial_params(fuser.workload, jax.random.key(member.seed))
-        own = param_leaves(fuser.traced, params)
-        first = first or own
-        own = [first[p] if p in fuser.optimizer.shared else x for p, x in enumerate(own)]
-        found.append(joined_params(fuser.traced, dict(enumerate(own))))
-    return found
-
-
-def leaves_of(
-    fusers: Sequence[Fuser], params: Sequence[PyTree], optimizer_states: Sequence[PyTree]
-) -> list[Leaves]:
-    """Return the leaves of whole-model trees, by model.
-
-    Raises:
-        ExecutionError: ``run-params``, ``run-optimizer``.
-    """
-    found = list[Leaves]()
-    for fuser, own, state in zip(fusers, params, optimizer_states, strict=True):
-        given = param_leaves(fuser.traced, own)
-        leaves = optimizer_leaves(fuser.optimizer.sliced.state_structs, state)
-        found.append((dict(enumerate(given)), dict(enumerate(leaves))))
-    return found
-
-
-def begun(models: Sequence[tuple[Fuser, Member, Sequence[Any]]]) -> list[Leaves]:
-    """Return the parameters and optimizer states, hyperparameters set, with which models begin."""
-    begin, found = dict[int, Any](), list[Leaves]()
-    for fuser, member, params in models:
-        tree: Any = jax.tree.structure(fuser.traced.split_struct)  # JAX's stubs leave it out
-        init = begin.setdefault(id(fuser), jax.jit(fuser.workload.optimizer.init))
-        state = init(tree.unflatten(params))
-        state = fuser.optimizer.with_hyperparameters(state, member.hyperparameters)
-        found.append((dict(enumerate(params)), dict(enumerate(jax.tree.leaves(state)))))
-    return found
 
 
 def check_count(what: str, given: Any, count: int) -> None:

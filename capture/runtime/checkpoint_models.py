@@ -45,74 +45,54 @@ def described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves.items()}
 
 
-class OneModel:
-    """The content of a checkpoint of a step that trains one model.
+class Models:
+    """The models that a step trains, as a checkpoint holds them.
+
+    Args:
+        step: Of one model, or of an array.
 
     Attributes:
-        count: Models that it trains; None of one alone, whose paths begin with no number.
+        count: Models of an array; None of one alone, whose paths begin with no number.
         shared: Paths of parameters that all models have alike.
+        structs: By model, the shapes of its parameters; and of the state of its optimizer.
     """
 
-    count: int | None = None
-    shared: frozenset[str] = frozenset()
-
-    def __init__(self, step: TrainStep):
-        self.step = step
-
-    def leaves(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return parameters and optimizer state, by path."""
-        return by_path(self.step.params(state)), by_path(self.step.optimizer_state(state))
-
-    @property
-    def structs(self) -> tuple[list[Any], list[Any]]:
-        """The shapes of each model's parameters, and of the state of its optimizer."""
-        return [self.step.traced.params_struct], [self.step.optimizer.state_struct]
-
-    def restored(self, params: Sequence[Any], optimizer: Sequence[Any], num_steps: int) -> State:
-        """Return the state with what was read."""
-        return self.step.restore(params[0], optimizer[0], num_steps)
-
-
-class ModelsOfArray:
-    """The content of a checkpoint of a step that trains several models together."""
-
-    def __init__(self, step: ArrayTraining):
-        self.step, self.count = step, len(step.plan.models)
-        self._fusers = [step.fuser(model) for model in range(self.count)]
-        first = self._fusers[0]  # models of one workload share
-        numbers = leaf_numbers(first.traced)
-        shared = {numbers[p] for p in first.optimizer.shared}
-        paths = by_path(first.traced.params_struct)
-        self.shared = frozenset(path for n, path in enumerate(paths) if n in shared)
-
-    def leaves(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return parameters and optimizer state, by path."""
-        params, optimizer = dict[str, Any](), dict[str, Any]()
-        for model in range(self.count):
-            own = by_path(self.step.params(state, model))
-            params |= {
-                f"[{model}]{p}": x for p, x in own.items() if not (model and p in self.shared)
-            }
-            states = by_path(self.step.optimizer_state(state, model))
-            optimizer |= {f"[{model}]{p}": x for p, x in states.items()}
-        return params, optimizer
-
-    @property
-    def structs(self) -> tuple[list[Any], list[Any]]:
-        """The shapes of each model's parameters, and of the state of its optimizer."""
-        return (
-            [fuser.traced.params_struct for fuser in self._fusers],
-            [fuser.optimizer.sliced.state_struct for fuser in self._fusers],
+    def __init__(self, step: Trained):
+        self._step: Any = step
+        self.count: int | None = None
+        self.shared = frozenset[str]()
+        if not isinstance(step, ArrayTraining):
+            each = [(step.traced, step.optimizer)]
+        else:
+            self.count = len(step.plan.models)
+            fusers = [step.fuser(model) for model in range(self.count)]
+            each = [(fuser.traced, fuser.optimizer.sliced) for fuser in fusers]
+            first = fusers[0]  # models of one workload share
+            numbers = leaf_numbers(first.traced)
+            shared = {numbers[p] for p in first.optimizer.shared}
+            paths = by_path(first.traced.params_struct)
+            self.shared = frozenset(path for n, path in enumerate(paths) if n in shared)
+        self.structs = (
+            [traced.params_struct for traced, _ in each],
+            [optimizer.state_struct for _, optimizer in each],
         )
 
+    def leaves(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return parameters and optimizer state, by path; what all models share with the first."""
+        params, optimizer = dict[str, Any](), dict[str, Any]()
+        for model in range(self.count or 1):
+            which, begin = ((), "") if self.count is None else ((model,), f"[{model}]")
+            own = by_path(self._step.params(state, *which))
+            params |= {f"{begin}{p}": x for p, x in own.items() if not (model and p in self.shared)}
+            states = by_path(self._step.optimizer_state(state, *which))
+            optimizer |= {f"{begin}{p}": x for p, x in states.items()}
+        return params, optimizer
+
     def restored(self, params: Sequence[Any], optimizer: Sequence[Any], num_steps: int) -> State:
-        """Return the state with what was read."""
-        return self.step.restore(params, optimizer, num_steps)
-
-
-def models_of(step: Trained) -> OneModel | ModelsOfArray:
-    """Return the models that a step trains."""
-    return ModelsOfArray(step) if isinstance(step, ArrayTraining) else OneModel(step)
+        """Return the state with what was read, by model."""
+        given = (params, optimizer) if self.count is not None else (params[0], optimizer[0])
+        state: State = self._step.restore(*given, num_steps)
+        return state
 
 
 def host_data(leaf: Any) -> np.ndarray:
@@ -144,9 +124,10 @@ class Sources:
     """The places in a checkpoint of the leaves of a step's models.
 
     Args:
-        trained: The models that are to go on.
+        structs: By model that is to go on, of its parameters and of its optimizer's state.
         metadata: Of the checkpoint.
         models: Its models that go on; None for all.
+        shared: Paths of parameters that all models have alike.
 
     Attributes:
         paths: Of parameters and of the optimizer's state, by model of the step, from the path of
@@ -160,19 +141,18 @@ class Sources:
 
     def __init__(
         self,
-        trained: OneModel | ModelsOfArray,
+        structs: tuple[Sequence[Any], Sequence[Any]],
         metadata: Mapping[str, Any],
-        models: Sequence[int] | None,
+        models: Sequence[int] | None = None,
+        shared: frozenset[str] = frozenset(),
     ):
-        count = trained.count or 1
+        count = len(structs[0])
         chosen = check_models(metadata.get("num_models"), count, models)
         # None: of one model alone, whose paths have no number.
         self._begin = [""] * count if chosen is None else [f"[{model}]" for model in chosen]
         found = [
-            self._found([by_path(struct) for struct in structs], metadata[part], shared)
-            for structs, part, shared in zip(
-                trained.structs, PARTS, (trained.shared, frozenset[str]()), strict=True
-            )
+            self._found(list(map(by_path, each)), metadata[part], alike)
+            for each, part, alike in zip(structs, PARTS, (shared, frozenset[str]()), strict=True)
         ]
         self.paths, self.expected, self.saved = (tuple(each) for each in zip(*found, strict=True))
 

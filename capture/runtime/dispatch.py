@@ -9,7 +9,7 @@ only where the step says so (``Wait``), and, if it is to hold no more than is bo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -324,6 +324,12 @@ def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     return to_devices(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))(array)
+
+
+def placed(arrays: Iterable[Any], shardings: Iterable[Any]) -> list[jax.Array]:
+    """Return arrays of any device as ``to_device`` puts each, over the host."""
+    pairs = zip(arrays, shardings, strict=True)
+    return [to_device(to_host(array), sharding) for array, sharding in pairs]
 
 
 def to_host(array: jax.Array) -> Any:

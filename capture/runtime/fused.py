@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from capture.errors import WorkloadError
 from capture.memo import memo
 from capture.model.graph import content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
-from capture.plan.array import BUNDLE_BYTES, Shared
+from capture.plan.array import BUNDLE_BYTES, Member, Shared
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
 from capture.runtime.segment import Segment
 from capture.step.sub_array import Bundle, StepSegment
@@ -82,6 +82,23 @@ class Fuser:
     def of(self, num_models: int) -> FusedArray:
         """Return the joint step of so many models."""
         return FusedArray(self, num_models)
+
+    def begun(self, member: Member, params: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Return by index the parameters of the layer graph with which a model begins, and the
+        leaves of its optimizer's state, hyperparameters set."""
+        tree: Any = jax.tree.structure(self.traced.split_struct)  # JAX's stubs leave it out
+        state = self._init(tree.unflatten(params))
+        state = self.optimizer.with_hyperparameters(state, member.hyperparameters)
+        return dict(enumerate(params)), dict(enumerate(jax.tree.leaves(state)))
+
+    @cached_property
+    def _init(self) -> Callable[[Any], Any]:
+        return jax.jit(self.workload.optimizer.init)
+
+    def sharing(self, params: Sequence[Any], first: Any) -> list[Any]:
+        """Return a model's parameters of the layer graph, with those of the first model that all
+        share."""
+        return [first[p] if p in self.optimizer.shared else own for p, own in enumerate(params)]
 
     def key(self, num_models: int) -> str:
         """Return the hash of all that their joint step is traced from."""
@@ -179,11 +196,10 @@ class FusedArray:
         self, params: Sequence[Any], state: Sequence[Sequence[Any]], batch: Sequence[Any]
     ) -> tuple[Any, list[Any], list[list[Any]]]:
         """Update one model: return its loss, new parameters and new optimizer state."""
-        graph, values = self._traced.graph, dict[int, Any]()
-        pulls: list[Any] = []
+        values, passes = dict[int, Any](), list[tuple[Segment, Any]]()
         for layer in range(self.num_layers):
-            pulls.append(self._forward(layer, params, values, batch))
-        (loss_value,) = self._traced.slice(self.num_layers - 1, self.num_layers).outputs
+            passes.append(self._forward(layer, params, values, batch))
+        (loss_value,) = passes[-1][0].layers.outputs
         loss = values[loss_value]
         cotangents = {loss_value: jnp.ones_like(loss)}
         gradients: dict[int, Any] = {}
@@ -191,12 +207,10 @@ class FusedArray:
         waiting: dict[int, tuple[list[Any], Sequence[Any], list[Any]]] = {}
         summaries: list[list[Any]] = [[] for _ in self._stages[0].whole.stages]
         for layer in reversed(range(self.num_layers)):
-            part = self._traced.slice(layer, layer + 1)
-            made = [v for v in part.outputs if graph.values[v].differentiable]
-            of_params, of_inputs = pulls[layer]([cotangents.pop(v) for v in made])
-            read = [v for v in part.inputs if graph.values[v].differentiable]
-            _add(cotangents, read, of_inputs)
-            _add(gradients, self._trained(part.params), of_params)
+            segment, pull = passes[layer]
+            of_params, of_inputs = pull([cotangents.pop(v) for v in segment.outputs])
+            _add(cotangents, segment.inputs, of_inputs)
+            _add(gradients, self._trained(segment.layers.params), of_params)
             stage = self._stages[layer]
             own = [params[p] for p in stage.params]
             arrived = [gradients.pop(p, jnp.zeros_like(params[p])) for p in stage.params]
@@ -216,8 +230,8 @@ class FusedArray:
 
     def _forward(
         self, layer: int, params: Sequence[Any], values: dict[int, Any], batch: Sequence[Any]
-    ) -> Any:
-        """Add what a layer makes to the values, and return its pullback."""
+    ) -> tuple[Segment, Any]:
+        """Add what a layer makes to the values, and return the layer with its pullback."""
         part = self._traced.slice(layer, layer + 1)
         trained = self._trained(part.params)
 
@@ -233,7 +247,7 @@ class FusedArray:
         made, pull = segment.forward(run, [params[p] for p in trained], values)
         first = part.outputs[0]
         values |= {**made, first: checkpoint_name(made[first], LAYER_BOUNDARY)}
-        return pull
+        return segment, pull
 
     def _trained(self, params: Sequence[int]) -> list[int]:
         """Return those with gradients: floating-point parameters of a model's own."""

@@ -22,6 +22,8 @@ from capture.plan.choices import StageChoice
 from capture.quantities import format_bytes
 from capture.runtime.optimizer import StageUpdate
 from capture.step.attribution import Buffer
+from capture.step.ledger import Peak
+from capture.step.program import Step, replay
 from capture.tracing.slices import struct_of
 
 
@@ -101,6 +103,26 @@ def check_device_memory(devices: Sequence[Any], peak_bytes: Sequence[int]) -> No
                 f"--memory {allowed / 1e9:.0f}GB).",
                 "run-device-memory",
             )
+
+
+def check_memory(devices: Sequence[Any], *steps: Step) -> Peak:
+    """Refuse steps that need more than JAX may take of their devices or hosts, and return the
+    highest peak of a device.
+
+    Args:
+        devices: By device id of the steps.
+        steps: That follow one another.
+
+    Raises:
+        ExecutionError: ``run-device-memory``, ``run-host-memory``, and those of ``replay``.
+    """
+    ledgers = [replay(step) for step in steps]
+    for host in {place.host.name for step in steps for place in step.places if place.host}:
+        check_host_memory(devices[0], max(each.peak_of(host).peak_bytes for each in ledgers))
+    peaks = zip(*(ledger.peak_bytes_per_device for ledger in ledgers), strict=True)
+    check_device_memory(devices, list(map(max, peaks)))
+    every = (peak for ledger in ledgers for peak in ledger.peaks)
+    return max(every, key=lambda peak: peak.peak_bytes)
 
 
 class StageLayout:
@@ -214,6 +236,12 @@ class StageLayout:
 def split_dim(spec: PartitionSpec, axis: str) -> int | None:
     """Return the dimension that a mesh axis splits, or None."""
     return next((dim for dim, name in enumerate(spec) if name == axis), None)
+
+
+def on_host(struct: Any) -> jax.ShapeDtypeStruct:
+    """Return the structure of an array in the memory of the host of its devices."""
+    sharding = struct.sharding.with_memory_kind(HOST_MEMORY)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
 def shard_bytes(array: Any) -> int:

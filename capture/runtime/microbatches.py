@@ -18,30 +18,13 @@ from capture.runtime.batch_parts import Need, examples_of
 from capture.tracing import TracedModel
 
 
-def split_microbatches(
-    traced: TracedModel,
-    num_microbatches: int,
-    batch: PyTree,
-    key: jax.Array | None,
-    needs: Sequence[Need] = (),
-) -> list[list[Any]]:
-    """Split a global batch into equal micro-batches, as ``split_examples`` does.
-
-    Args:
-        traced: At the micro-batch size.
-        num_microbatches: M.
-        batch, key, needs: As there.
-    """
-    sizes = [traced.graph.microbatch_size] * num_microbatches
-    return split_examples(traced, sizes, batch, key, needs)
-
-
 def split_examples(
     traced: TracedModel,
     sizes: Sequence[int],
     batch: PyTree,
     key: jax.Array | None,
     needs: Sequence[Need] = (),
+    of: str = "",
 ) -> list[list[Any]]:
     """Return, per part, the leaves of ``graph.batch`` on the host, the part's own key last if the
     loss takes one.
@@ -54,6 +37,7 @@ def split_examples(
             that part.
         key: The step's random key; part m gets ``jax.random.fold_in(key, m)``.
         needs: Per leaf; the parts are of equal size.
+        of: Whose the batch is, for messages, such as `` of model 3``.
 
     Raises:
         ExecutionError: ``run-batch`` naming every leaf of another shape or dtype,
@@ -62,11 +46,13 @@ def split_examples(
     tensors, num_parts = traced.graph.batch, len(sizes)
     needs = needs or [Need(tensor.name, True) for tensor in tensors]
     traced_size, starts = traced.graph.microbatch_size, (0, *accumulate(sizes))
-    host = jax.tree.map(host_leaf, batch)
+    host = jax.tree.map(_host_leaf, batch)
     keys = [None] * num_parts if key is None else _microbatch_keys(key, num_parts)
-    parts = [leaves_of(traced, host, own) for own in keys]
+    parts = [_leaves_of(traced, host, own, of) for own in keys]
     wholes = [_whole_shape(tensor, traced_size, sizes) for tensor in tensors]
-    ExecutionError.check(_batch_violations(tensors, parts[0], wholes, needs, num_parts))
+    ExecutionError.check(
+        _batch_violations(tensors, parts[0], wholes, needs, f"{num_parts} micro-batches{of}")
+    )
 
     def part(b: int, leaf: Any, m: int, span: tuple[int, int]) -> Any:
         if leaf is None or tuple(leaf.shape) == wholes[b]:
@@ -79,7 +65,7 @@ def split_examples(
     ]
 
 
-def leaves_of(traced: TracedModel, batch: PyTree, key: Any, name: str = "the batch") -> list[Any]:
+def _leaves_of(traced: TracedModel, batch: PyTree, key: Any, of: str) -> list[Any]:
     """Return the leaves of a batch on the host, and a random key, in the order of the layer graph.
 
     Raises:
@@ -95,12 +81,12 @@ def leaves_of(traced: TracedModel, batch: PyTree, key: Any, name: str = "the bat
         except ValueError as error:
             said = str(error).rstrip(".")
             raise ExecutionError.of(
-                f"{name} has another structure than the plan's: {said}.", "run-batch"
+                f"the batch{of} has another structure than the plan's: {said}.", "run-batch"
             ) from None
         raise
 
 
-def host_leaf(leaf: Any) -> np.ndarray:
+def _host_leaf(leaf: Any) -> np.ndarray:
     """Return a leaf as JAX takes it: 64-bit numbers as 32-bit, unless it is told to keep them."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
@@ -133,7 +119,7 @@ def _batch_violations(
     leaves: Sequence[Any],
     wholes: Sequence[tuple[int, ...]],
     needs: Sequence[Need],
-    num_parts: int,
+    parts: str,
 ) -> Iterator[Violation]:
     for tensor, leaf, whole, need in zip(tensors, leaves, wholes, needs, strict=True):
         if leaf is None and not need.is_read:
@@ -153,7 +139,6 @@ def _batch_violations(
             )
         else:
             yield Violation(
-                f"{tensor.name} {given}; the plan was made for {whole} {tensor.dtype} "
-                f"({num_parts} micro-batches).",
+                f"{tensor.name} {given}; the plan was made for {whole} {tensor.dtype} ({parts}).",
                 "run-batch",
             )

@@ -22,36 +22,33 @@ from typing import Any
 import jax
 
 from capture import environment
-from capture.compiler.executable import Compiler, Executable
+from capture.compiler.executable import Compiler
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol, named_workload
 from capture.plan.array import ArrayPlan, ArrayTask, Member, member_violations
 from capture.runtime.array_batches import drawn, stacked
 from capture.runtime.array_change import joined, without
 from capture.runtime.array_check import compared
-from capture.runtime.array_list import ArrayList, check_memory
+from capture.runtime.array_list import ArrayList
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.array_state import (
     ArrayState,
     Leaves,
     Losses,
     StateRows,
-    begun,
     check_array_state,
     check_count,
     check_models,
-    first_params,
-    leaves_of,
 )
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
-from capture.runtime.dispatch import BoundStep, Observer
+from capture.runtime.dispatch import Observer
 from capture.runtime.fused import Fuser
-from capture.runtime.layout import check_hosts, first_devices
-from capture.runtime.state import joined_params, param_leaves
+from capture.runtime.layout import check_hosts, check_memory, first_devices
+from capture.runtime.state import initial_params, joined_params, optimizer_leaves, param_leaves
 from capture.runtime.train_step import Fed, Metered
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import ArraySteps, build_array, lifetimes
-from capture.step.program import Run, Slot, Step
+from capture.step.program import Step
 
 
 def train_array(
@@ -144,7 +141,6 @@ class ArrayTraining:
         self.graphs = [(self.fusers[task].traced.graph, task.batch_size) for task in plan.trained]
         self.devices, self.microbatch_sizes = [device], (plan.batch_size,)
         self.workload, self.optimizer = self.fuser(0).workload, self.fuser(0).optimizer
-        self._bound: dict[int, BoundStep] = {}
         #: This one, and those of states whose models came and went.
         self._family = [] if family is None else family
         self._family.append(self)
@@ -197,7 +193,14 @@ class ArrayTraining:
     def first_params(self, seed: int = 0) -> list[PyTree]:
         """Return the parameters with which every model begins, by its own seed; what they share by
         that of the first."""
-        return first_params([(self.fuser(m), one) for m, one in enumerate(self.plan.models)])
+        first, found = list[Any](), list[PyTree]()
+        for fuser, member in zip(self._each, self.plan.models, strict=True):
+            params = initial_params(fuser.workload, jax.random.key(member.seed))
+            own = param_leaves(fuser.traced, params)
+            first = first or own
+            own = fuser.sharing(own, first)
+            found.append(joined_params(fuser.traced, dict(enumerate(own))))
+        return found
 
     def init_from(self, params: Sequence[PyTree]) -> ArrayState:
         """Return the state of trainings that begin at the given parameters.
@@ -208,13 +211,10 @@ class ArrayTraining:
                 what they share differs.
         """
         check_count("params", params, len(self.plan.models))
-        return self._begun(
-            [param_leaves(self.fuser(m).traced, tree) for m, tree in enumerate(params)]
+        each = zip(self._each, self.plan.models, params, strict=True)
+        return self._placed(
+            [fuser.begun(one, param_leaves(fuser.traced, tree)) for fuser, one, tree in each]
         )
-
-    def _begun(self, params: Sequence[Sequence[Any]]) -> ArrayState:
-        fusers = map(self.fuser, range(len(params)))
-        return self._placed(begun(list(zip(fusers, self.plan.models, params, strict=True))))
 
     def restore(
         self, params: Sequence[PyTree], optimizer_states: Sequence[PyTree], num_steps: int = 0
@@ -227,7 +227,12 @@ class ArrayTraining:
         """
         check_count("params", params, len(self.plan.models))
         check_count("optimizer_states", optimizer_states, len(self.plan.models))
-        return self._placed(leaves_of(self._each, params, optimizer_states), num_steps)
+        found = list[Leaves]()
+        for fuser, own, state in zip(self._each, params, optimizer_states, strict=True):
+            given = param_leaves(fuser.traced, own)
+            leaves = optimizer_leaves(fuser.optimizer.sliced.state_structs, state)
+            found.append((dict(enumerate(given)), dict(enumerate(leaves))))
+        return self._placed(found, num_steps)
 
     def _placed(self, leaves: Sequence[Leaves], num_steps: int = 0) -> ArrayState:
         return ArrayState(self._rows.placed(leaves), self.plan, num_steps)
@@ -306,12 +311,11 @@ class ArrayTraining:
             params = [fuser.workload.init(jax.random.key(one.seed)) for fuser, one in pairs]
         check_count("params", params, len(members))
         found = self._read(state, range(len(train.plan.models)))
-        first, given = found[0][0], []
+        given = []
         for fuser, member, tree in zip(fusers, members, params, strict=True):
-            leaves, shared = param_leaves(fuser.traced, tree), fuser.optimizer.shared
-            own = [first[p] if p in shared else x for p, x in enumerate(leaves)]
-            given.append((fuser, member, own))
-        return train._changed(state, plan, [*found, *begun(given)])
+            own = fuser.sharing(param_leaves(fuser.traced, tree), found[0][0])
+            given.append(fuser.begun(member, own))
+        return train._changed(state, plan, [*found, *given])
 
     def of_state(self, state: ArrayState) -> ArrayTraining:
         """Return the training of the models of a state: this one, or that of what ``drop`` and
@@ -397,7 +401,7 @@ class ArrayTraining:
         train = self.of_state(state)
         update = state.num_steps + (state.ahead is not None)
         given = train._stacked(batch, update)
-        state, metrics = train._list(train.step_of(state))(state, given, observer=observer)
+        state, metrics = train._lists[id(train.step_of(state))](state, given, observer=observer)
         return state, metrics.losses
 
     def _stacked(self, batch: Any, update: int) -> list[Any]:
@@ -422,7 +426,7 @@ class ArrayTraining:
             raise ExecutionError.of(
                 "the state is not ahead: no update was begun that is not complete.", "array-state"
             )
-        state, metrics = train._list(epilogue)(state, None, observer=observer)
+        state, metrics = train._lists[id(epilogue)](state, None, observer=observer)
         assert metrics.losses is not None, "an epilogue completes an update"
         return state, metrics.losses
 
@@ -430,8 +434,8 @@ class ArrayTraining:
         """Return the lists of instructions that a training of some updates executes."""
         steps = self.steps
         lists = [steps.prologue or steps.body, *[steps.body] * (num_steps - 1)]
-        ends = [] if steps.epilogue is None else [self._list(steps.epilogue, reads_batch=False)]
-        return [*map(self._list, lists), *ends]
+        ends = [] if steps.epilogue is None else [steps.epilogue]
+        return [self._lists[id(step)] for step in (*lists, *ends)]
 
     def drawn(self, seed: int, first: int) -> Iterator[Any]:
         """Yield the batches that the models draw, each by its own seed, without an end."""
@@ -449,46 +453,18 @@ class ArrayTraining:
         plan, each = self.plan, self._each
         return lambda state: compared(plan, each, params, partial(self.params, state), batches)
 
-    def _list(self, program: Step, reads_batch: bool = True) -> ArrayList:
-        return ArrayList(program, self.devices, self.executable, self._execute, reads_batch)
+    @cached_property
+    def _lists(self) -> dict[int, ArrayList]:
+        """The lists of instructions, by their id.
 
-    def _execute(
-        self,
-        built: Step,
-        state: ArrayState,
-        batches: Sequence[Sequence[Any]],
-        observer: Observer | None,
-    ) -> tuple[ArrayState, Losses | None]:
-        check_array_state(state, built)
-        slots, reported = self._bind(built)(
-            state.slots,
-            batches,
-            bound_run_ahead=self.device.platform == "cpu",
-            observer=observer,
-        )
-        of = [built.slots[slot].holds.array for slot in built.reported]
-        losses = dict(zip(of, reported, strict=True))
-        begins = self.steps.prologue is not None and built is not self.steps.epilogue
-        ahead = (batches[-1], losses[0]) if begins else None
-        if built is self.steps.prologue:
-            return ArrayState(slots, self.plan, state.num_steps, ahead), None
-        if state.ahead is not None:
-            losses[0] = state.ahead[1]
-        done = Losses(self.plan.partition, [losses[a] for a in range(len(self.arrays))])
-        return ArrayState(slots, self.plan, state.num_steps + 1, ahead), done
-
-    # ---- binding ---------------------------------------------------------------------------------
-
-    def _bind(self, built: Step) -> BoundStep:
-        if id(built) not in self._bound:
-            check_memory(self.device, self.replay(), self.plan.memory_limit_bytes)
-            self._bound[id(built)] = BoundStep(built, self.executable, self._layout)
-        return self._bound[id(built)]
-
-    def _layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
-        sharding = self.programs.sharding(slot.place)
-        return self.programs.structs(self.arrays[slot.holds.array], slot.holds.bundle, sharding)
-
-    def executable(self, run: Run) -> Executable:
-        """Return the compiled program that an instruction runs."""
-        return self.programs.executables[run.program]
+        Raises:
+            ExecutionError: ``array-device-memory``, and those of ``check_memory``.
+        """
+        peak, limit = check_memory(self.devices, *self.steps.all), self.plan.memory_limit_bytes
+        if limit is not None and peak.peak_bytes > limit:
+            raise ExecutionError.of(
+                f"the device needs {peak}, and the plan's limit is memory_limit_bytes={limit}; "
+                "plan it again for this machine, or raise the limit.",
+                "array-device-memory",
+            )
+        return {id(step): ArrayList(self, step) for step in self.steps.all}

@@ -263,6 +263,10 @@ class SlicedOptimizer:
             for s, (params, state) in enumerate(zip(stages, held, strict=True))
         )
 
+    def of(self, params: tuple[int, ...]) -> StageUpdate:
+        """Return the slice that updates these parameters."""
+        return next(stage for stage in self.stages if stage.params == params)
+
     @property
     def exchanges(self) -> bool:
         """Whether the update of a stage needs values of another."""

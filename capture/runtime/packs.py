@@ -37,7 +37,7 @@ from capture.runtime.dispatch import Call
 from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.layout import shard_bytes
-from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions
 from capture.runtime.pack_updates import PackUpdate
 from capture.step.holds import Leaves, Loss, Params, State, Summary, Values
@@ -89,10 +89,6 @@ class TracedSizes:
         cast = self.casts.get(param)
         return self.streamed(param) if cast and cast.once else self.param(param)
 
-    def stage(self, params: tuple[int, ...]) -> StageUpdate:
-        """Return the slice of the optimizer that updates these parameters."""
-        return next(stage for stage in self.optimizer.stages if stage.params == params)
-
     def structs(self, holds: Any) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays that a slot has."""
         share, whole = getattr(holds, "share", None), self._whole(holds)
@@ -112,9 +108,9 @@ class TracedSizes:
                 made = {"whole": self.param, "sent": self.streamed, "alone": self.alone}[form]
                 return map(made, ids)
             case State(params):
-                return self.stage(params).state_structs
+                return self.optimizer.of(params).state_structs
             case Summary(tuple(params)):
-                return self.stage(params).summary
+                return self.optimizer.of(params).summary
             case Loss():
                 return [struct_of(graph.values[graph.layers[-1].outputs[-1]])]
             case Leaves(ids, (first, stop)):
@@ -333,7 +329,7 @@ class PackPrograms:
         return backward, (pack.key, share, tuple(pack.where[p] for p in owned), once)
 
     def _update(self, run: Run, kind: str) -> tuple[Callable[..., Any], Any]:
-        stage = self._sizes.stage(self._sizes.layers.owned(self._call_of(run).span))
+        stage = self._sizes.optimizer.of(self._sizes.layers.owned(self._call_of(run).span))
         whats = [self._step.slots[slot] for slot in run.inputs[2]]
         update = PackUpdate(
             stage,

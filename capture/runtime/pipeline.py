@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
@@ -22,28 +20,18 @@ from capture.partition.tensor_parallel import Rule
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.batch_parts import Need, needs_of
-from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
-from capture.runtime.layout import (
-    check_device_memory,
-    check_host_memory,
-    check_hosts,
-    first_devices,
-)
+from capture.runtime.dispatch import BoundStep, Observer
+from capture.runtime.layout import check_hosts, first_devices, on_host
 from capture.runtime.leaf_parts import traced_optimizer
-from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.runtime.stage_slots import layout_of, on_host
-from capture.runtime.state import (
-    PipelineState,
-    joined_params,
-)
+from capture.runtime.state import PipelineState, joined_params
 from capture.runtime.train_step import StepMetrics, TrainStep
 from capture.step.evaluation import build_evaluation
 from capture.step.interface import StageInterface, owned_and_borrowed, plan_interfaces
 from capture.step.pipeline import build_step
-from capture.step.program import Run, Step
+from capture.step.program import Place, Run, Slot, Step
 from capture.tracing import TracedModel
 from capture.tracing.planned import trace_for_plan
 
@@ -98,11 +86,7 @@ def pipeshard(
 
 
 class PipelinedStep(TrainStep):
-    """A compiled training step of a plan of stages. Made by ``pipeshard``.
-
-    Attributes:
-        unused: Parameters of the layer graph that the loss does not read.
-    """
+    """A compiled training step of a plan of stages. Made by ``pipeshard``."""
 
     def __init__(
         self,
@@ -117,7 +101,6 @@ class PipelinedStep(TrainStep):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices, self.hosts = devices, hosts
         self.parts: dict[int, StepPart] = {}
-        self.bound_run_ahead = devices[0].platform == "cpu"
         self.microbatch_sizes = (plan.microbatch_size,) * plan.num_microbatches
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
@@ -176,7 +159,7 @@ class PipelinedStep(TrainStep):
         """Return a step as several processes execute it, if they do."""
         if self.hosts is None:
             return step
-        part = self.hosts.part(step, partial(layout_of, step, self.stages), self.devices)
+        part = self.hosts.part(step, self.layout, self.devices)
         self.parts[id(part.step)] = part
         return part.step
 
@@ -188,86 +171,23 @@ class PipelinedStep(TrainStep):
         ordered = [costs[s] for s in range(len(self.stages))]
         return plan_interfaces(self.plan, self._graph, self._param_bytes, ordered)
 
-    # ---- state -----------------------------------------------------------------------------------
+    def stage_of(self, place: Place) -> int:
+        """Return the number of the stage that a place of the step is of."""
+        return self.program_of_one_process.places.index(place) % len(self.stages)
 
-    def state_from(
-        self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
-    ) -> PipelineState:
-        """Return the state from host arrays; only the leaves of this process's stages, and those
-        that the loss does not read, need be there.
+    def layout(self, slot: Slot) -> Sequence[jax.ShapeDtypeStruct]:
+        found = self.stages[self.stage_of(slot.place)].structs(slot.holds)
+        return found if slot.place.host is None else list(map(on_host, found))
 
-        Raises:
-            ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
-                needs, ``run-host-memory`` of what rests on the host.
-        """
-        if self.devices[0].platform != "cpu":
-            check_device_memory(self.devices, self.replay().peak_bytes_per_device)
-        for host in {place.host.name for place in self.program.places if place.host}:
-            check_host_memory(self.devices[0], self.replay().peak_of(host).peak_bytes)
-        slots: dict[str, list[jax.Array]] = {}
-        for s, stage in self.own_stages:
-            params, optimizer = _initial(stage, leaves, state_leaves)
-            if "optimizer" in self.plan.stages[s].offload:
-                optimizer = jax.device_put(optimizer, [on_host(one).sharding for one in optimizer])
-            (owned, *borrowed), count = self._names["parameters", s], len(stage.owned)
-            slots |= {owned: params[:count], self._names["optimizer", s][0]: optimizer}
-            slots |= {name: [x] for name, x in zip(borrowed, params[count:], strict=True)}
-        return PipelineState(slots, num_steps, {p: leaves[p] for p in self.unused})
-
-    @cached_property
-    def _names(self) -> Mapping[tuple[str, int], Sequence[str]]:
-        """The slots of the state and of gradients, by category and stage: first that of what the
-        stage owns, then those of the parameters that it borrows."""
-        step, found = self.program, defaultdict[tuple[str, int], list[str]](list)
-        stage = {place.name: n % len(self.stages) for n, place in enumerate(step.places)}
-        for slot in step.slots:
-            if slot.name in step.persistent or slot.category == "gradients":
-                found[slot.category, stage[slot.place.name]].append(slot.name)
-        return found
+    def executable(self, run: Run) -> Executable:
+        call = self.program.programs[run.program].call
+        return getattr(self.stages[call.stage], call.kind)
 
     def owned(self, state: PipelineState, category: str, s: int) -> list[jax.Array]:
         """Return what a stage of this process owns of a state: its ``parameters``, or the state of
         its ``optimizer``."""
-        return state.slots[self._names[category, s][0]]
-
-    def params(self, state: PipelineState) -> PyTree:
-        found = self._on_host(
-            lambda stage: zip(stage.owned, stage.param_structs(stage.owned), strict=True),
-            lambda s, stage: self.owned(state, "parameters", s),
-        )
-        return joined_params(
-            self.traced, state.unused | {p: array for (_, p), array in found.items()}
-        )
-
-    def state_leaves(self, state: PipelineState) -> dict[int, Any]:
-        found = self._on_host(
-            lambda stage: zip(stage.optimizer.state, stage.state_structs(), strict=True),
-            lambda s, stage: self.owned(state, "optimizer", s),
-        )
-        return {k: array for (_, k), array in found.items()}
-
-    def _on_host(
-        self,
-        keys_and_structs: Callable[[StagePrograms], Iterable[tuple[int, jax.ShapeDtypeStruct]]],
-        arrays: Callable[[int, StagePrograms], Iterable[jax.Array]],
-    ) -> dict[tuple[int, int], Any]:
-        """Return whole arrays by stage and another number, also those of other processes.
-
-        Args:
-            keys_and_structs: Of the arrays of a stage.
-            arrays: Of a stage of this process, in the same order.
-        """
-        structs = {
-            (s, key): struct
-            for s, stage in enumerate(self.stages)
-            for key, struct in keys_and_structs(stage)
-        }
-        own = [(s, key) for s, stage in self.own_stages for key, _ in keys_and_structs(stage)]
-        held = (array for s, stage in self.own_stages for array in arrays(s, stage))
-        found = dict(zip(own, held, strict=True))
-        if self.hosts is not None:
-            return self.hosts.gather(found, structs)
-        return {key: to_host(array) for key, array in found.items()}
+        own = (n for n, slot in self._kept.items() if self.stage_of(slot.place) == s)
+        return state.slots[next(name for name in own if self._kept[name].category == category)]
 
     # ---- execution -------------------------------------------------------------------------------
 
@@ -302,7 +222,7 @@ class PipelinedStep(TrainStep):
         Raises:
             ExecutionError: ``run-batch``, ``run-state``, ``run-state-consumed``.
         """
-        _, metrics = self._execute(self._bound_evaluation, state, batch, key, observer=observer)
+        _, metrics = self._execute(self._evaluation, state, batch, key, observer=observer)
         if self.bound_run_ahead:  # the next step waits for its state alone
             jax.block_until_ready(metrics.losses)
         return metrics
@@ -313,14 +233,13 @@ class PipelinedStep(TrainStep):
         """Run the passes of a step without its updates: return the gradients on the host, shaped
         like the parameters, and the metrics. The state is not consumed."""
         stop = self.program.num_passes
-        slots, metrics = self._execute(self._bound, state, batch, key, stop=stop)
-        gradients = self._on_host(
-            lambda stage: zip(stage.params, stage.param_structs(stage.params), strict=True),
-            lambda s, stage: (x for name in self._names["gradients", s] for x in slots[name]),
-        )
+        slots, metrics = self._execute(self.bound, state, batch, key, stop=stop)
         found = {p: np.zeros_like(array) for p, array in state.unused.items()}
-        for (_, p), gradient in sorted(gradients.items()):
-            found[p] = found[p] + gradient if p in found else gradient  # the owner is the first
+        sums = [slot for slot in self.program.slots if slot.category == "gradients"]
+        sums.sort(key=lambda slot: self.stage_of(slot.place))  # the owner is the first
+        for slot, arrays in self._whole(slots, sums):
+            for p, gradient in zip(slot.holds.ids, arrays, strict=True):
+                found[p] = found[p] + gradient if p in found else gradient
         return joined_params(self.traced, found), metrics
 
     def first_gradients(
@@ -336,48 +255,6 @@ class PipelinedStep(TrainStep):
             metrics = replace(metrics, losses=self.hosts.broadcast(metrics.losses, structs))
         return slots, metrics
 
-    def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
-        return split_microbatches(self.traced, self.plan.num_microbatches, batch, key, self._needs)
-
     @cached_property
-    def _bound_evaluation(self) -> BoundStep:
-        return self._bind(self.evaluation)
-
-    def _bind(self, step: Step) -> BoundStep:
-        layout = partial(layout_of, step, self.stages)
-        return BoundStep(step, self.executable, layout, self.parts.get(id(step)))
-
-    def executable(self, run: Run) -> Executable:
-        call = self.program.programs[run.program].call
-        return getattr(self.stages[call.stage], call.kind)
-
-
-def _initial(
-    stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None
-) -> Any:
-    """Return a stage's parameters and optimizer state, initial or as given, in own buffers.
-
-    What ``jax.device_put`` returns may alias memory of the caller, and what a program makes may
-    not; only the latter is donated without a copy.
-    """
-
-    def make(params, given):
-        optimizer = (
-            stage.optimizer.init(params[: len(stage.owned)])
-            if state_leaves is None
-            else list(map(jnp.copy, given))
-        )
-        return list(map(jnp.copy, params)), optimizer
-
-    of_params = [stage.param_sharding(p) for p in stage.params]
-    of_state = [struct.sharding for struct in stage.state_structs()]
-    params = [
-        to_device(leaves[p], sharding) for p, sharding in zip(stage.params, of_params, strict=True)
-    ]
-    given = []
-    if state_leaves is not None:
-        given = [
-            to_device(to_host(state_leaves[k]), sharding)
-            for k, sharding in zip(stage.optimizer.state, of_state, strict=True)
-        ]
-    return jax.jit(make, out_shardings=(of_params, of_state))(params, given)
+    def _evaluation(self) -> BoundStep:
+        return self.bind(self.evaluation)

@@ -38,6 +38,7 @@ from capture.runtime.residuals import Residuals, ValueSplit
 from capture.runtime.saved_pass import SavedPass
 from capture.runtime.segment import Segment
 from capture.step.attribution import StageBuffers
+from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
@@ -353,6 +354,24 @@ class StagePrograms(StageLayout):
     @cached_property
     def _own(self) -> tuple[list[Any], list[Any], list[Any]]:
         return self.param_structs(self.owned), self.state_structs(), self.param_structs(self.owned)
+
+    def structs(self, holds: Any) -> Sequence[Any]:
+        """Return the structures of the arrays of a slot, by the record of what it holds; compiles
+        what makes it, if they are not known else."""
+        match holds:
+            case Params(ids):
+                return self.param_structs(ids)
+            case State():
+                return self.state_structs()
+            case Leaves(ids):
+                return self.batch_structs(ids)
+            case Values(ids):
+                return self.value_structs(ids)
+            case Summary(int(stage)):
+                return self.summary_structs(self.optimizer.whole.stages[stage].summary)
+            case KeptPart(part):
+                return self.forward.outputs[1 if part == "residuals" else 2]
+        raise AssertionError(f"{holds} is nothing that a stage has")
 
     def summary_structs(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.replicated) for v in values]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from capture.errors import ExecutionError
-from capture.runtime.array_copy import plan_copies
+from capture.runtime.fast_paths import plan_copies
 from capture.runtime.fetches import Box, Fetches, boxes, plan_fetches
 from capture.tracing.keys import is_key
 

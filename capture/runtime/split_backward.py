@@ -28,6 +28,7 @@ from capture.runtime.layout import shard_bytes
 from capture.runtime.origins import buffers_of
 from capture.runtime.programs import StagePrograms
 from capture.step.attribution import StageBuffers
+from capture.step.holds import KeptPart
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import in_groups, is_variable
 from capture.tracing.recompute import recompute_bytes
@@ -141,6 +142,11 @@ class SplitStagePrograms(StagePrograms):
             made |= zip(values, structs, strict=True)
         args = self.backward_args_with([made[v] for v in self.residuals.stored])
         return dict(zip(self.split.flow.inputs, chain(*args), strict=True))
+
+    def structs(self, holds: Any) -> Sequence[Any]:
+        if holds == KeptPart("deferred"):
+            return self.backward_inputs.outputs[1]
+        return super().structs(holds)
 
     @cached_property
     def backward_inputs(self) -> Executable:

@@ -39,17 +39,17 @@ def initial_params(workload: WorkloadProtocol, key: jax.Array) -> PyTree:
     return made_by_host(workload.init, key)
 
 
-def made_by_host(make: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:
-    """Return what a function makes of a random key, made by the host where devices are
-    accelerators."""
+def made_by_host(make: Callable[[Any], PyTree], given: Any) -> PyTree:
+    """Return what a function makes of a random key, or of arrays, made by the host where devices
+    are accelerators."""
     if jax.default_backend() == "cpu":
-        return make(key)
+        return make(given)
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
-        return jax.device_get(make(key))
+        return jax.device_get(make(given))
     with jax.default_device(host):
-        return jax.device_get(make(jax.device_put(key, host)))
+        return jax.device_get(make(jax.device_put(given, host)))
 
 
 def param_leaves(traced: TracedModel, params: PyTree) -> list[np.ndarray]:

@@ -7,14 +7,12 @@ and their gradients go back (``capture.step.packs``).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
@@ -23,30 +21,19 @@ from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import PackTask, Span
-from capture.quantities import format_bytes
-from capture.runtime.dispatch import BoundStep, to_device, to_host
+from capture.runtime.dispatch import Call
 from capture.runtime.exchange import joined, share_of
-from capture.runtime.layout import (
-    check_device_memory,
-    check_host_memory,
-    check_hosts,
-    first_devices,
-)
+from capture.runtime.layout import check_hosts, check_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
-from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.pack_traces import traced_at
 from capture.runtime.packs import PackPrograms, TracedSizes
-from capture.runtime.state import (
-    PipelineState,
-    joined_params,
-)
+from capture.runtime.state import joined_params
 from capture.runtime.train_step import TrainStep
 from capture.step.interface import owned_and_borrowed
-from capture.step.ledger import Ledger
 from capture.step.pack_order import Begins, begins_without_copies
 from capture.step.packs import build_step
-from capture.step.program import Feed, Instruction, Run, Slot, Step, replay
+from capture.step.program import Feed, Instruction, Run, Slot, Step
 from capture.tracing.leaf_uses import Cast
 
 
@@ -97,7 +84,6 @@ class StreamedStep(TrainStep):
         traced: The loss at the largest micro-batch size.
         devices: Of the plan.
         optimizer: Cut by backward packs.
-        bound_run_ahead: As of ``PipelinedStep``.
     """
 
     #: Makes the instructions.
@@ -113,16 +99,15 @@ class StreamedStep(TrainStep):
         host: Any = None,
     ):
         self.workload, self.plan, self.devices = workload, plan, devices
-        self.bound_run_ahead = devices[0].platform == "cpu"
         tasks = plan.tasks()
         sizes = {size for task in tasks.tasks for size in task.sizes}
         traces = traced_at(workload, plan, sizes)
         self.traced = traces[max(traces)]
         graph, packs = self.traced.graph, plan.configuration.backward.packs
         whole = [owned_and_borrowed(graph, *pack)[0] for pack in packs]
-        self._unused = graph.unread_params
-        update = traced_optimizer(workload.optimizer, self.traced, self._unused)
-        partition = whole + [self._unused] * bool(self._unused)
+        self.unused = graph.unread_params
+        update = traced_optimizer(workload.optimizer, self.traced, self.unused)
+        partition = whole + [self.unused] * bool(self.unused)
         self.optimizer = SlicedOptimizer(update, partition)
         #: Examples of each, in order; a loss of random numbers is the same function of these alone.
         self.microbatch_sizes = tuple(
@@ -131,7 +116,7 @@ class StreamedStep(TrainStep):
         #: Whether the optimizer needs the gradients of all packs, such as their norm: they wait on
         #: the host, and the updates come after all passes.
         self.updates_last = self.optimizer.exchanges
-        if self._unused and self.optimizer.stages[-1].exports:
+        if self.unused and self.optimizer.stages[-1].exports:
             raise WorkloadError.of(
                 "the optimizer needs values of parameters that the loss does not read, before it "
                 "updates any other; leave those out of the model, or of the optimizer.",
@@ -180,7 +165,14 @@ class StreamedStep(TrainStep):
             ExecutionError: ``packs-device-memory`` if a device needs more than it has,
                 ``step-host-memory`` if the host does, ``run-host-memory`` if JAX may not use it.
         """
-        self._check_memory(replay(self.compiled))
+        peak, limit = check_memory(self.devices, self.compiled), self.plan.machine.usable_bytes
+        if peak.peak_bytes > int(limit.value):
+            raise ExecutionError.of(
+                f"a device needs {peak}, and the plan's machine has "
+                f"usable_bytes={int(limit.value)}; plan smaller packs or micro-batches, or give it "
+                "more.",
+                "packs-device-memory",
+            )
         return self.compiled
 
     @cached_property
@@ -200,81 +192,34 @@ class StreamedStep(TrainStep):
             step.programs[name] = replace(step.programs[name], transient_bytes=nbytes)
         return step
 
-    def _check_memory(self, ledger: Ledger) -> None:
-        check_host_memory(self.devices[0], ledger.peak_of("host").peak_bytes)
-        fullest = max(ledger.peaks[: len(self.devices)], key=lambda peak: peak.peak_bytes)
-        limit = int(self.plan.machine.usable_bytes.value)
-        if fullest.peak_bytes > limit:
-            parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in fullest.parts.items())
-            raise ExecutionError.of(
-                f"a device needs {format_bytes(fullest.peak_bytes)} at {fullest.instant!r} "
-                f"({parts}), and the plan's machine has usable_bytes={limit}; plan smaller packs "
-                "or micro-batches, or give it more.",
-                "packs-device-memory",
-            )
-        peaks = [peak.peak_bytes for peak in ledger.peaks[: len(self.devices)]]
-        check_device_memory(self.devices, peaks)
+    @property
+    def calls(self) -> Mapping[str, Call]:
+        return self.programs.exchanges()
+
+    def layout(self, slot: Slot) -> Sequence[jax.ShapeDtypeStruct]:
+        return self.programs.layout(slot)
 
     def executable(self, run: Run) -> Executable:
         return self.programs.executables[run.program]
 
     # ---- state -----------------------------------------------------------------------------------
 
-    def params(self, state: PipelineState) -> PyTree:
-        found = dict(state.unused)
-        parts: defaultdict[int, list[Any]] = defaultdict(list)
-        for name, slot in self._kept("weights"):
-            for p, array in zip(slot.holds.ids, state.slots[name], strict=True):
-                parts[p].append(array)
-        found |= {p: self._whole(p, arrays) for p, arrays in parts.items()}
-        return joined_params(self.traced, found)
+    def _param(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
+        struct = self._sizes.param(param)
+        whole = joined(arrays, struct.shape) if len(arrays) > 1 else arrays[0]
+        return np.asarray(whole).astype(struct.dtype)
 
-    def _whole(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
-        """Return an array of the host, or its shares, as the parameter's."""
-        struct, given = self._sizes.param(param), [np.array(array) for array in arrays]
-        return (joined(given, struct.shape) if len(given) > 1 else given[0]).astype(struct.dtype)
-
-    def state_leaves(self, state: PipelineState) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        for name, slot in self._kept("state"):
-            leaves = self._sizes.stage(slot.holds.params).state
-            # Copies: what is on the host, a step writes over.
-            arrays = (to_host(array).copy() for array in state.slots[name])
-            found |= zip(leaves, arrays, strict=True)
-        return found
-
-    def _kept(self, what: str) -> list[tuple[str, Slot]]:
-        """Return the slots of the host of one kind, such as ``weights``, and their names."""
-        slots = self._uncompiled.slots
-        named = ((name, slots[n]) for name, n in self._uncompiled.persistent.items())
-        return [(name, slot) for name, slot in named if slot.what == what]
-
-    def state_from(
-        self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
-    ) -> PipelineState:
-        slots: dict[str, list[jax.Array]] = {}
-        for name, slot in (*self._kept("weights"), *self._kept("casts")):
-            for p, struct in zip(slot.holds.ids, self.programs.layout(slot), strict=True):
-                array = leaves[p].astype(struct.dtype)
-                if slot.holds.share is not None:
-                    array = share_of(array, slot.holds.share, self._sizes.num_shares)
-                slots.setdefault(name, []).append(to_device(array, struct.sharding))
-            slots.setdefault(name, [])
-        for name, slot in self._kept("state"):
-            stage = self._sizes.stage(slot.holds.params)
-            sharding = self.programs.sharding(slot.place)
-            given = (
-                jax.jit(stage.init)([jnp.asarray(leaves[p]) for p in stage.params])
-                if state_leaves is None
-                else [state_leaves[k] for k in stage.state]
-            )
-            slots[name] = [to_device(to_host(array), sharding) for array in given]
-        return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
+    def _leaves_in(
+        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[Any] | None
+    ) -> Sequence[Any]:
+        found = super()._leaves_in(slot, leaves, state_leaves)
+        if slot.category != "parameters":
+            return found
+        count, share = self._sizes.num_shares, slot.holds.share
+        found = [a.astype(s.dtype) for a, s in zip(found, self.layout(slot), strict=True)]
+        return found if share is None else [share_of(array, share, count) for array in found]
 
     # ---- execution -------------------------------------------------------------------------------
-
-    def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
-        return split_examples(self.traced, self._parts, batch, key)
 
     def first_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
@@ -295,7 +240,7 @@ class StreamedStep(TrainStep):
                 of = instruction.inputs[2][first : first + count]
                 arrays = zip(*(slots[slot] for slot in of), strict=True)
                 for p, given in zip(self.program.slots[of[0]].holds.ids, arrays, strict=True):
-                    whole = self._whole(p, given)
+                    whole = self._param(p, list(map(np.array, given)))
                     found[p] = found[p] + whole if p in found else whole
 
         state, _ = self(self.init_from(params), batch, key, observer=observer)
@@ -318,7 +263,3 @@ class StreamedStep(TrainStep):
             for each in self.program.runs
             if reported.intersection(each.outputs)
         )
-
-    def _bind(self, step: Step) -> BoundStep:
-        of = self.programs
-        return BoundStep(step, self.executable, of.layout, calls=of.exchanges())

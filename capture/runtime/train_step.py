@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,24 +17,32 @@ import numpy as np
 from capture.compiler.executable import Executable
 from capture.model.graph import LayerGraph
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
-from capture.runtime.dispatch import BoundStep, Observer
+from capture.runtime.batch_parts import Need
+from capture.runtime.dispatch import BoundStep, Call, Observer, placed, to_host
+from capture.runtime.layout import check_memory
+from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.reference import ReferenceStep
 from capture.runtime.state import (
     PipelineState,
     check_state,
     initial_params,
+    joined_params,
     made_by_host,
     optimizer_leaves,
     param_leaves,
 )
+from capture.step.holds import Params, State
 from capture.step.ledger import Ledger
-from capture.step.program import Run, Step, replay
+from capture.step.program import Run, Slot, Step, replay
 from capture.tracing import TracedModel
 
 if TYPE_CHECKING:
     from capture.runtime.hosts.part import StepPart
     from capture.runtime.multihost import Hosts
+
+#: What slots of parameters are that are no copies of others (``Slot.what``).
+_OWNED = {"params", "parameters", "weights"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,32 @@ class Metered:
         """Return the compiled program that an instruction runs."""
         raise NotImplementedError
 
+    def layout(self, slot: Slot) -> Sequence[jax.ShapeDtypeStruct]:
+        """Return shapes and shardings of the arrays of a slot."""
+        raise NotImplementedError
+
+    @property
+    def calls(self) -> Mapping[str, Call]:
+        """The programs that are called otherwise (``BoundStep``)."""
+        return {}
+
+    @cached_property
+    def bound_run_ahead(self) -> bool:
+        """Whether the host waits where devices would else hold more than the replay books
+        (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands out memory
+        in the order of the programs."""
+        return self.devices[0].platform == "cpu"
+
+    @cached_property
+    def bound(self) -> BoundStep:
+        """The instructions, bound to what they run."""
+        return self.bind(self.program)
+
+    def bind(self, step: Step) -> BoundStep:
+        """Bind instructions of this step's places and programs."""
+        part = self.parts.get(id(step))
+        return BoundStep(step, self.executable, self.layout, part, self.calls)
+
     def __call__(
         self,
         state: Any,
@@ -109,18 +144,16 @@ class TrainStep(Metered):
         traced: The loss.
         optimizer: Cut as the plan cuts the model.
         microbatch_sizes: Examples of each, in order.
-        bound_run_ahead: Whether the host waits where devices would else hold more than the replay
-            books (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands
-            out memory in the order of the programs.
         updates_last: Whether the updates come after all passes, whatever the plan says.
+        unused: Parameters of the layer graph that the loss does not read: no slot has them.
     """
 
     workload: WorkloadProtocol
     traced: TracedModel
     optimizer: SlicedOptimizer
     microbatch_sizes: tuple[int, ...]
-    bound_run_ahead: bool
     updates_last = False
+    unused: Sequence[int] = ()
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """Return the ledger of a step, without running it."""
@@ -220,8 +253,60 @@ class TrainStep(Metered):
             leaves: By parameter of the layer graph; of several processes, those that it reads.
             state_leaves: Likewise, by leaf of the optimizer state; None: it begins.
             num_steps: Updates so far.
+
+        Raises:
+            ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
+                needs, ``run-host-memory`` of what rests on the host.
         """
-        raise NotImplementedError
+        check_memory(self.devices, self.program)
+        slots = {}
+        for name, shardings in self.bound.state_shardings.items():
+            arrays = self._leaves_in(self._kept[name], leaves, state_leaves)
+            slots[name] = placed(arrays, shardings)
+        return PipelineState(slots, num_steps, {p: leaves[p] for p in self.unused})
+
+    @cached_property
+    def _kept(self) -> dict[str, Slot]:
+        """The slots of the state, by name; of all processes."""
+        step = self.program
+        return {name: step.slots[number] for name, number in step.persistent.items()}
+
+    def _leaves_in(
+        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[Any] | None
+    ) -> Sequence[Any]:
+        """Return the arrays of a slot of the state, of those of the whole model."""
+        match slot.holds:
+            case Params(ids):
+                return [leaves[p] for p in ids]
+            case State(params):
+                update = self.optimizer.of(params)
+                if state_leaves is not None:
+                    return [state_leaves[k] for k in update.state]
+                return made_by_host(jax.jit(update.init), [leaves[p] for p in params])
+        raise AssertionError(f"{slot} holds no state")
+
+    def _whole(
+        self, slots: Mapping[str, Sequence[jax.Array]], wanted: Iterable[Slot]
+    ) -> Iterator[tuple[Slot, list[Any]]]:
+        """Yield slots with their arrays, whole on the host, also those of other processes; of what
+        lies on the host, copies, as a step writes over it."""
+        for slot, arrays in self._gathered(slots, list(wanted)):
+            yield slot, [array.copy() for array in arrays] if slot.place.host else list(arrays)
+
+    def _gathered(
+        self, slots: Mapping[str, Sequence[jax.Array]], wanted: Sequence[Slot]
+    ) -> Iterator[tuple[Slot, Iterable[Any]]]:
+        if self.hosts is None:
+            yield from ((slot, map(to_host, slots[slot.name])) for slot in wanted)
+            return
+        structs = [self.layout(slot) for slot in wanted]
+        held = [(n, slots[slot.name]) for n, slot in enumerate(wanted) if slot.name in slots]
+        found = self.hosts.gather(
+            {(n, i): array for n, arrays in held for i, array in enumerate(arrays)},
+            {(n, i): struct for n, each in enumerate(structs) for i, struct in enumerate(each)},
+        )
+        for n, (slot, each) in enumerate(zip(wanted, structs, strict=True)):
+            yield slot, (found[n, i] for i in range(len(each)))
 
     def params(self, state: PipelineState) -> PyTree:
         """Return the whole model's parameters on the host, as the workload's ``init`` returns them.
@@ -229,7 +314,18 @@ class TrainStep(Metered):
         Several processes ask together, and each gets all; so of ``optimizer_state`` and
         ``first_gradients``.
         """
-        raise NotImplementedError
+        found, parts = dict(state.unused), defaultdict[int, list[Any]](list)
+        owned = (slot for slot in self._kept.values() if slot.what in _OWNED)
+        for slot, arrays in self._whole(state.slots, owned):
+            for p, array in zip(slot.holds.ids, arrays, strict=True):
+                if p not in parts or slot.holds.share is not None:
+                    parts[p].append(array)
+        found |= {p: self._param(p, arrays) for p, arrays in parts.items()}
+        return joined_params(self.traced, found)
+
+    def _param(self, param: int, arrays: Sequence[Any]) -> Any:
+        """Return a parameter from the arrays of the slots that have it."""
+        return arrays[0]
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
         """Return the whole model's optimizer state on the host, as optax holds it over
@@ -247,7 +343,11 @@ class TrainStep(Metered):
 
     def state_leaves(self, state: PipelineState) -> Mapping[int, Any]:
         """Return the leaves of the optimizer state that the step changes, on the host, by index."""
-        raise NotImplementedError
+        found = dict[int, Any]()
+        held = (slot for slot in self._kept.values() if slot.category == "optimizer")
+        for slot, arrays in self._whole(state.slots, held):
+            found |= zip(self.optimizer.of(slot.holds.params).state, arrays, strict=True)
+        return found
 
     # ---- execution -------------------------------------------------------------------------------
 
@@ -285,7 +385,7 @@ class TrainStep(Metered):
                 ``run-batch-part`` if a leaf is neither whole nor what ``needs`` names,
                 ``run-state`` for a state of another plan, ``run-state-consumed``.
         """
-        slots, metrics = self._execute(self._bound, state, batch, key, observer=observer)
+        slots, metrics = self._execute(self.bound, state, batch, key, observer=observer)
         return PipelineState(slots, state.num_steps + 1, state.unused), metrics
 
     def _execute(
@@ -310,16 +410,19 @@ class TrainStep(Metered):
         )
         return slots, StepMetrics(losses, time.thread_time() - start, self._loss_examples)
 
-    @cached_property
-    def _bound(self) -> BoundStep:
-        return self._bind(self.program)
-
-    def _bind(self, step: Step) -> BoundStep:
-        raise NotImplementedError
-
     def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
         """Return the parts of a batch that the step is fed."""
-        raise NotImplementedError
+        return split_examples(self.traced, self._parts, batch, key, self._needs)
+
+    @property
+    def _parts(self) -> Sequence[int]:
+        """The examples of each part."""
+        return self.microbatch_sizes
+
+    @property
+    def _needs(self) -> Sequence[Need]:
+        """What this process reads of the leaves of the batch; all if it is empty."""
+        return ()
 
     @property
     def _loss_examples(self) -> tuple[int, ...] | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
 from capture.step.sub_array import Call, Issued, Lifetimes, ProgramFacts, Programs
 
 #: (sub-array, segment, which batch).

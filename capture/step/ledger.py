@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from capture.quantities import format_bytes
+
 Memory = int | str
 """That of a device, by its id, or another one, such as a host's, by its name."""
 
@@ -47,6 +49,10 @@ class Peak:
     peak_bytes: int
     instant: str
     parts: dict[str, int]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in self.parts.items())
+        return f"{format_bytes(self.peak_bytes)} at {self.instant!r} ({parts})"
 
 
 _NOTHING = Peak(0, "", {})

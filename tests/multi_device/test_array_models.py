@@ -17,7 +17,7 @@ from capture import pipeshard
 from capture.errors import CaptureError, ExecutionError, PlanError, WorkloadError
 from capture.plan.array import Decision, Member
 from capture.runtime import checkpoint
-from capture.runtime.checkpoint_models import Sources, by_path, models_of
+from capture.runtime.checkpoint_models import Models, Sources, by_path
 from capture.runtime.fused import Fuser
 from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.step.multiplexed import peak_of
@@ -187,12 +187,13 @@ def test_checkpoints_move_to_other_arrays_and_to_a_training_alone(tmp_path):
 
 def test_what_models_have_of_their_own_is_not_read_as_shared():
     train = trained()
-    params, states = (by_path(of[0]) for of in models_of(train).structs)
+    params, states = (by_path(of[0]) for of in Models(train).structs)
     metadata = {"num_models": 3, "params": {}, "optimizer": {}}
     for model in range(3):
         metadata["params"] |= {f"[{model}]{path}": leaf for path, leaf in params.items()}
         metadata["optimizer"] |= {f"[{model}]{path}": leaf for path, leaf in states.items()}
-    found = Sources(models_of(train), metadata, [2, 0, 1])
+    models = Models(train)
+    found = Sources(models.structs, metadata, [2, 0, 1], models.shared)
     extra = set(found.saved[0]) - set(found.expected[0])
     assert extra == {f"[{m}]{path}" for m in (0, 1) for path in params if "base" in path}
     assert found.paths[0][1]["['base']['head']"] == "[2]['base']['head']"

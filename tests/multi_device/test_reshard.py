@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from capture.errors import ExecutionError
-from capture.runtime import array_copy
+from capture.runtime import fast_paths
 from capture.runtime import reshard as module
-from capture.runtime.array_copy import plan_copies
+from capture.runtime.fast_paths import plan_copies
 from capture.runtime.reshard import plan_reshard, reshard
 
 SHAPE = (8, 4)
@@ -183,7 +183,7 @@ def test_copies_are_whole_independent_and_also_made_without_the_private_function
     monkeypatch, has_function
 ):
     if not has_function:
-        monkeypatch.setattr(array_copy, "xla_client", SimpleNamespace())
+        monkeypatch.setattr(fast_paths, "xla_client", SimpleNamespace())
     x, to = (
         source(layout(0, (2, 1), P("data"))),
         [layout(4, (2, 1), P("data")), layout(0, (2, 1), P("data"))],

@@ -11,7 +11,7 @@ import pytest
 from capture.errors import ExecutionError
 from capture.model.graph import LayerGraph, Tensor
 from capture.runtime.batch_parts import Need, needs_of
-from capture.runtime.microbatches import split_microbatches
+from capture.runtime.microbatches import split_examples
 
 #: Two rows of x belong to an example; of y one; the table holds none.
 TENSORS = (
@@ -60,7 +60,9 @@ def split(batch: Any, needs: list[Need]) -> list[list[Any]]:
     traced: Any = SimpleNamespace(
         graph=GRAPH, batch_leaves=lambda host, key: [host[tensor.name] for tensor in TENSORS]
     )
-    return split_microbatches(traced, NUM_MICROBATCHES, batch, None, needs)
+    return split_examples(
+        traced, [traced.graph.microbatch_size] * NUM_MICROBATCHES, batch, None, needs
+    )
 
 
 def test_a_host_with_some_of_the_replicas_reads_their_examples_of_every_microbatch():

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from capture.runtime.array_copy import plan_copies
-from capture.runtime.fast_paths import of_shards
+from capture.runtime.fast_paths import of_shards, plan_copies
 from capture.runtime.fetches import Fetches, plan_fetches
 from capture.runtime.hosts.transport import Shipment, Transport
 from capture.runtime.reshard import cutter, joiner

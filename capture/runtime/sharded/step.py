@@ -15,10 +15,9 @@ from capture import environment
 from capture.compiler.executable import AnyCompiler, Compiler, Executable
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.plan.sharding import ShardingPlan
-from capture.runtime.dispatch import BoundStep, to_device, to_host
-from capture.runtime.layout import check_device_memory, shard_bytes
+from capture.runtime.dispatch import placed, to_host
+from capture.runtime.layout import shard_bytes
 from capture.runtime.leaf_parts import traced_optimizer
-from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.sharded.placement import LeafPlacement
 from capture.runtime.sharded.training import Sharded, shard_as_planned
@@ -60,7 +59,6 @@ class ShardedStep(TrainStep):
     def __init__(self, sharded: Sharded, compiler: AnyCompiler):
         self.sharded, self.workload, self.traced = sharded, sharded.workload, sharded.traced
         self.devices, self._compiler = list(sharded.mesh.devices.flat), compiler
-        self.bound_run_ahead = self.devices[0].platform == "cpu"
         self.microbatch_sizes = (sharded.plan.batch_size * len(self.devices),)
 
     # ---- the program -----------------------------------------------------------------------------
@@ -126,7 +124,7 @@ class ShardedStep(TrainStep):
             program.transient_bytes,
         )
 
-    def _layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
+    def layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
         holds = type(slot.holds)
         return self._executable.outputs[2] if holds is Loss else self._arguments[holds]
 
@@ -141,37 +139,20 @@ class ShardedStep(TrainStep):
         update = traced_optimizer(self.workload.optimizer, self.traced)
         return SlicedOptimizer(update, [range(len(update.params))])
 
-    def state_from(
-        self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
-    ) -> PipelineState:
-        """Return the training state made of host arrays.
-
-        Raises:
-            ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step
-                needs.
-        """
-        check_device_memory(self.devices, self.replay().peak_bytes_per_device)
+    def _leaves_in(
+        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[Any] | None
+    ) -> Sequence[Any]:
         params = self.sharded.split(joined_params(self.traced, dict(enumerate(leaves))))
+        if slot.category == "parameters":
+            return jax.tree.leaves(params)
         if state_leaves is None:
-            state = self.workload.optimizer.init(params)
-        else:
-            rows = iter(state_leaves)
-            state = [
-                next(rows) if leaf is None else leaf.split(_stacked(leaf, struct, rows))
-                for leaf, struct in zip(
-                    self.sharded.state_leaves, self.sharded.optimizer.state, strict=True
-                )
-            ]
-        slots = {"parameters": (params, Params), "optimizer": (state, State)}
-        return PipelineState(
-            {name: self._placed(jax.tree.leaves(of), kind) for name, (of, kind) in slots.items()},
-            num_steps,
-        )
-
-    def _placed(self, leaves: Sequence[Any], holds: type) -> list[jax.Array]:
-        """Return arrays on the devices, in buffers of their own."""
-        pairs = zip(leaves, self._arguments[holds], strict=True)
-        return [to_device(to_host(leaf), struct.sharding) for leaf, struct in pairs]
+            return jax.tree.leaves(self.workload.optimizer.init(params))
+        rows, structs = iter(state_leaves), self.sharded.optimizer.state
+        state = [
+            next(rows) if leaf is None else leaf.split(_stacked(leaf, struct, rows))
+            for leaf, struct in zip(self.sharded.state_leaves, structs, strict=True)
+        ]
+        return jax.tree.leaves(state)
 
     def params(self, state: PipelineState) -> PyTree:
         tree = jax.tree.structure(self._trees[0])
@@ -194,19 +175,14 @@ class ShardedStep(TrainStep):
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> PyTree:
         own, given = self.init_from(params).slots["parameters"], self._split(batch, key)[0]
-        trees, leaves = (self._trees[0], self._trees[2]), (own, self._placed(given, Leaves))
+        shardings = (struct.sharding for struct in self._arguments[Leaves])
+        trees, leaves = (self._trees[0], self._trees[2]), (own, placed(given, shardings))
         params, inputs = (
             jax.tree.unflatten(jax.tree.structure(tree), each)
             for tree, each in zip(trees, leaves, strict=True)
         )
         _, gradients = jax.jit(self.sharded.loss_and_gradients)(params, *inputs)
         return jax.tree.map(np.asarray, self.sharded.join(gradients))
-
-    def _split(self, batch: PyTree, key: jax.Array | None) -> Sequence[Sequence[Any]]:
-        return split_examples(self.traced, self.microbatch_sizes, batch, key)
-
-    def _bind(self, step: Step) -> BoundStep:
-        return BoundStep(step, self.executable, self._layout)
 
 
 def _stacked(leaf: LeafPlacement, struct: Any, rows: Any) -> Any:
