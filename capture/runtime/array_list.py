@@ -5,32 +5,42 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from capture.compiler.executable import Executable
+from capture.plan.array import ArrayPlan
+from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.array_state import ArrayMetrics, ArrayState, Losses, check_array_state
 from capture.runtime.dispatch import Observer
+from capture.runtime.fused import FusedArray
 from capture.runtime.train_step import Metered
+from capture.step.multiplexed import ArraySteps
 from capture.step.program import Run, Slot, Step
-
-if TYPE_CHECKING:
-    from capture.runtime.multiplexed import ArrayTraining
 
 
 class ArrayList(Metered):
     """The prologue, the body or the epilogue of an array.
 
     Args:
-        train: The training of the array.
-        program: The instructions.
+        plan, arrays, programs: The models, as programs of sub-arrays, and what compiles these.
+        steps: All lists of the array.
+        program: This one.
     """
 
-    def __init__(self, train: ArrayTraining, program: Step):
-        self._train, self._program, self.devices = train, program, train.devices
-        self.reads_batch = program is not train.steps.epilogue
+    def __init__(
+        self,
+        plan: ArrayPlan,
+        arrays: Sequence[FusedArray],
+        programs: ArrayPrograms,
+        steps: ArraySteps,
+        program: Step,
+    ):
+        self._plan, self._arrays, self._programs, self._steps = plan, arrays, programs, steps
+        self._program, self.devices = program, [programs.device]
+        self.reads_batch = program is not steps.epilogue
 
     @property
     def program(self) -> Step:
@@ -38,11 +48,11 @@ class ArrayList(Metered):
         return self._program
 
     def executable(self, run: Run) -> Executable:
-        return self._train.programs.executables[run.program]
+        return self._programs.executables[run.program]
 
     def layout(self, slot: Slot) -> Sequence[jax.ShapeDtypeStruct]:
-        programs, array = self._train.programs, self._train.arrays[slot.holds.array]
-        return programs.structs(array, slot.holds.bundle, programs.sharding(slot.place))
+        array, sharding = self._arrays[slot.holds.array], self._programs.sharding(slot.place)
+        return self._programs.structs(array, slot.holds.bundle, sharding)
 
     def __call__(
         self,
@@ -82,14 +92,14 @@ class ArrayList(Metered):
         reported: Sequence[jax.Array],
     ) -> tuple[ArrayState, Losses | None]:
         """Return the new state, and the losses of the update that is complete, if one is."""
-        train, built = self._train, self.program
+        plan, steps, built = self._plan, self._steps, self.program
         of = [built.slots[slot].holds.array for slot in built.reported]
         losses = dict(zip(of, reported, strict=True))
-        begins = train.steps.prologue is not None and self.reads_batch
+        begins = steps.prologue is not None and self.reads_batch
         ahead = (batches[-1], losses[0]) if begins else None
-        if built is train.steps.prologue:
-            return ArrayState(slots, train.plan, state.num_steps, ahead), None
+        if built is steps.prologue:
+            return ArrayState(slots, plan, state.num_steps, ahead), None
         if state.ahead is not None:
             losses[0] = state.ahead[1]
-        done = Losses(train.plan.partition, [losses[a] for a in range(len(train.arrays))])
-        return ArrayState(slots, train.plan, state.num_steps + 1, ahead), done
+        done = Losses(plan.partition, [losses[a] for a in range(len(self._arrays))])
+        return ArrayState(slots, plan, state.num_steps + 1, ahead), done

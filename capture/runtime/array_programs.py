@@ -27,11 +27,12 @@ class ArrayPrograms:
         compiler: Compiles for it.
 
     Attributes:
+        device: As given.
         executables: By name.
     """
 
     def __init__(self, device: Any, compiler: AnyCompiler):
-        self._mesh = Mesh(np.asarray([device]), ("device",))
+        self.device, self._mesh = device, Mesh(np.asarray([device]), ("device",))
         self._compiler = compiler
         self.executables: dict[str, Executable] = {}
 

@@ -326,7 +326,9 @@ def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     return to_devices(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))(array)
 
 
-def placed(arrays: Iterable[Any], shardings: Iterable[Any]) -> list[jax.Array]:
+def placed(
+    arrays: Iterable[jax.Array], shardings: Iterable[jax.sharding.Sharding]
+) -> list[jax.Array]:
     """Return arrays of any device as ``to_device`` puts each, over the host."""
     pairs = zip(arrays, shardings, strict=True)
     return [to_device(to_host(array), sharding) for array, sharding in pairs]

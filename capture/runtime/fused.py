@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from capture.errors import WorkloadError
@@ -95,7 +96,7 @@ class Fuser:
     def _init(self) -> Callable[[Any], Any]:
         return jax.jit(self.workload.optimizer.init)
 
-    def sharing(self, params: Sequence[Any], first: Any) -> list[Any]:
+    def sharing(self, params: Sequence[np.ndarray], first: Mapping[int, Any]) -> list[Any]:
         """Return a model's parameters of the layer graph, with those of the first model that all
         share."""
         return [first[p] if p in self.optimizer.shared else own for p, own in enumerate(params)]

@@ -193,13 +193,13 @@ class ArrayTraining:
     def first_params(self, seed: int = 0) -> list[PyTree]:
         """Return the parameters with which every model begins, by its own seed; what they share by
         that of the first."""
-        first, found = list[Any](), list[PyTree]()
+        first, found = dict[int, Any](), list[PyTree]()
         for fuser, member in zip(self._each, self.plan.models, strict=True):
             params = initial_params(fuser.workload, jax.random.key(member.seed))
             own = param_leaves(fuser.traced, params)
-            first = first or own
-            own = fuser.sharing(own, first)
-            found.append(joined_params(fuser.traced, dict(enumerate(own))))
+            first = first or dict(enumerate(own))
+            shared = dict(enumerate(fuser.sharing(own, first)))
+            found.append(joined_params(fuser.traced, shared))
         return found
 
     def init_from(self, params: Sequence[PyTree]) -> ArrayState:
@@ -467,4 +467,5 @@ class ArrayTraining:
                 "plan it again for this machine, or raise the limit.",
                 "array-device-memory",
             )
-        return {id(step): ArrayList(self, step) for step in self.steps.all}
+        of = self.plan, self.arrays, self.programs, self.steps
+        return {id(step): ArrayList(*of, step) for step in self.steps.all}

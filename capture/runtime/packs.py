@@ -168,7 +168,6 @@ class PackPrograms:
     ):
         self._host = host
         self._traced, self._step = traced, step
-        self._layouts: dict[Slot, list[jax.ShapeDtypeStruct]] = {}
         self._graph = next(iter(traced.values())).graph
         self._sizes, self._update_of = sizes, update
         self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
@@ -177,7 +176,7 @@ class PackPrograms:
     def of(self, step: Step) -> PackPrograms:
         """Return the programs of another step of the same plan: what is compiled, is."""
         other = copy(self)
-        other._step, other._layouts = step, {}
+        other._step = step
         for of_the_last in ("runs", "executables"):
             other.__dict__.pop(of_the_last, None)
         return other
@@ -227,13 +226,9 @@ class PackPrograms:
         """Return whether what is there is compiled for another host."""
         return place.host is not None and self._host is not None
 
+    @memo
     def layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of the arrays of a slot."""
-        if slot not in self._layouts:
-            self._layouts[slot] = self._structs(slot)
-        return self._layouts[slot]
-
-    def _structs(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
         sharding, structs = self.sharding(slot.place), self._sizes.structs(slot.holds)
         structs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in structs]
         nbytes = sum(map(shard_bytes, structs))

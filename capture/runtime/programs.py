@@ -355,7 +355,7 @@ class StagePrograms(StageLayout):
     def _own(self) -> tuple[list[Any], list[Any], list[Any]]:
         return self.param_structs(self.owned), self.state_structs(), self.param_structs(self.owned)
 
-    def structs(self, holds: Any) -> Sequence[Any]:
+    def structs(self, holds: object) -> Sequence[Any]:
         """Return the structures of the arrays of a slot, by the record of what it holds; compiles
         what makes it, if they are not known else."""
         match holds:

@@ -143,7 +143,7 @@ class SplitStagePrograms(StagePrograms):
         args = self.backward_args_with([made[v] for v in self.residuals.stored])
         return dict(zip(self.split.flow.inputs, chain(*args), strict=True))
 
-    def structs(self, holds: Any) -> Sequence[Any]:
+    def structs(self, holds: object) -> Sequence[Any]:
         if holds == KeptPart("deferred"):
             return self.backward_inputs.outputs[1]
         return super().structs(holds)

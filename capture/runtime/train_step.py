@@ -421,7 +421,7 @@ class TrainStep(Metered):
 
     @property
     def _needs(self) -> Sequence[Need]:
-        """What this process reads of the leaves of the batch; all if it is empty."""
+        """The part of each leaf of the batch that this process reads; empty for all of them."""
         return ()
 
     @property

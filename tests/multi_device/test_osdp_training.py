@@ -78,7 +78,7 @@ def test_live_arrays_are_what_is_booked_and_the_peak_is_the_compilers(name):
 
 def test_an_array_that_outlives_the_step_is_seen(monkeypatch):
     step = step_of("mlp", ZDP)
-    state, kept, split = step.init(jax.random.key(0)), [], ShardedStep._bind
+    kept, split = [], ShardedStep.bind
 
     def leaking(self, program: Step):
         bound = split(self, program)
@@ -91,7 +91,8 @@ def test_an_array_that_outlives_the_step_is_seen(monkeypatch):
         bound._actions[1] = action
         return bound
 
-    monkeypatch.setattr(ShardedStep, "_bind", leaking)
+    monkeypatch.setattr(ShardedStep, "bind", leaking)
+    state = step.init(jax.random.key(0))
     batch = step.workload.batch(jax.random.key(1), *step.microbatch_sizes)
     with pytest.raises(ExecutionError, match="run-ledger-mismatch"):
         measure_step(step, state, batch, strict=True)

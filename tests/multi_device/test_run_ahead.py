@@ -179,7 +179,7 @@ def test_kernels_in_flight_take_no_more_together_than_one_after_the_other(monkey
     budget = booked(roomy)
     assert budget[1] == 1_000_000 + booked(step.program)[1]
     assert all(
-        held <= most for held, most in zip(most_held(roomy, step._bound.waits), budget, strict=True)
+        held <= most for held, most in zip(most_held(roomy, step.bound.waits), budget, strict=True)
     )
     arrays_alone = waits(step.program, dict(enumerate(booked(step.program))))
     assert any(
