@@ -121,15 +121,15 @@ class Measurements(Measurer[Any]):
             self.costs.update(dict.fromkeys(configs, cost))
         self._begun -= configs_of.keys()
 
-    def begin(self, configs: Sequence[StageConfig]) -> None:
+    def begin(self, configs: Sequence[StageConfig]) -> bool:
         """Have kept workers begin to compile stages, these and those begun before, without waiting
-        for them; jobs that are required later run beside these."""
+        for them; jobs that are required later run beside these. Return whether all are done."""
         if self._kept is None or not self._in_workers:
-            return
+            return False
         unknown = [each for each in configs if each not in {*self.failures, *self.costs}]
         jobs = self.missing_jobs(self.jobs({"stages of the plan": unknown}))[1] if unknown else []
         if not jobs and self._live is None:
-            return
+            return True
         self._begun |= {job.key for job in jobs}
         batch = self._add(jobs)
         # Workers that have said that they are ready, or done, are heard first, and then given jobs.
@@ -139,6 +139,7 @@ class Measurements(Measurer[Any]):
         batch.poll_seconds = Batch.poll_seconds
         if self._live is not None:
             batch.hand_out(self._kept)
+        return batch.is_done
 
     def buffers(
         self, configs: Sequence[StageConfig], splits_backward: bool = False

@@ -264,11 +264,11 @@ class PlanCompiler:
         refused = {config: failures[config] for config in configs if config in failures}
         return len(missing), with_stages(known, compiled, measurements).without_stages(refused)
 
-    def begin(self, configs: Sequence[StageConfig]) -> None:
+    def begin(self, configs: Sequence[StageConfig]) -> bool:
         """Begin to compile stages in kept workers, these and those begun before, without waiting
-        for them."""
-        if configs or self._measurements is not None:
-            self.open().begin(configs)
+        for them. Return whether all are done."""
+        is_any = bool(configs) or self._measurements is not None
+        return is_any and self.open().begin(configs)
 
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         size = plan.microbatch_size

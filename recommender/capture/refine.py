@@ -49,9 +49,9 @@ class StageCompiler(Protocol):
         """Compile stages; return how many were not known, and the profile that knows them now."""
         ...
 
-    def begin(self, configs: Sequence[StageConfig]) -> None:
+    def begin(self, configs: Sequence[StageConfig]) -> bool:
         """Begin to compile stages, these and those begun before, where workers are idle, without
-        waiting for any."""
+        waiting for any. Return whether all are done."""
         ...
 
 
@@ -223,7 +223,9 @@ class Search:
         self._policy, self._all, self._compiler, self._told = policy, parts, compiler, told
         self.effort, self.parts, self.num_compiled = effort, dict[int, OpenPart](), 0
         self.compiled, self._trail = list[Found](), list[Bracket]()
-        self._asked, self._refuted, self._has_begun = set[Plan](), list[Refuted](), False
+        self._asked, self._refuted = set[Plan](), list[Refuted]()
+        #: The plan whose stages are compiled while parts are opened.
+        self._early: Found | None = None
         #: Per micro-batch size, a profile that knows what is compiled.
         self._profiles = dict[int, Profile]()
         self._start, self._spent = time.perf_counter(), processor_seconds()
@@ -256,8 +258,8 @@ class Search:
         if ended := next((reason for reason, holds in reasons.items() if holds), ""):
             return ended
         if to_open is not None:
-            self._begin_early(self._policy.early(self, look))
-            self.open(to_open)
+            if not self._take_early(look):
+                self.open(to_open)
             return ""
         chosen = self._policy.next(self, look)
         if isinstance(chosen, Probe):
@@ -291,11 +293,14 @@ class Search:
         return any(self._is_spent(opens=False).values())
 
     def _compile(self, found: Found) -> None:
-        part, plan = found.part, found.answer.plan
-        assert plan is not None, "a plan was found"
         if self._may_begin:
             self._begin(found)  # what is beside it is looked for meanwhile
             self._begin(self._policy.beside(self))
+        self._attempt(found)
+
+    def _attempt(self, found: Found) -> None:
+        part, plan = found.part, found.answer.plan
+        assert plan is not None, "a plan was found"
         said, known = self._compiler.attempt(plan, part.known)
         self._learn(part.size, known)
         self._asked.add(same_model(plan, part.known))
@@ -308,11 +313,17 @@ class Search:
         """Whether stages may be compiled ahead, with nothing waiting for them."""
         return self.effort.compiles is None and self.effort.at_once > 1
 
-    def _begin_early(self, found: Found | None) -> None:
-        """Begin to compile the first plan that is estimated: other parts are opened meanwhile."""
-        if found is not None and self._may_begin and not self._has_begun:
-            self._has_begun = True
-            self._begin(found)
+    def _take_early(self, look: Look) -> bool:
+        """Begin to compile the first plan that is estimated: other parts are opened meanwhile.
+        Return whether it is compiled now."""
+        if self._early is None and self._may_begin:
+            self._early = self._policy.early(self, look)
+            self._begin(self._early)
+        early = self._early
+        if early is None or self.is_asked(early) or not self._compiler.begin(()):
+            return False
+        self._attempt(early)
+        return True
 
     def _go_on(self) -> None:
         """Give workers that have ended what waits for them, while this process works something

@@ -15,6 +15,7 @@ approximate front some plan is at most 1 + x times as large and as slow as any g
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -74,9 +75,10 @@ class Timed(Policy):
         self._candidate: Found | None = None
         #: Of a front, whether other schedules were looked at.
         self._knows_others = False
-        #: Of parts whose schedule is not plain, what plans take over what equal stages would.
-        self._beyond = dict[OpenPart, float]()
-        #: Those of which a plan was estimated that may be faster than all others.
+        #: By schedule that is not plain, what the best plan of each part takes over what equal
+        #: stages would, and whether it was looked for to the end; if not, it takes more.
+        self._beyond = defaultdict[str, dict[OpenPart, tuple[float, bool]]](dict)
+        #: Those of which a plan is estimated to be faster than all plain ones.
         self.rivals = set[OpenPart]()
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
@@ -127,10 +129,13 @@ class Timed(Policy):
 
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
         """Return the seconds that the best plan of a part whose schedule is not plain may take:
-        those of equal stages, and more the surer it is how much more plans of other parts take."""
-        beyond = min(self._beyond.values(), default=1.0)
-        share = 1 - 0.5 ** len(self._beyond)
-        return least_slowness(search) * (1 + share * (beyond - 1)) * part.expected_seconds
+        those of equal stages, and more the more parts of the schedule, since the best of them, took
+        more than that."""
+        known = [*self._beyond[part.question.schedule].values()]
+        found = [each for each in known if each[1]]
+        best = min(found) if found else max(known, default=(1.0, False))
+        share = 1 - 0.5 ** (len(known) - known.index(best) if found else len(known))
+        return least_slowness(search) * (1 + share * (best[0] - 1)) * part.expected_seconds
 
     def beforehand(self, search: Search) -> Bracket | None:
         least = min((seconds for _, seconds in search.floors.values()), default=inf)
@@ -207,6 +212,7 @@ class Timed(Policy):
         """Return the front as it is estimated, or the fastest plan alone, by ascending peak."""
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         of_part, points = estimated_front if self._has_front else proposed, list[Found]()
+        self.rivals.clear()
         for part in sorted(
             search.parts.values(), key=lambda e: (not e.is_plain, _least_seconds(e))
         ):
@@ -221,8 +227,9 @@ class Timed(Policy):
             plans = part.once(of_part, ratios(part, known), is_last, *enough)
             points += plans
             if equal := least_slowness(search) * part.expected_seconds * (not part.is_plain):
-                self._beyond[part] = min(map(seconds_of, plans), default=best) / equal
-                self.rivals |= {part} if plans else set()
+                fastest = min(map(seconds_of, plans), default=best)
+                self._beyond[part.question.schedule][part] = fastest / equal, bool(plans)
+                self.rivals |= {part} if fastest < best else set()
         if search.effort.compiles == 0:
             points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)

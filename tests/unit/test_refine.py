@@ -154,6 +154,29 @@ def test_the_first_plan_is_begun_while_other_parts_are_opened():
     assert found[:2] == [0, 0] and found[2], "the next one that fits is begun"
 
 
+def test_the_first_plan_is_known_as_soon_as_it_is_compiled():
+    """Other parts are opened after it; what is found is the same."""
+
+    def answered(is_done):
+        planted, nums = Fast(0), list[int]()
+        begin, attempt = planted.begin, planted.attempt
+        plans = []
+        planted.begin = lambda configs: begin(configs) or is_done
+        planted.attempt = lambda plan, known: [plans.append(plan), attempt(plan, known)][1]
+
+        def noted(part):
+            return lambda: [nums.append(len(plans)), part.open()][1]
+
+        parts = [replace(part, open=noted(part)) for part in planted.parts()]
+        return refine(ForSpeed(), parts, planted, Effort()), nums
+
+    late, nums = answered(False)
+    assert not any(nums), "the last part is opened before the first plan is asked for"
+    soon, nums = answered(True)
+    assert nums[:2] == [0, 1] and len(nums) > 2
+    assert soon.plan.stages == late.plan.stages
+
+
 def test_workers_get_what_waits_for_them_whenever_something_is_worked_out():
     def asked(effort):
         planted, nums = Fast(0), list[int]()
@@ -173,14 +196,22 @@ def test_workers_get_what_waits_for_them_whenever_something_is_worked_out():
 
 
 def test_the_more_parts_took_longer_than_equal_stages_the_more_is_expected_of_the_next():
-    policy, part = ForSpeed(), SimpleNamespace(expected_seconds=2.0)
-    search = SimpleNamespace(plain_parts=[])
-    assert policy.hoped(search, part) == 2.0
-    found = []
-    for beyond in (1.2, 1.4, 1.6):
-        policy._beyond[object()] = beyond
-        found.append(policy.hoped(search, part))
+    def part(schedule):
+        return SimpleNamespace(expected_seconds=2.0, question=SimpleNamespace(schedule=schedule))
+
+    policy, search = ForSpeed(), SimpleNamespace(plain_parts=[])
+    assert policy.hoped(search, part("zb-v")) == 2.0
+
+    def hoped(*known):
+        policy._beyond["zb-v"] = {object(): each for each in known}
+        return policy.hoped(search, part("zb-v"))
+
+    found = [hoped(*[(1.2, True), (1.4, True), (1.6, True)][:num]) for num in (1, 2, 3)]
     assert found == sorted(found) and found[0] > 2.0 and found[-1] < 2.0 * 1.2
+    assert hoped((1.4, True), (1.2, True)) == found[0], "the last one is the best: it gets better"
+    assert hoped((1.2, True), (1.1, False)) == found[1], "not looked for to the end, it takes more"
+    assert hoped((1.1, False), (1.2, False)) > 2.0
+    assert policy.hoped(search, part("interleaved")) == 2.0, "another schedule says nothing of it"
 
 
 def test_a_floor_counts_once_its_part_is_open():
