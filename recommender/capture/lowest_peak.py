@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 import numpy as np
 
@@ -36,7 +35,7 @@ LOOSE = 1.2
 PROVES_NOTHING = 1.0
 #: Where bounds say so little, no more are compiled after so many plans that were expected to be
 #: smaller and are not, one after the other (``missed``), unless the best of all is asked for.
-_MOST_TRIED = 12
+_MOST_MISSED = 12
 #: On what rests that no plan fits, of the stages that were not compiled.
 RESTS_ON = (
     "for all others, lower bounds from tracing, which count results and, on GPUs, what "
@@ -109,7 +108,8 @@ class LowestPeak(Policy):
         if best is None or bracket is None or search.is_asked(look.found):
             return None if search.is_asked(look.found) else look.found
         peak = best.answer.peak_bytes
-        if peak > (1 + PROVES_NOTHING) * bracket.least_bytes and self._has_missed(search, best):
+        is_loose = peak > (1 + PROVES_NOTHING) * bracket.least_bytes
+        if is_loose and self.gives_up(search, best, _MOST_MISSED):
             return None
         if peak > LOOSE * bracket.least_bytes:
             expected = [Found(part, part.once(_expected)) for part in search.plain_parts]
@@ -119,13 +119,6 @@ class LowestPeak(Policy):
         enough = peak / (1 + search.effort.within_fraction)
         configs = _deciding(look.found, enough, search.effort.at_once)
         return Probe(look.found.part, configs) if configs else look.found
-
-    def _has_missed(self, search: Search, best: Found) -> bool:
-        """Return whether so many plans were not smaller that no more are compiled."""
-        if not search.effort.within_fraction or num_missed(search, best) < _MOST_TRIED:
-            return False
-        self.nothing_left = "missed"
-        return True
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, best = look.bracket, self._best(search)
@@ -153,24 +146,6 @@ class LowestPeak(Policy):
         what = peak_of(best) if best.answer.status == "ok" else why.summary
         why = replace(why, summary=f"{what} {summary}", verified=verified, proven=proven)
         return answer(search, best, why, within)
-
-
-def since(search: Search, best: Found | None) -> Sequence[Found]:
-    """Return the plans that were compiled from the best one on; none before one is the best."""
-    later = [*takewhile(lambda each: each is not best, reversed(search.compiled))]
-    return [] if best is None else [best, *reversed(later)]
-
-
-def num_missed(search: Search, best: Found | None) -> int:
-    """Count the plans since the best one for which a stage was compiled."""
-    plans = since(search, best)
-    before = search.compiled[: len(search.compiled) - len(plans) + 1]
-    known = {config for each in before for config in each.configs}
-    num = 0
-    for each in plans[1:]:
-        num += not known.issuperset(each.configs)
-        known.update(each.configs)
-    return num
 
 
 def finite(within: float) -> float | None:

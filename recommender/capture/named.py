@@ -25,9 +25,7 @@ from recommender.capture.lowest_peak import (
     expected,
     least_in_groups,
     likely,
-    num_missed,
     open_others,
-    since,
 )
 from recommender.capture.minmax import least_peak
 from recommender.capture.parts import (
@@ -35,6 +33,8 @@ from recommender.capture.parts import (
     OpenPart,
     Part,
     compiled_in,
+    num_missed,
+    since,
 )
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.refine import Look, Search
@@ -89,14 +89,9 @@ class Named(Timed):
         """Return a plan that may be faster, then the plans of lowest memory and of the knee; these
         come first once enough candidates for the fastest have failed."""
         ways = [self._next_faster, self._next_name]
-        if self._num_missed(search) >= PATIENCE:
+        if num_missed(search.compiled, self._fastest(search)) >= PATIENCE:
             ways.reverse()
         return next((found for way in ways if (found := way(search, look)) is not None), None)
-
-    def _num_missed(self, search: Search) -> int:
-        if not search.fitting:
-            return len(search.compiled)
-        return num_missed(search, self._fastest(search))
 
     def _fastest(self, search: Search) -> Found | None:
         return min(search.fitting, key=seconds_of, default=None)
@@ -104,11 +99,11 @@ class Named(Timed):
     def _has_missed(self, search: Search) -> bool:
         """Return whether so many plans were not as expected that no more are compiled."""
         most = MOST_MISSED * (SMALL_TRIES if _is_small(search) else 1)
-        return bool(search.effort.within_fraction) and self._num_missed(search) >= most
+        return self.gives_up(search, self._fastest(search), most)
 
     def _next_faster(self, search: Search, look: Look) -> Found | None:
         if self._has_missed(search):
-            self._knows_fastest, self.nothing_left = True, "missed"
+            self._knows_fastest = True
         if (known := _of_compiled_stages(search)) is not None:
             return known
         found = None if self._knows_fastest else self._faster(search, look)
@@ -155,9 +150,9 @@ class Named(Timed):
         """Return the plan that is estimated to be fastest of those with other numbers of stages or
         micro-batches than all that were compiled lately, once some of these were not as fast as was
         expected: estimates of plans that are alike are wrong alike. None if none is fast enough."""
-        if self._num_missed(search) < PATIENCE:
+        if num_missed(search.compiled, self._fastest(search)) < PATIENCE:
             return None
-        shapes = set(map(_shape, since(search, self._fastest(search))))
+        shapes = set(map(_shape, since(search.compiled, self._fastest(search))))
         known = {part.size: part.once(slowness) for part in search.parts.values()}
         plans = (
             found

@@ -3,9 +3,10 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from capture.measured.bounds import Bounds
@@ -160,6 +161,27 @@ class Found(NamedTuple):
         """The stages of the plan, as the store keys them; none without a plan."""
         plan = self.answer.plan
         return [StageConfig.of(stage, self.part.size) for stage in (plan.stages if plan else ())]
+
+
+def since(plans: Sequence[Found], best: Found | None) -> Sequence[Found]:
+    """Return the compiled plans from the best one on; none before one is the best."""
+    later = [*takewhile(lambda each: each is not best, reversed(plans))]
+    return [] if best is None else [best, *reversed(later)]
+
+
+def num_missed(plans: Sequence[Found], best: Found | None) -> int:
+    """Count the compiled plans since the best one for which a stage was compiled; all, before one
+    is the best."""
+    later = since(plans, best)
+    if not later:
+        return len(plans)
+    before = plans[: len(plans) - len(later) + 1]
+    known = {config for each in before for config in each.configs}
+    num = 0
+    for each in later[1:]:
+        num += not known.issuperset(each.configs)
+        known.update(each.configs)
+    return num
 
 
 def _is_new(cost: StageCost, known: StageCost | None) -> bool:

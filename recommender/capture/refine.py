@@ -28,7 +28,7 @@ from capture.plan.why import Bracket, ByLayers, Proven
 from capture.processor_time import processor_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.compiled import of_compiler, same_model
-from recommender.capture.parts import Found, OpenPart, Part
+from recommender.capture.parts import Found, OpenPart, Part, num_missed
 from recommender.capture.refuted import Refuted, refuted
 from recommender.question import PlanQuestion
 
@@ -146,6 +146,14 @@ class Policy(ABC):
         """Return the plan or the stages to compile beside the next plan, which does not wait for
         them; None if nothing."""
         return None
+
+    def gives_up(self, search: Search, best: Found | None, most: int) -> bool:
+        """Return whether so many plans were compiled in vain that no more are: since the best one,
+        or of which none is good. Never where the best of all is asked for."""
+        if not search.effort.within_fraction or num_missed(search.compiled, best) < most:
+            return False
+        self.nothing_left = "missed"
+        return True
 
     def by_layers(self, search: Search) -> ByLayers | None:
         """Return a second proof, from layers compiled one by one, once nothing is left to compile

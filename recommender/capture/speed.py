@@ -238,9 +238,7 @@ class Timed(Policy):
     def next(self, search: Search, look: Look) -> Found | None:
         """Return the estimated plan farthest from compiled ones; without a front, the fastest. None
         once so many were compiled that none is likely to fit."""
-        is_vain = not search.fitting and len(search.compiled) >= MOST_UNFIT
-        if is_vain and search.effort.within_fraction:
-            self.nothing_left = "missed"
+        if not search.fitting and self.gives_up(search, None, MOST_UNFIT):
             return None
         chosen = self._farthest(search, self._points(search))
         if chosen is None and self._has_front:

@@ -115,7 +115,7 @@ def test_what_may_be_twice_as_large_is_not_called_proven():
 @pytest.mark.parametrize("most", [2, 5])
 def test_where_bounds_say_little_plans_are_tried_as_long_as_they_are_smaller(monkeypatch, most):
     """A compiler may give every program so much that no bound comes near it."""
-    monkeypatch.setattr(lowest_peak, "_MOST_TRIED", most)
+    monkeypatch.setattr(lowest_peak, "_MOST_MISSED", most)
     planted = Planted4(0)
     nothing = {
         config: replace(cost, residual_bytes=0, forward_bytes=0, backward_bytes=0)
