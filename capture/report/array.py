@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds
-from capture.report.figure import Figure
-from capture.report.page import html_table, html_verdict, render
+from capture.report.figure import IN_BARS, OVERLAID, Figure, lanes, scatter
+from capture.report.page import html_table, render
 from capture.report.palette import INK, KINDS, LIMIT, OTHER
+from capture.report.schedule_figure import Row, by_kind
 from capture.report.units import bytes_unit, seconds_unit
 from capture.step.multiplexed import ArraySteps, array_seconds, build_array, lifetimes
 from capture.step.simulator import Work
@@ -116,16 +116,12 @@ def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
         if call.kind == "recompute":
             waiting[a] = waiting.get(a, 0.0) + float(item.seconds)
             continue
-        at = a, _segment(facts.arrays[a], run.label, call.kind)
+        # Equal segments are one program: the label of a run has the number of its layer.
+        layer, layers = int(run.label.split()[1]), facts.arrays[a].sub_array.num_layers
+        at = a, layer if call.kind == "forward" else 2 * layers - 1 - layer
         again[at] = waiting.pop(a, 0.0)
         begins[at], ends[at] = start, start + float(item.seconds)
     return ends, begins, again
-
-
-def _segment(life: Lifetimes, label: str, kind: str) -> int:
-    """Return the number of the segment of a run; equal segments are one program."""
-    layer, layers = int(label.split()[1]), life.sub_array.num_layers
-    return layer if kind == "forward" else 2 * layers - 1 - layer
 
 
 def title(plan: ArrayPlan) -> str:
@@ -161,7 +157,7 @@ def page(
     return render(
         title(plan),
         lead,
-        "" if room is None else html_verdict(room.verdict),
+        room,
         html_table(HEADER, rows(facts), below),
         figures,
         f"{where}; never measured.",
@@ -178,50 +174,25 @@ def _lane(item: Work) -> int:
 def _step(facts: ArrayFacts) -> Figure:
     simulation, unit = facts.timeline.simulation, seconds_unit(facts.timeline.step_seconds)
     shown = [
-        (item, float(start) / unit.scale, float(item.seconds) / unit.scale)
+        (_lane(item), item, float(start), float(item.seconds))
         for item, start in zip(simulation.work, simulation.starts, strict=True)
         if item.seconds and item.streams
     ]
-    traces = []
-    for kind in dict.fromkeys(item.kind for item, *_ in shown):
-        own = [row for row in shown if row[0].kind == kind]
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": kind,
-                "y": [_lane(item) for item, *_ in own],
-                "base": [start for _, start, _ in own],
-                "x": [seconds for *_, seconds in own],
-                "width": 0.7,
-                "text": [_short(item) for item, *_ in own],
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "textangle": 0,
-                "customdata": [
-                    f"{item.label}: {format_seconds(float(item.seconds))}" for item, *_ in own
-                ],
-                "marker": {
-                    "color": KINDS.get(kind, OTHER),
-                    "line": {"color": "white", "width": 0.5},
-                },
-                "hovertemplate": "%{customdata}<extra></extra>",
-            }
-        )
+
+    def said(row: Row) -> str:
+        return f"{row[1].label}: {format_seconds(row[3])}"
+
+    kinds = dict.fromkeys(item.kind for _, item, *_ in shown)
+    traces = list(by_kind(shown, kinds, unit, said))
+    for trace in traces:
+        words = [_short(item) for _, item, *_ in shown if item.kind == trace["name"]]
+        trace.update(width=0.7, text=words, **IN_BARS)
     layout = {
         "height": 300,
-        "barmode": "overlay",
-        "bargap": 0,
-        "hovermode": "closest",
+        **OVERLAID,
         "uniformtext": {"mode": "hide", "minsize": 9},
         "xaxis": {"title": {"text": f"{unit.name} into the step"}, "rangemode": "tozero"},
-        "yaxis": {
-            "tickvals": list(range(len(LANES))),
-            "ticktext": list(LANES),
-            "range": [len(LANES) - 0.5, -0.5],
-            "showgrid": False,
-            "zeroline": False,
-        },
+        "yaxis": lanes(LANES),
     }
     caption = (
         f"One update of every model, simulated: {facts.plan.order}. F, B and R with the sub-array: "
@@ -242,34 +213,25 @@ def _memory(facts: ArrayFacts) -> Figure:
     use, limit = facts.timeline.memory_of(0), facts.plan.memory_limit_bytes
     unit, clock = bytes_unit(use.peak.peak_bytes), seconds_unit(facts.timeline.step_seconds)
     peak = facts.timeline.program_order.peak_of(0).peak_bytes
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "device",
-            "line": {"shape": "hv", "color": INK, "width": 1.5},
-            "fill": "tozeroy",
-            "fillcolor": "rgba(86, 180, 233, 0.35)",
-            "x": [float(seconds) / clock.scale for seconds, _ in use.samples],
-            "y": [nbytes / unit.scale for _, nbytes in use.samples],
-            "hovertemplate": f"%{{y:.4g}} {unit.name} at %{{x:.4g}} {clock.name}<extra></extra>",
-        }
+    traces = [
+        scatter(
+            "lines",
+            "device",
+            [float(seconds) / clock.scale for seconds, _ in use.samples],
+            [nbytes / unit.scale for _, nbytes in use.samples],
+            line={"shape": "hv", "color": INK, "width": 1.5},
+            fill="tozeroy",
+            fillcolor="rgba(86, 180, 233, 0.35)",
+            hovertemplate=f"%{{y:.4g}} {unit.name} at %{{x:.4g}} {clock.name}<extra></extra>",
+        )
     ]
     lines = [("peak of the plan", peak, INK)]
     lines += [("limit", limit, LIMIT)] if limit is not None and limit <= 3 * peak else []
     end = facts.timeline.step_seconds / clock.scale
-    traces += [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": f"{name}: {format_bytes(nbytes)}",
-            "line": {"color": color, "dash": "dash", "width": 1.5},
-            "x": [0, end],
-            "y": [nbytes / unit.scale] * 2,
-            "hoverinfo": "name",
-        }
-        for name, nbytes, color in lines
-    ]
+    for name, nbytes, color in lines:
+        dashed, y = {"color": color, "dash": "dash", "width": 1.5}, [nbytes / unit.scale] * 2
+        named = f"{name}: {format_bytes(nbytes)}"
+        traces.append(scatter("lines", named, [0, end], y, line=dashed, hoverinfo="name"))
     layout = {
         "height": 320,
         "xaxis": {"title": {"text": f"{clock.name} into the step"}},
@@ -284,32 +246,21 @@ def _memory(facts: ArrayFacts) -> Figure:
 
 def _saturation(plan: ArrayPlan) -> Figure:
     """Return the figure of throughput against the degree of fusion."""
-    tasks, traces = list(dict.fromkeys(plan.trained)), list[dict[str, Any]]()
+    tasks, traces = list(dict.fromkeys(plan.trained)), []
     largest = max(one.models for one in plan.saturation)
     for n, (task, color) in enumerate(zip(tasks, cycle(CURVES), strict=False)):
         own = [one for one in plan.saturation if one.task == n]
         sizes = [one.models for one in own]
         rates = [one.models * task.batch_size / one.seconds if one.seconds else 0.0 for one in own]
         of = f" of {task}" if len(tasks) > 1 else ""
+        hover = "%{x} fused: %{y:.4g} examples/s<extra></extra>"
+        every, alone = f"all models of a sub-array{of}", f"one alone{of}"
+        ends, dashed = [sizes[0], sizes[-1]], {"color": OTHER, "dash": "dash"}
         traces += [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"all models of a sub-array{of}",
-                "x": sizes,
-                "y": rates,
-                "line": {"color": color},
-                "hovertemplate": "%{x} fused: %{y:.4g} examples/s<extra></extra>",
-            },
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"one alone{of}",
-                "x": [sizes[0], sizes[-1]],
-                "y": [rates[0]] * 2,
-                "line": {"color": OTHER, "dash": "dash"},
-                "hoverinfo": "name",
-            },
+            scatter(
+                "lines+markers", every, sizes, rates, line={"color": color}, hovertemplate=hover
+            ),
+            scatter("lines", alone, ends, [rates[0]] * 2, line=dashed, hoverinfo="name"),
         ]
     layout = {
         "height": 320,

@@ -23,6 +23,7 @@ from capture.documents import fields_of
 from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
+from capture.plan.orders import StagePass
 from capture.plan.prediction import Prediction, StepTime
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
@@ -281,61 +282,59 @@ def _saved(plan: Plan, time: StepTime) -> ScheduleFacts:
     _check_length(time.bubble_fraction_per_stage, plan.num_stages, "time.bubble_fraction_per_stage")
     _check_length(time.sends_seconds, plan.num_stages - 1, "time.sends_seconds")
     table, work = plan.schedule_table, list[Work]()
-    lanes, number = [_named(stages) for stages in table.stages], dict[Any, int]()
+    lanes, number = list(map(_named, table.stages)), dict[Any, int]()
     for task in (task for clock in table.clocks for task in clock):
         needed, group = table.requirement(task), table.placement[task.stage_id]
         before = () if needed is None else (number[needed],)
         if needed is not None and table.placement[needed.stage_id] != group:
-            sender = lanes[table.placement[needed.stage_id]]
             sends = time.sends_seconds[min(needed.stage_id, task.stage_id)]
-            link = f"{sender} -> {lanes[group]}"
-            work.append(
-                Work(f"transfer to {lanes[group]}", (link,), sends, before, kind="transfer")
-            )
+            link = f"{lanes[table.placement[needed.stage_id]]} -> {lanes[group]}"
+            name = f"transfer to {lanes[group]}"
+            work.append(Work(name, (link,), sends, before, kind="transfer"))
             before = (len(work) - 1,)
         seconds = time.passes_seconds_per_stage[task.stage_id].get(task.kind, 0.0)
-        label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
         number[task] = len(work)
-        work.append(Work(label, (compute_stream(lanes[group]),), seconds, before, kind=task.kind))
+        work.append(_pass(task, lanes[group], seconds, before))
     for s, group in enumerate(table.placement):
         seconds = time.passes_seconds_per_stage[s].get("update", 0.0)
         stream = compute_stream(lanes[group])
         work.append(Work(f"update of stage {s}", (stream,), seconds, (), kind="update"))
-    return ScheduleFacts(
-        "saved",
-        simulate(work),
-        time.bubble_fraction_per_stage,
-        (),
-        {compute_stream(lane): lane for lane in lanes},
-        {lane: lane for lane in lanes},
-        time.step_seconds,
-    )
+    waits, simulation = time.bubble_fraction_per_stage, simulate(work)
+    return _of_table("saved", simulation, waits, lanes, time.step_seconds)
 
 
 def _clocks(plan: Plan) -> ScheduleFacts:
     work: list[Work] = []
     before: tuple[int, ...] = ()
     table = plan.schedule_table
-    lanes = [_named(stages) for stages in table.stages]
+    lanes = list(map(_named, table.stages))
     for clock in table.clocks:
         first = len(work)
-        for task in clock:
-            label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
-            stream = compute_stream(lanes[table.placement[task.stage_id]])
-            work.append(Work(label, (stream,), 1, before, kind=task.kind))
+        work += [_pass(task, lanes[table.placement[task.stage_id]], 1, before) for task in clock]
         before = tuple(range(first, len(work)))
     simulation = simulate(work)
-    waits = tuple(
-        1 - simulation.busy_seconds[compute_stream(lanes[group])] / simulation.seconds
-        for group in table.placement
-    )
+    busy = [simulation.busy_seconds[compute_stream(lanes[group])] for group in table.placement]
+    waits = tuple(1 - seconds / simulation.seconds for seconds in busy)
+    return _of_table("clocks", simulation, waits, lanes)
+
+
+def _pass(task: StagePass, lane: str, seconds: float, before: tuple[int, ...]) -> Work:
+    """Return the work of a task of the schedule's table."""
+    label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
+    return Work(label, (compute_stream(lane),), seconds, before, kind=task.kind)
+
+
+def _of_table(
+    clock: Clock,
+    simulation: Simulation,
+    waits: tuple[float, ...],
+    lanes: Sequence[str],
+    saved_seconds: float | None = None,
+) -> ScheduleFacts:
+    """Return the facts of a simulated table, which says nothing of memory."""
+    headings: Mapping[Memory, str] = {compute_stream(lane): lane for lane in lanes}
     return ScheduleFacts(
-        "clocks",
-        simulation,
-        waits,
-        (),
-        {compute_stream(lane): lane for lane in lanes},
-        {lane: lane for lane in lanes},
+        clock, simulation, waits, (), headings, {lane: lane for lane in lanes}, saved_seconds
     )
 
 

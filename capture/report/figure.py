@@ -1,7 +1,8 @@
-"""One drawing of a report, as plotly.js takes it, and the line of a limit in it."""
+"""One drawing of a report, as plotly.js takes it, and the parts that several drawings have."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,15 @@ from capture.report.palette import LIMIT
 
 #: A limit that lies so many times above everything else is said and not drawn.
 FAR_LIMIT = 5
+#: Of a trace: what stands under the pointer is its ``customdata`` alone.
+SAID = "%{customdata}<extra></extra>"
+#: The words of a bar stand in its middle.
+IN_BARS = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+#: Of a figure of bars in lanes.
+OVERLAID = {"barmode": "overlay", "bargap": 0, "hovermode": "closest"}
+
+#: Of a figure, in the language of plotly.js.
+Trace = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,40 @@ class Figure:
     caption: str
     traces: list[dict[str, Any]]
     layout: dict[str, Any]
+
+
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+    """Return a trace of upright bars, one at every ``x``."""
+    return {"type": "bar", "name": name, "x": x, "y": y, **more}
+
+
+def spans(
+    rows: Sequence[float], begins: Sequence[float], lengths: Sequence[float], **more: Any
+) -> Trace:
+    """Return a trace of lying bars, each in its row, from where it begins."""
+    where = {"y": rows, "base": begins, "x": lengths}
+    return {"type": "bar", "orientation": "h", **where, **more}
+
+
+def scatter(mode: str, name: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+    """Return a trace of points: lines, markers or both, as ``mode`` says."""
+    return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, **more}
+
+
+def lanes(names: Sequence[str]) -> dict[str, Any]:
+    """Return an upright axis of named rows, the first on top."""
+    return {
+        "tickvals": list(range(len(names))),
+        "ticktext": list(names),
+        "range": [len(names) - 0.5, -0.5],
+        "showgrid": False,
+        "zeroline": False,
+    }
+
+
+def edged(color: str, width: float = 0.5) -> dict[str, Any]:
+    """Return the marker of bars with a white edge."""
+    return {"color": color, "line": {"color": "white", "width": width}}
 
 
 def limit_line(axis: str, limit: int | None, scale: float, largest: float) -> dict[str, Any]:

@@ -4,12 +4,23 @@ no plotting library is imported."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from capture.plan.strategy import of_devices
 from capture.quantities import counted, format_bytes, format_seconds, signed_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
-from capture.report.figure import FAR_LIMIT, Figure, limit_line
+from capture.report.figure import (
+    FAR_LIMIT,
+    IN_BARS,
+    Figure,
+    Trace,
+    bars,
+    edged,
+    lanes,
+    limit_line,
+    scatter,
+    spans,
+)
 from capture.report.front_figure import front
 from capture.report.palette import INK, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
@@ -18,6 +29,8 @@ from capture.report.words import CLOCKS
 
 #: Points per stage of the memory over time: three per bucket at most.
 MEMORY_BUCKETS = 400
+#: What stands under the pointer of a prediction.
+_PREDICTED = "predicted %{customdata}<extra>%{x}</extra>"
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
@@ -54,27 +67,24 @@ def stage_map(facts: ReportFacts) -> Figure:
         if len(facts.stages) > 1:
             split = f"dp {choice.replicas_text} x tp {choice.tensor_parallel}"
         about = f"layers {stage.layers_text}<br>{split}"
+        named = f"<b>stage {stage.stage_id}</b>"
         hover = (
-            f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat "
+            f"{named}<br>devices {stage.devices_text}<br>{about}<br>remat "
             f"{stage.stage.remat_text}<br>"
             f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
         )
         traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "y": list(of_node),
-                "base": [min(places) - 0.5 for places in of_node.values()],
-                "x": [max(places) - min(places) + 1 for places in of_node.values()],
-                "text": [f"<b>stage {stage.stage_id}</b><br>{about}"] * len(of_node),
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "textangle": 0,
-                "insidetextfont": {"color": text_on(color), "size": 13},
-                "marker": {"color": color, "line": {"color": "white", "width": 2}},
-                "width": 0.9,
-                "hovertemplate": hover,
-            }
+            spans(
+                list(of_node),
+                [min(places) - 0.5 for places in of_node.values()],
+                [max(places) - min(places) + 1 for places in of_node.values()],
+                text=[f"{named}<br>{about}"] * len(of_node),
+                **IN_BARS,
+                insidetextfont={"color": text_on(color), "size": 13},
+                marker=edged(color, 2),
+                width=0.9,
+                hovertemplate=hover,
+            )
         )
     num_nodes, widest = len(cluster.nodes), max(cluster.nodes)
     layout = {
@@ -88,13 +98,7 @@ def stage_map(facts: ReportFacts) -> Figure:
             "showgrid": False,
             "zeroline": False,
         },
-        "yaxis": {
-            "tickvals": list(range(num_nodes)),
-            "ticktext": [f"node {node}" for node in range(num_nodes)],
-            "range": [num_nodes - 0.5, -0.5],
-            "showgrid": False,
-            "zeroline": False,
-        },
+        "yaxis": lanes([f"node {node}" for node in range(num_nodes)]),
     }
     caption = (
         f"Which devices of the {counted(num_nodes, 'node')} hold which layers; dp: replicas of the "
@@ -109,37 +113,22 @@ def peaks(facts: ReportFacts) -> Figure:
     stages, limit = facts.stages, None if facts.headroom is None else facts.headroom.limit_bytes
     unit = bytes_unit(max(stage.interval_bytes[1] for stage in stages))
     names = [_stage_name(stage) for stage in stages]
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "name": category,
-            "x": names,
-            "y": [stage.parts.get(category, 0) / unit.scale for stage in stages],
-            "customdata": [format_bytes(stage.parts.get(category, 0)) for stage in stages],
-            "marker": {"color": category_color(category), "line": {"color": "white", "width": 0.5}},
-            "hovertemplate": f"{category}: %{{customdata}}<extra>%{{x}}</extra>",
-        }
+    traces = [
+        bars(
+            category,
+            names,
+            [stage.parts.get(category, 0) / unit.scale for stage in stages],
+            customdata=[format_bytes(stage.parts.get(category, 0)) for stage in stages],
+            marker=edged(category_color(category)),
+            hovertemplate=f"{category}: %{{customdata}}<extra>%{{x}}</extra>",
+        )
         for category in in_order([category for stage in stages for category in stage.parts])
     ]
     traces.append(_predicted(stages, names, unit))
     if facts.verified:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "verified (compiled)",
-                "x": names,
-                "y": [stage.peak_bytes / unit.scale for stage in stages],
-                "customdata": [format_bytes(stage.peak_bytes) for stage in stages],
-                "marker": {
-                    "symbol": "diamond-open",
-                    "size": 12,
-                    "color": INK,
-                    "line": {"width": 2},
-                },
-                "hovertemplate": "verified %{customdata}<extra>%{x}</extra>",
-            }
-        )
+        compiled = [stage.peak_bytes for stage in stages]
+        tops = [nbytes / unit.scale for nbytes in compiled]
+        traces.append(_verified(names, tops, list(map(format_bytes, compiled))))
     layout = {
         "height": 440,
         "barmode": "stack",
@@ -157,28 +146,38 @@ def peaks(facts: ReportFacts) -> Figure:
     )
 
 
-def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> dict[str, Any]:
+def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> Trace:
     """Return the marks of the predicted peaks, with their intervals."""
     top = [stage.predicted_bytes / unit.scale for stage in stages]
     low, high = zip(*(stage.interval_bytes for stage in stages), strict=True)
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "predicted, with interval",
-        "x": names,
-        "y": top,
-        "customdata": [_interval_text(stage) for stage in stages],
-        "marker": {"color": INK, "size": 5},
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [end / unit.scale - y for end, y in zip(high, top, strict=True)],
-            "arrayminus": [y - end / unit.scale for end, y in zip(low, top, strict=True)],
-            "color": INK,
-            "width": 5,
-        },
-        "hovertemplate": "predicted %{customdata}<extra>%{x}</extra>",
+    errors = {
+        "type": "data",
+        "symmetric": False,
+        "array": [end / unit.scale - y for end, y in zip(high, top, strict=True)],
+        "arrayminus": [y - end / unit.scale for end, y in zip(low, top, strict=True)],
+        "color": INK,
+        "width": 5,
     }
+    return scatter(
+        "markers",
+        "predicted, with interval",
+        names,
+        top,
+        customdata=list(map(_interval_text, stages)),
+        marker={"color": INK, "size": 5},
+        error_y=errors,
+        hovertemplate=_PREDICTED,
+    )
+
+
+def _verified(
+    names: Sequence[str], y: Sequence[float], said: Sequence[str], then: str = ""
+) -> Trace:
+    """Return the marks of compiled peaks; ``then`` goes on with what stands under the pointer."""
+    marker = {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}}
+    hover = f"verified %{{customdata}}{then}<extra>%{{x}}</extra>"
+    name = "verified (compiled)"
+    return scatter("markers", name, names, y, customdata=said, marker=marker, hovertemplate=hover)
 
 
 class _Area(NamedTuple):
@@ -259,29 +258,21 @@ def prediction_errors(facts: ReportFacts) -> Figure:
     names = [_stage_name(stage) for stage in facts.stages]
     low = [100 * (stage.interval_bytes[0] / stage.predicted_bytes - 1) for stage in facts.stages]
     high = [100 * (stage.interval_bytes[1] / stage.predicted_bytes - 1) for stage in facts.stages]
-    band = {
-        "type": "bar",
-        "name": "interval of the prediction",
-        "x": names,
-        "base": low,
-        "y": [top - bottom for top, bottom in zip(high, low, strict=True)],
-        "marker": {"color": "#D9E2EC"},
-        "customdata": [_interval_text(stage) for stage in facts.stages],
-        "hovertemplate": "predicted %{customdata}<extra>%{x}</extra>",
-    }
-    dots = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "verified (compiled)",
-        "x": names,
-        "y": [100 * (stage.peak_bytes / stage.predicted_bytes - 1) for stage in facts.stages],
-        "marker": {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}},
-        "customdata": [
-            f"{format_bytes(stage.peak_bytes)}, predicted {format_bytes(stage.predicted_bytes)}"
-            for stage in facts.stages
-        ],
-        "hovertemplate": "verified %{customdata}: %{y:+.2f} %<extra>%{x}</extra>",
-    }
+    band = bars(
+        "interval of the prediction",
+        names,
+        [top - bottom for top, bottom in zip(high, low, strict=True)],
+        base=low,
+        marker={"color": "#D9E2EC"},
+        customdata=list(map(_interval_text, facts.stages)),
+        hovertemplate=_PREDICTED,
+    )
+    off = [100 * (stage.peak_bytes / stage.predicted_bytes - 1) for stage in facts.stages]
+    said = [
+        f"{format_bytes(stage.peak_bytes)}, predicted {format_bytes(stage.predicted_bytes)}"
+        for stage in facts.stages
+    ]
+    dots = _verified(names, off, said, ": %{y:+.2f} %")
     inside = sum(
         stage.interval_bytes[0] <= stage.peak_bytes <= stage.interval_bytes[1]
         for stage in facts.stages
@@ -318,18 +309,15 @@ def memory_over_time(facts: ReportFacts) -> Figure:
     in_seconds = facts.schedule.in_seconds
     scale, time_of = (clock.scale, format_seconds) if in_seconds else (1.0, _units)
     traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": f"stage {s}",
-            "x": [float(seconds) / scale for seconds, _ in points],
-            "y": [nbytes / unit.scale for _, nbytes in points],
-            "customdata": [
-                f"{format_bytes(nbytes)} at {time_of(float(seconds))}" for seconds, nbytes in points
-            ],
-            "line": {"shape": "hv", "width": 1.5, "color": color},
-            "hovertemplate": f"%{{customdata}}<extra>stage {s}</extra>",
-        }
+        scatter(
+            "lines",
+            f"stage {s}",
+            [float(seconds) / scale for seconds, _ in points],
+            [nbytes / unit.scale for _, nbytes in points],
+            customdata=[f"{format_bytes(n)} at {time_of(float(at))}" for at, n in points],
+            line={"shape": "hv", "width": 1.5, "color": color},
+            hovertemplate=f"%{{customdata}}<extra>stage {s}</extra>",
+        )
         for s, (points, color) in enumerate(zip(shown, stage_colors(len(shown)), strict=True))
     ]
     limit = None if facts.headroom is None else facts.headroom.limit_bytes

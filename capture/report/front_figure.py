@@ -11,7 +11,7 @@ from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import ReportFacts
-from capture.report.figure import Figure, limit_line
+from capture.report.figure import SAID, Figure, Trace, limit_line, scatter
 from capture.report.palette import INK
 from capture.report.units import bytes_unit, seconds_unit
 
@@ -39,60 +39,47 @@ def front(facts: ReportFacts) -> Figure:
     traces = [_line(points, list(map(x_of, peaks)), list(map(y_of, seconds)))]
     if step is not None:
         peak = facts.fullest.peak_bytes
-        said = f"{format_bytes(peak)}, {format_seconds(step)}"
-        traces.append(_this_plan(x_of(peak / unit.scale), y_of(step / clock.scale), said))
+        traces.append(
+            scatter(
+                "markers",
+                "this plan (simulated)",
+                [x_of(peak / unit.scale)],
+                [y_of(step / clock.scale)],
+                customdata=[f"{format_bytes(peak)}, {format_seconds(step)}"],
+                marker={"symbol": "star", "size": 16, "color": "#D55E00"},
+                hovertemplate=f"this plan: {SAID}",
+            )
+        )
     # Within the peak of a point no plan is faster than the bound of that point.
     corners = [ends[0], *(x for peak in peaks for x in (peak, peak)), ends[1]]
     for name, color, values in bounds:
-        heights = [value for value in values for _ in range(2)]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "x": list(map(x_of, corners if len(values) > 1 else ends)),
-                "y": [y_of(value / clock.scale) for value in heights],
-                "line": {"color": color, "width": 1.5, "dash": "dash"},
-                "hoverinfo": "skip",
-            }
-        )
+        x = list(map(x_of, corners if len(values) > 1 else ends))
+        y = [y_of(value / clock.scale) for value in values for _ in range(2)]
+        line_of = {"color": color, "width": 1.5, "dash": "dash"}
+        traces.append(scatter("lines", name, x, y, line=line_of, hoverinfo="skip"))
     layout = {"height": 400, "showlegend": True, "xaxis": x_axis, "yaxis": y_axis, **line}
     return Figure("front", "Peak memory against step time", _front_words(facts), traces, layout)
 
 
-def _line(points: Sequence[FrontPoint], x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+def _line(points: Sequence[FrontPoint], x: Sequence[float], y: Sequence[float]) -> Trace:
     """Return the trace of the plans of a front, with their names."""
-    return {
-        "type": "scatter",
-        "mode": "lines+markers+text",
-        "name": "front",
-        "x": x,
-        "y": y,
-        "text": [point.name for point in points],
-        "textposition": "top right",
-        "customdata": [
-            f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}<br>"
-            f"{_stages_text(point.stages)}"
-            for point in points
-        ],
-        "line": {"shape": "hv", "color": "#0072B2", "width": 1.5},
-        "marker": {"size": 9, "color": "#0072B2"},
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-
-
-def _this_plan(x: float, y: float, said: str) -> dict[str, Any]:
-    """Return a mark where the reported plan is."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "this plan (simulated)",
-        "x": [x],
-        "y": [y],
-        "customdata": [said],
-        "marker": {"symbol": "star", "size": 16, "color": "#D55E00"},
-        "hovertemplate": "this plan: %{customdata}<extra></extra>",
-    }
+    said = [
+        f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}<br>"
+        f"{_stages_text(point.stages)}"
+        for point in points
+    ]
+    return scatter(
+        "lines+markers+text",
+        "front",
+        x,
+        y,
+        text=[point.name for point in points],
+        textposition="top right",
+        customdata=said,
+        line={"shape": "hv", "color": "#0072B2", "width": 1.5},
+        marker={"size": 9, "color": "#0072B2"},
+        hovertemplate=SAID,
+    )
 
 
 def _least_step(facts: ReportFacts) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from capture.errors import CaptureError
 from capture.extras import install_command
+from capture.plan.headroom import Headroom
 from capture.report.data import ReportFacts
 from capture.report.figure import Figure
 from capture.report.figures import figures
@@ -101,7 +102,7 @@ def page(facts: ReportFacts, *, interactive: bool = False) -> str:
     return render(
         title(facts),
         paragraph(facts),
-        _verdict(facts),
+        facts.headroom,
         html_table(HEADER, rows(facts)),
         figures(facts),
         _footer(facts),
@@ -112,15 +113,15 @@ def page(facts: ReportFacts, *, interactive: bool = False) -> str:
 def render(
     heading: str,
     lead: str,
-    verdict: str,
+    room: Headroom | None,
     table: str,
     shown: Sequence[Figure],
     footer: str,
     *,
     interactive: bool = False,
 ) -> str:
-    """Return the HTML of a heading, a paragraph, a table (both HTML already where they have
-    elements) and figures."""
+    """Return the HTML of a heading, a paragraph, whether the plan fits, a table (HTML already) and
+    figures."""
     sections = "".join(
         (
             f'<h2>{escape(figure.title)}</h2><p class="caption">{escape(figure.caption)}</p><div '
@@ -129,6 +130,11 @@ def render(
         for figure in shown
     )
     scripts = _scripts(shown) if interactive else ""
+    verdict = ""
+    if room is not None:
+        color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(room.verdict, "#FCE8B2")
+        words = escape(room.verdict)
+        verdict = f'<span class="verdict" style="background: {color}">{words}</span>\n'
     policy = _POLICY + "; script-src 'unsafe-inline'" * interactive
     footer += _HOW_TO_MOVE if interactive else _HOW_TO_LOOK
     return (
@@ -169,16 +175,6 @@ def _plotly() -> str:
             "report-plotly",
         ) from None
     return get_plotlyjs().replace("</script", "<\\/script")
-
-
-def _verdict(facts: ReportFacts) -> str:
-    return "" if facts.headroom is None else html_verdict(facts.headroom.verdict)
-
-
-def html_verdict(verdict: str) -> str:
-    """Return whether a plan fits as HTML, coloured."""
-    color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(verdict, "#FCE8B2")
-    return f'<span class="verdict" style="background: {color}">{escape(verdict)}</span>\n'
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str = "") -> str:

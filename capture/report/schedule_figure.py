@@ -3,10 +3,12 @@ each stage mostly does when."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from capture.quantities import format_seconds
 from capture.report.data import ScheduleFacts
+from capture.report.figure import OVERLAID, SAID, Trace, edged, lanes, scatter, spans
 from capture.report.palette import KINDS, OTHER
 from capture.report.units import Unit, seconds_unit
 from capture.step.simulator import Work
@@ -27,7 +29,7 @@ _COMPUTES = (
 )
 
 
-def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+def schedule(facts: ScheduleFacts) -> tuple[list[Trace], dict[str, Any], str]:
     """Return (traces, layout, what the caption must say of them) of a schedule: a row per group of
     devices, that of the first stage on top."""
     num_stages = len(facts.lanes)
@@ -38,21 +40,13 @@ def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any]
     )
     layout: dict[str, Any] = {
         "height": 130 + max(26, 60 - 2 * num_stages) * num_stages,
-        "barmode": "overlay",
-        "bargap": 0,
+        **OVERLAID,
         "showlegend": True,
-        "hovermode": "closest",
         "xaxis": {
             "title": {"text": f"{unit.name} into the step" if facts.in_seconds else unit.name},
             "range": [0, float(facts.simulation.seconds) / unit.scale],
         },
-        "yaxis": {
-            "tickvals": list(range(num_stages)),
-            "ticktext": list(facts.lanes.values()),
-            "range": [num_stages - 0.5, -0.5],
-            "showgrid": False,
-            "zeroline": False,
-        },
+        "yaxis": lanes(list(facts.lanes.values())),
     }
     rows = _rows(facts)
     if len(rows) <= MAX_BARS:
@@ -70,11 +64,11 @@ def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any]
     return _image(facts, unit), layout, note
 
 
-_Row = tuple[int, Work, float, float]
-"""(stage, item, start, seconds)"""
+#: (lane, item, start, seconds)
+Row = tuple[int, Work, float, float]
 
 
-def _rows(facts: ScheduleFacts) -> list[_Row]:
+def _rows(facts: ScheduleFacts) -> list[Row]:
     """Return the programs that take time on the compute streams and the transfers that leave a
     stage."""
     row_of = {lane: row for row, lane in enumerate(facts.lanes)}
@@ -90,37 +84,38 @@ def _rows(facts: ScheduleFacts) -> list[_Row]:
     return found
 
 
-def _bars(rows: list[_Row], facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
-    traces = []
-    for kind in (*_COMPUTES, "transfer"):
-        mine = [row for row in rows if row[1].kind == kind]
-        if not mine:
-            continue
-        below = kind == "transfer"
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": kind,
-                "y": [stage + (0.38 if below else -0.05) for stage, *_ in mine],
-                "base": [start / unit.scale for *_, start, _ in mine],
-                "x": [seconds / unit.scale for *_, seconds in mine],
-                "width": 0.14 if below else 0.66,
-                "customdata": [
-                    f"{item.label}<br>{_span(facts, start, seconds)}"
-                    for _, item, start, seconds in mine
-                ],
-                "marker": {
-                    "color": KINDS.get(kind, OTHER),
-                    "line": {"color": "white", "width": 0 if below else 0.5},
-                },
-                "hovertemplate": "%{customdata}<extra></extra>",
-            }
-        )
+def by_kind(
+    rows: Sequence[Row], kinds: Iterable[str], unit: Unit, said: Callable[[Row], str]
+) -> Iterator[Trace]:
+    """Yield the bars of programs and transfers in their lanes, a trace per kind that there is."""
+    for kind in kinds:
+        if mine := [row for row in rows if row[1].kind == kind]:
+            yield spans(
+                [lane for lane, *_ in mine],
+                [start / unit.scale for *_, start, _ in mine],
+                [seconds / unit.scale for *_, seconds in mine],
+                name=kind,
+                customdata=list(map(said, mine)),
+                marker=edged(KINDS.get(kind, OTHER)),
+                hovertemplate=SAID,
+            )
+
+
+def _bars(rows: list[Row], facts: ScheduleFacts, unit: Unit) -> list[Trace]:
+    def said(row: Row) -> str:
+        return f"{row[1].label}<br>{_span(facts, *row[2:])}"
+
+    traces = list(by_kind(rows, (*_COMPUTES, "transfer"), unit, said))
+    for trace in traces:
+        below = trace["name"] == "transfer"
+        trace["y"] = [lane + (0.38 if below else -0.05) for lane in trace["y"]]
+        trace["width"] = 0.14 if below else 0.66
+        if below:
+            trace["marker"] = edged(KINDS["transfer"], 0)
     return traces
 
 
-def _image(facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
+def _image(facts: ScheduleFacts, unit: Unit) -> list[Trace]:
     """Return a heat map whose values are kinds of programs; ``None`` where a stage mostly waits."""
     grid, labels = slots(facts, NUM_SLOTS)
     width = float(facts.simulation.seconds) / NUM_SLOTS / unit.scale
@@ -145,15 +140,9 @@ def _image(facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
         "hoverongaps": False,
     }
     used = {kind for row in grid for kind in row if kind is not None}
+    square = {"symbol": "square", "size": 12}
     legend = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": kind,
-            "x": [None],
-            "y": [None],
-            "marker": {"symbol": "square", "size": 12, "color": KINDS[kind]},
-        }
+        scatter("markers", kind, [None], [None], marker={**square, "color": KINDS[kind]})
         for kind in _COMPUTES
         if kind in used
     ]

@@ -12,8 +12,8 @@ from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
-from capture.report.figure import Figure
-from capture.report.page import html_table, html_verdict, render
+from capture.report.figure import Figure, bars
+from capture.report.page import html_table, render
 from capture.report.palette import category_color, in_order
 from capture.report.units import bytes_unit, seconds_unit
 
@@ -130,14 +130,13 @@ def page(plan: ShardingPlan, room: Headroom | None, *, interactive: bool = False
     Raises:
         CaptureError: ``report-plotly`` if plotly is needed and not installed.
     """
-    verdict = "" if room is None else html_verdict(room.verdict)
     below = "Bytes and times are those of one device, by the search's model of costs."
     footer = f"Sharding plan; {below[0].lower()}{below[1:]}"
     table = html_table(HEADER, rows(plan), below)
     return render(
         title(plan),
         paragraph(plan, room),
-        verdict,
+        room,
         table,
         _figures(plan) if plan.costs else [],
         footer,
@@ -169,13 +168,12 @@ def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
     parts = in_order(list(_parts_of_peak(plan)))
     unit = bytes_unit(max(sum(cost.at_peak.values()) for cost in plan.costs))
     traces = [
-        {
-            "type": "bar",
-            "name": part,
-            "x": names,
-            "y": [cost.at_peak.get(part, 0) / unit.scale for cost in plan.costs],
-            "marker": {"color": category_color(part)},
-        }
+        bars(
+            part,
+            names,
+            [cost.at_peak.get(part, 0) / unit.scale for cost in plan.costs],
+            marker={"color": category_color(part)},
+        )
         for part in parts
     ]
     layout = {
