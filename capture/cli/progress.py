@@ -73,14 +73,15 @@ class Tally:
 
 #: The kind of job that traces.
 BOUNDS = "bounds from tracing"
+_STAGES = ("compiling", "compiled", "stage", "stages")
 #: What is done, to what: by kind of job, in words of people who have a model and want a plan.
 _WORDS = {
-    "optimizer updates": ("compiling", "compiled", "stage", "stages"),
-    "layer windows": ("compiling", "compiled", "stage", "stages"),
-    "calibration": ("compiling", "compiled", "stage", "stages"),
-    "other sizes": ("compiling", "compiled", "stage", "stages"),
-    "paper runs": ("compiling", "compiled", "stage", "stages"),
-    "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
+    "optimizer updates": _STAGES,
+    "layer windows": _STAGES,
+    "calibration": _STAGES,
+    "other sizes": _STAGES,
+    "paper runs": _STAGES,
+    "buffers of the stages": _STAGES,
     BOUNDS: ("tracing", "traced", "kind of stage", "kinds of stage"),
     "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
     "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
@@ -120,43 +121,32 @@ def progress(options: argparse.Namespace) -> Progress:
     where that is no terminal, a line now and then."""
     if options.quiet:
         return lambda kind, done, total: None
-    return _progress_line() if sys.stderr.isatty() else _progress_lines()
-
-
-def _doing(kind: str, tally: Tally) -> str:
-    doing, _, *things = _WORDS.get(kind, ("doing", "did", kind, kind))
-    return f"{doing} {tally.done} of {counted(tally.total, *things)}"
-
-
-def _did(kind: str, tally: Tally) -> str:
-    _, did, *things = _WORDS.get(kind, ("doing", "did", kind, kind))
-    return f"{did} {counted(tally.total, *things)} in {tally.seconds:.0f} s"
-
-
-def _left(tally: Tally) -> str:
-    """Return the time left in words, once there are jobs enough to tell: the first one waits for
-    its worker to start."""
-    return (
-        f", about {tally.seconds_left:.0f} s left" if tally.done >= 5 and tally.seconds_left else ""
-    )
-
-
-def _progress_line() -> Progress:
-    tally = Tally()
+    tally, rewrites, said = Tally(), sys.stderr.isatty(), float("-inf")
 
     def show(kind: str, done: int, total: int) -> None:
+        nonlocal said
         tally.note(kind, done, total)
         clear_line()
-        if tally.done == tally.total:
-            print(_did(kind, tally), file=sys.stderr, flush=True)
-            return
-        text = (
-            _doing(kind, tally) + _left(tally) + (f": {_DETAILS[kind]}" if kind in _DETAILS else "")
-        )
-        # The cursor goes back to where it was: whoever writes next writes over it.
-        print(text[: _width() - 1], end="\r", file=sys.stderr, flush=True)
+        text, now = _told(kind, tally), tally.clock()
+        if tally.done < tally.total and rewrites:
+            rewritten(text + (f": {_DETAILS[kind]}" if kind in _DETAILS else ""))
+        elif tally.done == tally.total or (tally.done and now - said >= PAUSE_SECONDS):
+            # When the first is done all kinds are known.
+            print(text, file=sys.stderr, flush=True)
+            said = now
 
     return show
+
+
+def _told(kind: str, tally: Tally) -> str:
+    """Return how far jobs are in words, with the time left once there are jobs enough to tell: the
+    first one waits for its worker to start."""
+    doing, did, *things = _WORDS.get(kind, ("doing", "did", kind, kind))
+    of = counted(tally.total, *things)
+    if tally.done == tally.total:
+        return f"{did} {of} in {tally.seconds:.0f} s"
+    left = tally.seconds_left if tally.done >= 5 else None
+    return f"{doing} {tally.done} of {of}" + (f", about {left:.0f} s left" if left else "")
 
 
 class SearchProgress:
@@ -220,7 +210,7 @@ class SearchProgress:
         if self._rewrites and not self._is_quiet:
             clear_line()
             text = "; ".join(filter(None, (left, self._words))) if left else self._known
-            print(text[: _width() - 1], end="\r", file=sys.stderr, flush=True)
+            rewritten(text)
         elif left and now - self._said_at >= PAUSE_SECONDS:
             self._print(left)
 
@@ -245,29 +235,12 @@ def clear_line() -> None:
         print(end="\x1b[K", file=sys.stderr)
 
 
-def _width() -> int:
+def rewritten(text: str) -> None:
+    """Write a line that whoever writes next writes over: the cursor goes back to where it was."""
+    width = 80
     with suppress(OSError):
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    return 80
-
-
-def _progress_lines() -> Progress:
-    tally = Tally()
-    said = float("-inf")
-
-    def show(kind: str, done: int, total: int) -> None:
-        nonlocal said
-        tally.note(kind, done, total)
-        now = tally.clock()
-        if tally.done == tally.total:
-            print(_did(kind, tally), file=sys.stderr, flush=True)
-            said = now
-        elif tally.done and now - said >= PAUSE_SECONDS:
-            # When the first is done all kinds are known.
-            print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)
-            said = now
-
-    return show
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or width
+    print(text[: width - 1], end="\r", file=sys.stderr, flush=True)
 
 
 class Events:
