@@ -3,7 +3,7 @@ own stages are compiled, so nothing is guessed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from capture.plan.prediction import Verified
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
 from capture.processor_time import processor_seconds
-from capture.report.explanation import ExplainReport
-from capture.report.needs import PlanNeeds
+from capture.report.documents import ExplainReport, PlanNeeds
 from capture.step.attribution import Attribution, attribute, group
 from profiling_runs.measurements import Measurements
 from profiling_runs.verify import verify
@@ -45,67 +44,45 @@ class PlanChange:
         return fields_of(self, "change", "peak_bytes", "saves_bytes")
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The peak memory of a plan, taken apart by stage, and the single changes that were tried.
+def explained(
+    plan: Plan,
+    peaks: tuple[int, ...],
+    host_peak_bytes: int | None,
+    source: Mapping[str, Any],
+    stages: Sequence[Attribution],
+) -> ExplainReport:
+    """Return the explanation of a plan before any change of it is tried.
 
-    Attributes:
-        plan: Explained.
-        peak_bytes_per_device: Compiled.
+    Args:
+        plan: The explained plan.
+        peaks: Compiled peak bytes of every device.
+        host_peak_bytes: Compiled need of the host; None if the plan keeps nothing there.
         source: Backend, target, versions.
         stages: Per stage, its peak taken apart.
-        changes: Other plans, of one decision changed each, the most saving first.
-        untried: Changes that were not tried, because the time was over.
-        host_peak_bytes: Need of the host, compiled; None if the plan keeps nothing there.
     """
-
-    plan: Plan
-    peak_bytes_per_device: tuple[int, ...]
-    source: Mapping[str, Any]
-    stages: tuple[Attribution, ...]
-    changes: tuple[PlanChange, ...] = ()
-    untried: tuple[str, ...] = ()
-    host_peak_bytes: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.peak_bytes_per_device)
-
-    @property
-    def best_change(self) -> PlanChange | None:
-        """The change that saves most bytes; None where none saves anything."""
-        return next((change for change in self.changes if change.saves_bytes > 0), None)
-
-    @property
-    def report(self) -> ExplainReport:
-        """The explanation as plain data, as ``capture explain`` gives it."""
-        stages = [
-            {
-                "stage_id": s,
-                "layers": [stage.first, stage.stop - 1],
-                "devices": list(stage.devices),
-                "peak_bytes": found.peak.peak_bytes,
-                "instant": found.peak.instant,
-                "parts_bytes": found.peak.parts,
-                "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
-                "attributed_fraction": found.attributed_fraction,
-                "buffers": write(group(found.buffers)[:NUM_GROUPS]),
-            }
-            for s, (stage, found) in enumerate(zip(self.plan.stages, self.stages, strict=True))
-        ]
-        why = self.plan.why
-        compiled = self.plan.with_(verification=Verified(self.peak_bytes_per_device))
-        return ExplainReport(
-            kind="stages",
-            needs=replace(PlanNeeds.of(compiled), host_peak_bytes=self.host_peak_bytes),
-            peak_bytes_per_device=self.peak_bytes_per_device,
-            stages=stages,
-            source=self.source,
-            found=None if why is None else why.found or None,
-            changes=self.changes,
-            untried=self.untried,
-            best_change=self.best_change,
-        )
+    rows = [
+        {
+            "stage_id": s,
+            "layers": [stage.first, stage.stop - 1],
+            "devices": list(stage.devices),
+            "peak_bytes": found.peak.peak_bytes,
+            "instant": found.peak.instant,
+            "parts_bytes": found.peak.parts,
+            "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
+            "attributed_fraction": found.attributed_fraction,
+            "buffers": write(group(found.buffers)[:NUM_GROUPS]),
+        }
+        for s, (stage, found) in enumerate(zip(plan.stages, stages, strict=True))
+    ]
+    needs = PlanNeeds.of(plan.with_(verification=Verified(peaks)))
+    return ExplainReport(
+        kind="stages",
+        needs=replace(needs, host_peak_bytes=host_peak_bytes),
+        peak_bytes_per_device=peaks,
+        stages=rows,
+        source=source,
+        found=None if plan.why is None else plan.why.found or None,
+    )
 
 
 def explain(
@@ -113,9 +90,9 @@ def explain(
     measurements: Measurements,
     *,
     seconds: float | None = None,
-    told: Callable[[Explanation], None] = lambda explanation: None,
+    told: Callable[[ExplainReport], None] = lambda report: None,
     trying: Callable[[str, int], None] = lambda change, num_missing: None,
-) -> Explanation:
+) -> ExplainReport:
     """Take the compiled peaks of a plan apart, and try every single change of it.
 
     Changes whose stages the store has come first, then those that need few compiles.
@@ -141,8 +118,8 @@ def explain(
     ranges = [(stage.first, stage.stop) for stage in plan.stages]
     stages = attribute(verified.program, verified.stages, ranges, graph, buffers)
     source, on_host = measurements.backend.provenance, verified.host_peak_bytes
-    explained = Explanation(plan, peaks, source, tuple(stages), host_peak_bytes=on_host)
-    told(explained)
+    report = explained(plan, peaks, on_host, source, stages)
+    told(report)
     found, untried = list[PlanChange](), list[str]()
     wanted = [
         (_num_missing(changed, measurements), name, changed) for name, changed in _changes(plan)
@@ -160,7 +137,8 @@ def explain(
             continue
         found.append(PlanChange(name, changed, other, max(peaks) - other))
     found.sort(key=lambda change: -change.saves_bytes)
-    return replace(explained, changes=tuple(found), untried=tuple(untried))
+    best = found[0] if found and found[0].saves_bytes > 0 else None
+    return replace(report, changes=tuple(found), untried=tuple(untried), best_change=best)
 
 
 def _num_missing(plan: Plan, measurements: Measurements) -> int:

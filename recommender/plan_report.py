@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.plan.why import Why
-from capture.report.needs import PlanNeeds
+from capture.report.documents import PlanNeeds
 from recommender.answer import Answer
 from recommender.capture.changes import FittingChange
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
+from capture.cli.diff import compared
 from capture.cli.options import Asks
 from capture.cli.output import emit, say, table, write_files
-from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
@@ -30,9 +30,7 @@ from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.asked import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds
-from capture.report.difference import DiffReport, unequal
-from capture.report.explanation import ExplainReport, PageReport
-from capture.report.needs import PlanNeeds
+from capture.report.documents import ExplainReport, PageReport, PlanNeeds
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, SubArrayKind
@@ -180,9 +178,7 @@ def plan(options: argparse.Namespace) -> int:
         cluster,
         question.shape,
         executes=question.executes,
-        store=asked.open_store(options),
-        where=asked.where_of(options),
-        progress=progress(options),
+        **asked.told(options),
     ) as profiles:
         answer = noted(options, plan_array(question, profiles=profiles))
     lines = [f"{answer.status}: {answer.why.summary}"]
@@ -295,15 +291,9 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
     shape = ArrayShape(
         plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
     )
+    told = asked.told(options)
     with array_profiles(
-        spec,
-        plan.trained,
-        plan.cluster,
-        shape,
-        executes=executes,
-        store=asked.open_store(options),
-        where=asked.where_of(options),
-        progress=progress(options),
+        spec, plan.trained, plan.cluster, shape, executes=executes, **told
     ) as profiles:
         for task, profile in profiles.items():
             as_planned(plan, task, profile.workload, partial(getattr, profile, "fuser"))
@@ -313,13 +303,6 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
             for group in plan.partition
         ]
         return array_facts(plan, programs, arrays, profiles[tasks[0]].host)
-
-
-def diff(options: argparse.Namespace, *plans: ArrayPlan) -> DiffReport:
-    """Compare two plans of arrays: what they decide differently, and what each needs."""
-    asked.refuse_unread(options, "array")
-    one, other = map(PlanNeeds.of, plans)
-    return DiffReport("array", unequal(*map(_decided, plans)), (one, other))
 
 
 def _decided(plan: ArrayPlan) -> dict[str, str]:
@@ -333,6 +316,10 @@ def _decided(plan: ArrayPlan) -> dict[str, str]:
         "recomputed": _named(plan, "recompute"),
         "limit": "-" if plan.memory_limit_bytes is None else format_bytes(plan.memory_limit_bytes),
     }
+
+
+#: What two plans decide differently, and what each needs.
+diff = partial(compared, "array", _decided)
 
 
 def _named(plan: ArrayPlan, choice: str) -> str:

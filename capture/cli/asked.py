@@ -163,20 +163,17 @@ def open_store(options: argparse.Namespace) -> Store:
     return Store(path)
 
 
-def where_of(options: argparse.Namespace) -> Where:
-    """Return where jobs run, by the options ``shared.STORE``."""
-    return Where(**taken(Where, vars(options)))
+def told(options: argparse.Namespace) -> dict[str, Any]:
+    """Return where measurements are kept, where jobs run (both by the options ``shared.STORE``) and
+    what shows their progress: the arguments ``store``, ``where`` and ``progress``."""
+    where = Where(**taken(Where, vars(options)))
+    return {"store": open_store(options), "where": where, "progress": progress(options)}
 
 
 def open_measurements(options: argparse.Namespace, question: ProfileQuestion) -> Measurements:
     """Open the measurements of a question, made as the options ``shared.STORE`` say."""
     prepare_for([question])
-    return open_them(
-        question,
-        store=open_store(options),
-        where=where_of(options),
-        progress=progress(options),
-    )
+    return open_them(question, **told(options))
 
 
 def plan_measurements(options: argparse.Namespace, plan: Plan) -> Measurements:

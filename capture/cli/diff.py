@@ -7,9 +7,9 @@ never loaded.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capture.cli import asked
 from capture.cli import options as shared
@@ -17,6 +17,7 @@ from capture.cli.output import emit, table
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
 from capture.measured.profile import Profile
 from capture.options import add
+from capture.plan.files import PlanFile
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes, ids_text, signed_bytes
@@ -26,7 +27,9 @@ from capture.report.difference import (
     difference_rows,
     differences,
     needs_of,
+    unequal,
 )
+from capture.report.documents import PlanNeeds
 
 if TYPE_CHECKING:
     from capture.report.data import ReportFacts
@@ -61,6 +64,21 @@ def main(options: argparse.Namespace) -> int:
     report: DiffReport = one.verb("diff")(options, *plans)
     emit(options, report, *as_text(report))
     return 0
+
+
+def compared(
+    kind: str,
+    decided: Callable[[Any], Mapping[str, object]],
+    options: argparse.Namespace,
+    *plans: PlanFile,
+    read: Sequence[str] = (),
+    needs: Callable[..., PlanNeeds] = PlanNeeds.of,
+) -> DiffReport:
+    """Compare two plans of a kind by what they decide, in words, and by what each needs; ``read``
+    are the options that count."""
+    asked.refuse_unread(options, kind, *read)
+    one, other = (needs(plan, options.memory) for plan in plans)
+    return DiffReport(kind, unequal(*map(decided, plans)), (one, other))
 
 
 def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:

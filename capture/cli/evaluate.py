@@ -25,6 +25,18 @@ from capture.predictor.accuracy import DeviceErrors
 from profiling_runs.collect import split_warnings
 from profiling_runs.evaluate import EvaluateReport, EvaluationQuestion, evaluate
 
+#: Fractions of a row, by the name of their column.
+_COLUMNS = {
+    "within 2 %": "within_2pct",
+    "within 5 %": "within_5pct",
+    "within 11 %": "within_11pct",
+    "mean |error|": "mean_abs_error_fraction",
+    "max |error|": "max_abs_error_fraction",
+    "mean error": "mean_error_fraction",
+    "lowest": "lowest_error_fraction",
+    "in interval": "interval_coverage_fraction",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser)
@@ -86,17 +98,6 @@ def as_text(report: EvaluateReport) -> str:
                 (f"paper, {schedule}", modes["paper"])
                 for schedule, modes in report.by_schedule.items()
             ]
-    columns = [
-        "within 2 %",
-        "within 5 %",
-        "within 11 %",
-        "mean |error|",
-        "max |error|",
-        "mean error",
-        "lowest",
-        "in interval",
-        "above it",
-    ]
     lines = [
         f"{report.num_plans} random plans of {report.workload} on {report.cluster}, target "
         f"{report.target}, {' and '.join(report.schedules)}; {default.num_compiled_before} device "
@@ -107,20 +108,11 @@ def as_text(report: EvaluateReport) -> str:
             "nothing was predicted: draw more plans (--plans), or ask for more devices (--cluster)"
         )
     cells = [[name, *_cells(found)] for name, found in rows]
-    return "\n".join([*lines, table(["mode", "predictions", *columns], cells)])
+    return "\n".join([*lines, table(["mode", "predictions", *_COLUMNS, "above it"], cells)])
 
 
 def _cells(found: DeviceErrors) -> list[Any]:
-    fractions = [
-        found.within_2pct,
-        found.within_5pct,
-        found.within_11pct,
-        found.mean_abs_error_fraction,
-        found.max_abs_error_fraction,
-        found.mean_error_fraction,
-        found.lowest_error_fraction,
-        found.interval_coverage_fraction,
-    ]
+    fractions = (getattr(found, name) for name in _COLUMNS.values())
     above = "-" if found.interval_coverage_fraction is None else found.num_above_interval
     return [found.num_predictions, *map(_percent, fractions), above]
 

@@ -15,7 +15,7 @@ from capture.options import add, at_least
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.quantities import counted, format_bytes
-from capture.report.explanation import ExplainReport
+from capture.report.documents import ExplainReport
 from profiling_runs.collect import split_warnings
 
 #: Groups of buffers and layers of a stage in the text.
@@ -55,11 +55,11 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iter
         options, "stages", "workload", "seconds", *(option.name for option in shared.STORE)
     )
     measurements = asked.plan_measurements(options, plan)
-    from profiling_runs.explain import Explanation, explain
+    from profiling_runs.explain import explain
 
-    def told(explanation: Explanation) -> None:
+    def told(report: ExplainReport) -> None:
         if not options.json:
-            print(stages_text(explanation.report.stages), flush=True)
+            print(stages_text(report.stages), flush=True)
         say(
             options,
             f"trying single changes of the plan for {options.seconds} s of the processor "
@@ -71,7 +71,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iter
 
     found = explain(plan, measurements, seconds=options.seconds, told=told, trying=trying)
     warnings = split_warnings(measurements.backend.workload, plan.microbatch_size)
-    report = replace(found.report, warnings=warnings)
+    report = replace(found, warnings=warnings)
     return report, changes_lines(report)
 
 

@@ -3,18 +3,15 @@ said."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from capture.cli import asked
 from capture.cli.asked import Values
 from capture.machine.target import resolved_target
-from capture.measured.layer_profile import LayerProfile
 from capture.options import Option, options_of, taken
 from capture.quantities import counted, format_bytes
-from profiling_runs.batch import Progress, Watch
 from profiling_runs.layer_question import LayersQuestion
-from profiling_runs.layers import PASSES, profile_layers
+from profiling_runs.layers import PASSES
 from profiling_runs.profile_report import LayersReport
 
 SYSTEM = "harmony"
@@ -40,22 +37,6 @@ def layers_question(values: Values) -> LayersQuestion:
         asked.spec_of(values),
         resolved_target(values["target"], Path()),
         **taken(LayersQuestion, values),
-    )
-
-
-def make_layers(
-    options: argparse.Namespace,
-    question: LayersQuestion,
-    progress: Progress,
-    watch: Watch = lambda event: None,
-) -> LayerProfile:
-    """Measure the layers of a model as the options ``shared.STORE`` say."""
-    return profile_layers(
-        question,
-        store=asked.open_store(options),
-        where=asked.where_of(options),
-        progress=progress,
-        watch=watch,
     )
 
 

@@ -237,7 +237,7 @@ def run_verb(options: argparse.Namespace) -> int:
         return code
     except CaptureError as error:
         _report(options.json, error.violations)
-        return 3 if shared.ENDED_EARLY & set(error.codes) else 2
+        return shared.exit_code(error)
     except KeyboardInterrupt:
         clear_line()
         kept = "; finished measurements are kept, the same command resumes"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from capture.errors import OptionError
+from capture.errors import CaptureError, OptionError
 from capture.machine.target import target_names
 from capture.options import Option, add, options_of
 from capture.plan.choices import REMAT_POLICIES, REMAT_TEXT, is_remat
@@ -181,6 +181,18 @@ NO_COMPILE = Option(
 )
 
 
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that an error ends."""
+    match error:
+        case CaptureError():
+            return 3 if ENDED_EARLY & set(error.codes) else 2
+        case KeyboardInterrupt():
+            return 130
+        case SystemExit():
+            return int(error.code or 0)
+    return 2
+
+
 def file(name: str, help: str, again: bool = False) -> Option:
     """Return the option for a file that is read or written."""
     return Option(name, help, None, Path, metavar="FILE", again=again)
@@ -265,10 +277,6 @@ def add_plan_alone(parser: argparse.ArgumentParser) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the plan, and the workload that its file may lack."""
     add_plan_alone(parser)
-    add_plan_workload(parser)
-
-
-def add_plan_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved"
     )

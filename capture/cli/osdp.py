@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
+from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table
+from capture.cli.output import emit, say, table, write_files
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.options import options_of, taken
-from capture.report.sharding import HEADER, rows
+from capture.plan.sharding import ShardingPlan
+from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
+from capture.report.sharding import HEADER, decision, operator_rows, page, paragraph, rows, title
 from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
 from recommender.plan_report import PlanReport
@@ -114,6 +120,60 @@ def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
     each: int = options.global_batch // cluster.num_devices
     return each
 
+
+def verify(options: argparse.Namespace, plan: ShardingPlan) -> tuple[VerifyReport, ShardingPlan]:
+    """Compile the whole train step of a sharding plan for its target, and return the exact peak."""
+    asked.refuse_unread(options, "sharding", "workload", "memory", "output")
+    spec = asked.workload_of(options, plan)
+    if plan.cluster is not None:
+        asked.prepare(plan.cluster)
+    from capture.profiler.sharded_step import compiled_step
+
+    step, target = compiled_step(plan, spec.load()), Target.load(plan.target_name)
+    peak, count = step.replay().peaks[0], len(step.devices)
+    verified = replace(plan, compiled_peak_bytes=peak.peak_bytes, interval_bytes=None)
+    versions = environment.versions(target.platform)
+    report = VerifyReport(
+        "sharding",
+        target.name,
+        (peak.peak_bytes,) * count,
+        (plan.peak_bytes,) * count,
+        (PeakRow.of(range(count), peak),),
+        verified.headroom(options.memory),
+        source={"backend": f"compile:{target.name}", "target": target.name, "versions": versions},
+        warnings=split_warnings(step.workload, plan.batch_size, "examples of a device"),
+    )
+    return report, verified
+
+
+def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainReport, list[str]]:
+    """Explain a sharding plan: its operators, those that hold most first."""
+    asked.refuse_unread(options, "sharding")
+    needs = PlanNeeds.of(plan)
+    found = ExplainReport(kind="sharding", needs=needs, operators=operator_rows(plan))
+    return found, [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, needs.headroom)]
+
+
+def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport, list[str]]:
+    """Report a sharding plan: as a table, or as the page."""
+    asked.refuse_unread(options, "sharding", "memory", "output")
+    needs = PlanNeeds.of(plan, options.memory)
+    room = needs.headroom
+    written = write_files(options, lambda: page(plan, room, interactive=options.interactive))
+    lines = [title(plan), table(HEADER, rows(plan))] if not written else []
+    found = PageReport(
+        kind="sharding",
+        title=title(plan),
+        summary=paragraph(plan, room),
+        needs=needs,
+        operators=operator_rows(plan),
+        written=written,
+    )
+    return found, [*lines, found.summary]
+
+
+#: What two plans decide differently, and what each needs.
+diff = partial(compared, "sharding", decision, read=("memory",))
 
 ASKS = Asks(
     "Sharding by operator (--system osdp; also capture osdp)",

@@ -248,37 +248,25 @@ def front_table(front: Any) -> list[str]:
     without a plan."""
     if front is None or not front.points:
         return []
-    has_names = any(point.name for point in front.points)
-    rows = [
-        [
-            *([point.name or "-"] if has_names else []),
-            format_bytes(point.peak_bytes),
-            format_seconds(point.step_seconds),
-            *([_within(point.within_fraction)] if front.compiled else []),
-            *(
-                [strategy(point.stages, point.schedule, point.num_microbatches)]
-                if has_names
-                else []
-            ),
-            *([] if has_names else _layout(point)),
-        ]
-        for point in front.points
-    ]
+    header, rows = ["peak", "step", *(["least but for"] * front.compiled)], []
+    for point in front.points:
+        rows.append([format_bytes(point.peak_bytes), format_seconds(point.step_seconds)])
+        if front.compiled:
+            rows[-1].append(f"{point.within_fraction:.1%}" if point.within_fraction else "proven")
+    if any(point.name for point in front.points):
+        header = ["plan", *header, "what it is"]
+        for row, p in zip(rows, front.points, strict=True):
+            row[:] = [p.name or "-", *row, strategy(p.stages, p.schedule, p.num_microbatches)]
+    else:
+        header += ["schedule, M", "layers (dp x tp)"]
+        for row, point in zip(rows, front.points, strict=True):
+            row += _layout(point)
     said = "compiled plans" if front.compiled else "a sample with both ends"
     said = "every plan that none beats in both" if front.complete else said
     said += (
         ", predicted, not compiled" * (not front.compiled) + ", extrapolated" * front.extrapolated
     )
-    proven = ["least but for"] * front.compiled
-    return [
-        f"front of memory and time ({said}):",
-        table(
-            ["plan", "peak", "step", *proven, "what it is"]
-            if has_names
-            else ["peak", "step", *proven, "schedule, M", "layers (dp x tp)"],
-            rows,
-        ),
-    ]
+    return [f"front of memory and time ({said}):", table(header, rows)]
 
 
 def _layout(point: FrontPoint) -> list[str]:
@@ -290,8 +278,3 @@ def _layout(point: FrontPoint) -> list[str]:
     )
     named = f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-"
     return [named, ", ".join(layers)]
-
-
-def _within(fraction: float) -> str:
-    """Return how far a point of a front is proven, in words."""
-    return f"{fraction:.1%}" if fraction else "proven"

@@ -6,33 +6,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from capture.cli import asked, layers
 from capture.cli import options as shared
+from capture.cli.diff import compared
 from capture.cli.options import Asks
 from capture.cli.output import emit, table, write_files
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
-from capture.cli.progress import progress
 from capture.cli.question_file import noted
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
 from capture.options import Option, options_of, size, taken
 from capture.plan.headroom import Headroom, Peaks
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
 from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
-from capture.report.difference import DiffReport, unequal
-from capture.report.explanation import ExplainReport, PageReport
-from capture.report.needs import PlanNeeds
-from capture.report.verification import PeakRow, VerifyReport
+from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
-from profiling_runs.layers import with_model_hash
+from profiling_runs.layers import profile_layers, with_model_hash
 from profiling_runs.packs import PackCompiler
 from profiling_runs.profile_report import LayersReport
 from recommender.harmony import PacksQuestion, harmony
@@ -90,8 +87,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.layers is None:
         measured = layers.layers_question(vars(options))
         asked.prepare_for([measured], compiles_for=question.cluster)
-        profile = layers.make_layers(options, measured, progress(options))
-        question = replace(question, profile=profile)
+        question = replace(question, profile=profile_layers(measured, **asked.told(options)))
     answer = noted(options, _answer(options, question, measured))
     made = LayersReport.of(question.profile) if measured is not None else None
     lines = [*(layers.as_text(made) if made is not None else []), *_answer_lines(question, answer)]
@@ -131,7 +127,7 @@ def _answer(
     uncompiled = "--no-verify" if options.no_verify else None
     if question.cluster is None:
         uncompiled = f"--machine {options.machine} says nothing of how to compile for it"
-    compiled = None if uncompiled else _compiler(options, measured.workload)
+    compiled = None if uncompiled else PackCompiler(measured.workload, **asked.told(options))
     answer = harmony(question, compiled)
     if uncompiled:
         answer = not_compiled(answer, uncompiled)
@@ -148,52 +144,33 @@ def _largest(plan: PacksPlan | None) -> int:
     return max(each.microbatch_size for each in packs)
 
 
-def _compiler(
-    options: argparse.Namespace, workload: WorkloadProtocol | WorkloadSpec
-) -> PackCompiler:
-    return PackCompiler(
-        workload, asked.open_store(options), asked.where_of(options), progress(options)
-    )
-
-
 def explain(options: argparse.Namespace, plan: PacksPlan) -> tuple[ExplainReport, list[str]]:
     """Explain a plan of packs: its tasks in the order of issue, and what is predicted."""
     asked.refuse_unread(options, "packs")
-    graph = plan.tasks()
-    rows = [
-        [
-            task.id,
-            task.kind,
-            f"{task.first}-{task.stop - 1}",
-            f"{'host' if task.kind == 'update' and plan.switches.offload else 'device'} "
-            f"{task.rank}",
-            " ".join(f"{size} x {task.sizes.count(size)}" for size in dict.fromkeys(task.sizes))
-            or "-",
-            task.source.medium if task.source else "kept" if task.stashes else "-",
-            task.gradient.medium if task.gradient else "-",
-            task.sink.medium if task.sink else "-",
-        ]
-        for task in graph.tasks
-    ]
-    header = ["task", "kind", "layers", "on", "examples", "input by", "gradient by", "output by"]
-    report = ExplainReport(
-        kind="packs",
-        needs=PlanNeeds.of(plan),
-        tasks=[
+    tasks, rows = [], []
+    for task in plan.tasks().tasks:
+        by = (task.source, task.gradient, task.sink)
+        ways = [None if way is None else str(way.medium) for way in by]
+        on_host = task.kind == "update" and plan.switches.offload
+        tasks.append(
             {
                 "task_id": task.id,
                 "kind": task.kind,
                 "layers": [task.first, task.stop - 1],
                 "rank": task.rank,
-                "on_host": task.kind == "update" and plan.switches.offload,
+                "on_host": on_host,
                 "microbatch_sizes": list(task.sizes),
-                "input_by": task.source and task.source.medium,
-                "gradient_by": task.gradient and task.gradient.medium,
-                "output_by": task.sink and task.sink.medium,
+                **dict(zip(("input_by", "gradient_by", "output_by"), ways, strict=True)),
             }
-            for task in graph.tasks
-        ],
-    )
+        )
+        sizes = (f"{size} x {task.sizes.count(size)}" for size in dict.fromkeys(task.sizes))
+        where = f"{'host' if on_host else 'device'} {task.rank}"
+        about = [task.id, task.kind, f"{task.first}-{task.stop - 1}", where]
+        if task.source is None and task.stashes:
+            ways[0] = "kept"
+        rows.append([*about, " ".join(sizes) or "-", *(way or "-" for way in ways)])
+    header = ["task", "kind", "layers", "on", "examples", "input by", "gradient by", "output by"]
+    report = ExplainReport(kind="packs", needs=PlanNeeds.of(plan), tasks=tasks)
     return report, [table(header, rows), *prediction_lines(plan)]
 
 
@@ -211,7 +188,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
-    ledger = _compiler(options, spec).ledger(plan)
+    ledger = PackCompiler(spec, **asked.told(options)).ledger(plan)
     rows = [PeakRow.of([d], peak) for d, peak in enumerate(ledger.peaks[: plan.machine.devices])]
     found = tuple(row.peak_bytes for row in rows)
     limit = options.memory or int(plan.machine.usable_bytes.value)
@@ -319,13 +296,6 @@ def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:
     return profile
 
 
-def diff(options: argparse.Namespace, *plans: PacksPlan) -> DiffReport:
-    """Compare two plans of packs: what they decide differently, and what each needs."""
-    asked.refuse_unread(options, "packs")
-    one, other = map(_needs, plans)
-    return DiffReport("packs", unequal(*map(_decided, plans)), (one, other))
-
-
 def _decided(plan: PacksPlan) -> dict[str, str]:
     forward, backward = plan.configuration.forward, plan.configuration.backward
     return {
@@ -342,9 +312,13 @@ def _decided(plan: PacksPlan) -> dict[str, str]:
     }
 
 
-def _needs(plan: PacksPlan) -> PlanNeeds:
+def _needs(plan: PacksPlan, memory_limit_bytes: int | None) -> PlanNeeds:
     paper = None if plan.prediction is None else plan.prediction.paper.step_seconds
-    return replace(PlanNeeds.of(plan), paper_step_seconds=paper)
+    return replace(PlanNeeds.of(plan, memory_limit_bytes), paper_step_seconds=paper)
+
+
+#: What two plans decide differently, and what each needs.
+diff = partial(compared, "packs", _decided, needs=_needs)
 
 
 def _server(options: argparse.Namespace) -> Server:

@@ -11,8 +11,7 @@ from capture.cli.output import emit, peak_line, stage_table
 from capture.measured.profile import Profile
 from capture.options import Option, add
 from capture.plan.kinds import load_plan, of_stages
-from capture.report.needs import PlanNeeds
-from capture.report.verification import PredictReport
+from capture.report.documents import PlanNeeds, PredictReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

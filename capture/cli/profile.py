@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from capture.cli import options as shared
 from capture.cli.job_file import ProfileJob
 from capture.cli.output import beyond_lines, emit
 from capture.cli.progress import Events, clear_line, progress
-from capture.errors import CaptureError, ProfileError, Violation
+from capture.errors import ProfileError, Violation
 from capture.options import Option, add
 from capture.quantities import counted
-from profiling_runs.batch import Progress, Watch
 from profiling_runs.collect import profile, split_warnings
 from profiling_runs.layer_question import LayersQuestion
+from profiling_runs.layers import profile_layers
 from profiling_runs.listing import list_jobs
 from profiling_runs.measurements import open_measurements
 from profiling_runs.profile_report import (
@@ -73,28 +73,16 @@ def main(options: argparse.Namespace) -> int:
     # Of a scheduler that needs the machine: workers are ended, and the store is left in order.
     before = signal.signal(signal.SIGTERM, _terminate)
     events = Events(options.events)
-    errors: list[Violation] = []
-    code = 2  # of what nobody has foreseen, as in capture.cli.main
+    errors: Sequence[Violation] = ()
     try:
         made = [_one(options, profile, events) for profile in profiles]
         code = 1 if any(each.num_set_aside for each, _ in made) else 0
-    except CaptureError as error:
-        errors = list(error.violations)
-        code = 3 if shared.ENDED_EARLY & set(error.codes) else 2
-        raise
-    except KeyboardInterrupt:
-        code = 130
-        raise
-    except SystemExit as end:
-        code = int(end.code or 0)
+    except BaseException as error:
+        code, errors = shared.exit_code(error), getattr(error, "violations", ())
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-        events.say(
-            "end",
-            exit_code=code,
-            errors=[*map(vars, errors)],
-        )
+        events.say("end", exit_code=code, errors=[*map(vars, errors)])
     report = ProfileReport([each for each, _ in made])
     emit(options, report, *(text for _, text in made))
     return code
@@ -176,10 +164,11 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
         if event["state"] == "set aside":
             set_aside.add(event["key"])
 
+    told = {**asked.told(options), "progress": both, "watch": watch}
     if isinstance(question, LayersQuestion):
-        found, lines = _of_layers(options, question, job.output, both, watch)
+        found, lines = _of_layers(question, job.output, told)
     else:
-        found, lines = _of_windows(options, question, job.output, both, watch)
+        found, lines = _of_windows(options, question, job.output, told)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
     made = MadeProfile(
         profile=named.pop("output"),
@@ -192,13 +181,9 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
 
 
 def _of_layers(
-    options: argparse.Namespace,
-    question: LayersQuestion,
-    output: Path,
-    progress: Progress,
-    watch: Watch,
+    question: LayersQuestion, output: Path, told: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    made = layers.make_layers(options, question, progress, watch)
+    made = profile_layers(question, **told)
     output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = LayersReport.of(made)
@@ -211,14 +196,8 @@ def _of_layers(
 
 
 def _of_windows(
-    options: argparse.Namespace,
-    question: ProfileQuestion,
-    output: Path,
-    progress: Progress,
-    watch: Watch,
+    options: argparse.Namespace, question: ProfileQuestion, output: Path, told: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    told: dict[str, Any] = {"progress": progress, "watch": watch}
-    told |= {"store": asked.open_store(options), "where": asked.where_of(options)}
     measurements = None
     if not question.executes:
         measurements = open_measurements(question, **told)

@@ -16,7 +16,7 @@ from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
-from capture.report.explanation import PageReport
+from capture.report.documents import PageReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from capture.cli import asked, bounds_first
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring, name_change, tell
-from capture.cli.fixed import FIXED, take_plan
 from capture.cli.options import Asks
 from capture.cli.output import Beyond, emit, say, told
 from capture.cli.profile_file import read_profile
-from capture.cli.progress import progress
 from capture.cli.question_file import noted
-from capture.cli.whole import close, of_whole, whole_question
+from capture.cli.whole import FIXED, close, of_whole, take_plan, whole_question
 from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, check_compiler
@@ -121,7 +119,8 @@ def plan(options: argparse.Namespace) -> int:
     Raises:
         PlanError: ``plan-extent`` for several extents; and the codes of the questions.
     """
-    _check_extent(options)
+    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
+        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
     close(options, [option for option in OPTIONS if option.name not in {*_OPEN, "target"}])
     fixed = take_plan(options)
     asked.say_one_device(options)
@@ -166,24 +165,8 @@ def plan(options: argparse.Namespace) -> int:
         if measurements is not None and of_a_profile:
             _say_profile(options, of_a_profile, of_profile, measurements)
         asked.prepare_for([of_profile])
-        profile = make_profile(
-            of_profile,
-            store=asked.open_store(options),
-            where=asked.where_of(options),
-            progress=progress(options),
-            measurements=measurements,
-        )
+        profile = make_profile(of_profile, measurements=measurements, **asked.told(options))
     return _from_profile(options, question, of_profile, profile, measurements)
-
-
-def _check_extent(options: argparse.Namespace) -> None:
-    """Refuse several extents.
-
-    Raises:
-        PlanError: ``plan-extent``.
-    """
-    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
-        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
 
 
 def _from_profile(

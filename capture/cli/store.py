@@ -245,8 +245,6 @@ def _row(data: object) -> Row:
 
 
 def _merge(options: argparse.Namespace, store: Store) -> None:
-    if not options.file.exists():
-        raise ProfileError.of(f"store {str(options.file)!r} does not exist.", "store-file")
     _say_added(options, *store.add(Store(options.file).rows()))
 
 

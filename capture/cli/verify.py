@@ -14,7 +14,7 @@ from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes, ids_text
-from capture.report.verification import PeakRow, VerifyReport
+from capture.report.documents import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
 
 

@@ -11,7 +11,7 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.quantities import ids_text
 from capture.report.data import ReportFacts
-from capture.report.needs import PlanNeeds
+from capture.report.documents import PlanNeeds
 
 #: Of a stage: its name in the document, and for people.
 _STAGE_FIELDS = {

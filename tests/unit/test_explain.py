@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from capture.report.documents import ExplainReport
 from profiling_runs import explain as module
 
 
@@ -15,6 +16,7 @@ def test_it_ends_by_the_time_of_the_processor(monkeypatch):
     for name, planted in {
         "verify": lambda plan, measurements: known,
         "attribute": lambda *given: (),
+        "explained": lambda *given: ExplainReport(kind="stages", needs=None),
         "_changes": lambda plan: [("one", None), ("two", None)],
         "_num_missing": lambda *given: 1,
         "processor_seconds": lambda: next(spent),

@@ -31,7 +31,7 @@ from capture.report.data import envelope, levels, report_facts
 from capture.report.difference import needs_of
 from capture.report.page import page
 from capture.report.words import last_lines, paragraph
-from profiling_runs.explain import Explanation
+from profiling_runs.explain import explained
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
@@ -223,7 +223,7 @@ def test_reports_and_explanations_end_with_how_the_plan_was_found():
     assert last_lines(facts)[-1] == f"How it was found: {said}"
     peak = SimpleNamespace(peak_bytes=1, instant="update", parts={"activations": 1})
     stage = SimpleNamespace(peak=peak, layers={0: peak.parts}, attributed_fraction=1.0, buffers=[])
-    report = Explanation(facts.plan, (1,), {}, (stage,) * facts.plan.num_stages, ()).report
+    report = explained(facts.plan, (1,), None, {}, (stage,) * facts.plan.num_stages)
     assert [*changes_lines(report)][-1] == f"how the plan was found: {said}"
     assert not [*changes_lines(replace(report, found=None))]
 
