@@ -48,7 +48,7 @@ def explained(
     plan: Plan,
     peaks: tuple[int, ...],
     host_peak_bytes: int | None,
-    source: Mapping[str, Any],
+    source: Mapping[str, object],
     stages: Sequence[Attribution],
 ) -> ExplainReport:
     """Return the explanation of a plan before any change of it is tried.

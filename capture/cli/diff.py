@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from capture.cli import asked
 from capture.cli import options as shared
@@ -33,6 +33,8 @@ from capture.report.documents import PlanNeeds
 
 if TYPE_CHECKING:
     from capture.report.data import ReportFacts
+
+P = TypeVar("P", bound=PlanFile)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +70,9 @@ def main(options: argparse.Namespace) -> int:
 
 def compared(
     kind: str,
-    decided: Callable[[Any], Mapping[str, object]],
+    decided: Callable[[P], Mapping[str, object]],
     options: argparse.Namespace,
-    *plans: PlanFile,
+    *plans: P,
     read: Sequence[str] = (),
     needs: Callable[..., PlanNeeds] = PlanNeeds.of,
 ) -> DiffReport:

@@ -24,6 +24,8 @@ from capture.cli.job_file import ProfileJob
 from capture.cli.output import beyond_lines, emit
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import ProfileError, Violation
+from capture.measured.layer_profile import LayerProfile
+from capture.measured.profile import Profile
 from capture.options import Option, add
 from capture.quantities import counted
 from profiling_runs.collect import profile, split_warnings
@@ -165,26 +167,31 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
             set_aside.add(event["key"])
 
     told = {**asked.told(options), "progress": both, "watch": watch}
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    made: LayerProfile | Profile
     if isinstance(question, LayersQuestion):
-        found, lines = _of_layers(question, job.output, told)
+        made = profile_layers(question, **told)
+        found, lines = _of_layers(question, made, job.output)
     else:
-        found, lines = _of_windows(options, question, job.output, told)
+        measurements = None if question.executes else open_measurements(question, **told)
+        if measurements is not None:
+            asked.say_layers(options, question, measurements)
+        made = profile(question, measurements=measurements, **told)
+        found, lines = _of_windows(question, made, job.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
-    made = MadeProfile(
+    report = MadeProfile(
         profile=named.pop("output"),
         **named,
         backend=question.backend,
         num_set_aside=len(set_aside),
         **found,
     )
-    return made, "\n".join([*lines, *beyond_lines(made)])
+    return report, "\n".join([*lines, *beyond_lines(report)])
 
 
 def _of_layers(
-    question: LayersQuestion, output: Path, told: Mapping[str, Any]
+    question: LayersQuestion, made: LayerProfile, output: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    made = profile_layers(question, **told)
-    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = LayersReport.of(made)
     found = {
@@ -196,14 +203,8 @@ def _of_layers(
 
 
 def _of_windows(
-    options: argparse.Namespace, question: ProfileQuestion, output: Path, told: Mapping[str, Any]
+    question: ProfileQuestion, made: Profile, output: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    measurements = None
-    if not question.executes:
-        measurements = open_measurements(question, **told)
-        asked.say_layers(options, question, measurements)
-    made = profile(question, measurements=measurements, **told)
-    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = WindowsReport.of(made, asked.layers_note(question, made.cut_into))
     sizes = ", ".join(map(str, report.microbatch_sizes))

@@ -39,20 +39,22 @@ class Figure:
     layout: dict[str, Any]
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+def bars(name: str, x: Sequence[object], y: Sequence[object], **more: object) -> Trace:
     """Return a trace of upright bars, one at every ``x``."""
     return {"type": "bar", "name": name, "x": x, "y": y, **more}
 
 
 def spans(
-    rows: Sequence[float], begins: Sequence[float], lengths: Sequence[float], **more: Any
+    rows: Sequence[float], begins: Sequence[float], lengths: Sequence[float], **more: object
 ) -> Trace:
     """Return a trace of lying bars, each in its row, from where it begins."""
     where = {"y": rows, "base": begins, "x": lengths}
     return {"type": "bar", "orientation": "h", **where, **more}
 
 
-def scatter(mode: str, name: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+def scatter(
+    mode: str, name: str, x: Sequence[object], y: Sequence[object], **more: object
+) -> Trace:
     """Return a trace of points: lines, markers or both, as ``mode`` says."""
     return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, **more}
 
