@@ -16,9 +16,8 @@ from capture.predictor.statistics import without_windows
 from capture.profiler.windows import window_configs
 from capture.registered import REGISTERED
 from profiling_runs.batch import Progress, Watch
-from profiling_runs.calibrate import calibrate, calibration_of, held_out
+from profiling_runs.calibrate import calibrate, calibration_of, held_out, size_errors
 from profiling_runs.failures import causes, ways
-from profiling_runs.held_out import size_errors
 from profiling_runs.measurements import Measurements, open_measurements, unmeasured
 from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion

@@ -27,8 +27,8 @@ from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Accuracy, JudgedPeak, finite
 from capture.registered import REGISTERED
+from profiling_runs.calibrate import replayed_peaks
 from profiling_runs.collect import profile
-from profiling_runs.held_out import replayed_peaks
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 

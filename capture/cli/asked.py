@@ -221,11 +221,7 @@ def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
     """
     known = {"plan", "first", "second", "json", "quiet", "main", "parser", *read}
     known |= {"trust"} if "workload" in read else set()
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(options).items()
-        if name not in known and value != options.parser.get_default(name)
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in shared.given(options) if name not in known]
     if given:
         raise PlanError.of(
             f"{', '.join(given)}: {options.parser.prog} does not read "

@@ -181,6 +181,12 @@ NO_COMPILE = Option(
 )
 
 
+def given(options: argparse.Namespace) -> list[str]:
+    """Return the names of the options of a command that have other values than their defaults."""
+    default = options.parser.get_default
+    return [name for name, value in vars(options).items() if value != default(name)]
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a command that an error ends."""
     match error:

@@ -246,7 +246,7 @@ def _check_source(options: argparse.Namespace) -> None:
             "--layers FILE, one of them.",
             "plan-system",
         )
-    default = options.parser.get_default
+    given = shared.given(options)
     PlanError.check(
         Violation(
             f"{option.flag} is of a workload that is profiled, and --layers {options.layers} "
@@ -254,7 +254,7 @@ def _check_source(options: argparse.Namespace) -> None:
             "plan-system",
         )
         for option in (_OF_A_WORKLOAD if options.layers is not None else ())
-        if getattr(options, option.name) != default(option.name)
+        if option.name in given
     )
 
 

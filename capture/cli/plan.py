@@ -74,11 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     known = [option for option, _ in READ.values()]
     options = opened(options, known)
-    default = options.parser.get_default
-    given = [name for name, value in vars(options).items() if value != default(name)]
-    PlanError.check(
-        Violation(text, "plan-system") for text in refused(given, options.system, SYSTEMS)
-    )
+    unread = refused(shared.given(options), options.system, SYSTEMS)
+    PlanError.check(Violation(text, "plan-system") for text in unread)
     options.asked = asked_of(options, known)
     if options.workload is None and ASKS[options.system].needs_workload:
         options.parser.error("the following arguments are required: WORKLOAD")

@@ -167,7 +167,6 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
             set_aside.add(event["key"])
 
     told = {**asked.told(options), "progress": both, "watch": watch}
-    job.output.parent.mkdir(parents=True, exist_ok=True)
     made: LayerProfile | Profile
     if isinstance(question, LayersQuestion):
         made = profile_layers(question, **told)
@@ -192,6 +191,7 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> tuple[
 def _of_layers(
     question: LayersQuestion, made: LayerProfile, output: Path
 ) -> tuple[dict[str, Any], list[str]]:
+    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = LayersReport.of(made)
     found = {
@@ -205,6 +205,7 @@ def _of_layers(
 def _of_windows(
     question: ProfileQuestion, made: Profile, output: Path
 ) -> tuple[dict[str, Any], list[str]]:
+    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     report = WindowsReport.of(made, asked.layers_note(question, made.cut_into))
     sizes = ", ".join(map(str, report.microbatch_sizes))

@@ -247,13 +247,12 @@ def _question(
 ) -> PlanQuestion:
     """Return the question that the options ask; ``given`` is as the user typed them."""
     global_batch, num_microbatches = asked.read_batch(vars(options))
-    default = options.parser.get_default
     batch = {"global_batch": global_batch, "microbatches": num_microbatches}
     return PlanQuestion(
         of_profile.cluster,
         space=of_profile.space,
         remat=options.remat if num_full_layers(options.remat or "") else None,
-        chosen=tuple(name for name, value in vars(given).items() if value != default(name)),
+        chosen=tuple(shared.given(given)),
         **taken(PlanQuestion, vars(options) | batch),
     )
 

@@ -213,7 +213,6 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
         global_batch, _ = asked.read_batch(asked_for)
     else:
         global_batch = options.global_batch
-    default = options.parser.get_default
     return WholeQuestion(
         cluster,
         global_batch,
@@ -227,8 +226,7 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
         options.sequence_parallel,
         options.whole_nodes,
         options.any_divisor,
-        tuple(name for name, value in said.items() if value != default(name))
-        + (fixed.decisions if fixed else ()),
+        (*shared.given(options), *(fixed.decisions if fixed else ())),
         None if fixed is None else fixed.kept,
     )
 

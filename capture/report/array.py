@@ -11,11 +11,18 @@ from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds
-from capture.report.figure import IN_BARS, OVERLAID, Figure, lanes, scatter
+from capture.report.figure import (
+    IN_BARS,
+    OVERLAID,
+    Figure,
+    bytes_unit,
+    lanes,
+    scatter,
+    seconds_unit,
+)
 from capture.report.page import html_table, render
 from capture.report.palette import INK, KINDS, LIMIT, OTHER
 from capture.report.schedule_figure import Row, by_kind
-from capture.report.units import bytes_unit, seconds_unit
 from capture.step.multiplexed import ArraySteps, array_seconds, build_array, lifetimes
 from capture.step.simulator import Work
 from capture.step.sub_array import Lifetimes, Programs, SubArray, movable

@@ -1,4 +1,5 @@
-"""One drawing of a report, as plotly.js takes it, and the parts that several drawings have."""
+"""One drawing of a report, as plotly.js takes it, and the parts that several drawings have: traces,
+axes, a limit, and one readable unit for all numbers of an axis."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 from capture.quantities import format_bytes
 from capture.report.palette import LIMIT
 
+_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SECONDS = (("s", 1.0), ("ms", 1e-3))
 #: A limit that lies so many times above everything else is said and not drawn.
 FAR_LIMIT = 5
 #: Of a trace: what stands under the pointer is its ``customdata`` alone.
@@ -99,3 +102,34 @@ def limit_line(axis: str, limit: int | None, scale: float, largest: float) -> di
     if axis == "x":
         place = {"x": limit / scale, "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "top"}
     return {"shapes": [line], "annotations": [{**words, **place}]}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of an axis: its name, and the number that values are divided by."""
+
+    name: str
+    scale: float
+
+
+def bytes_unit(largest: float) -> Unit:
+    """Return the decimal unit in which the largest number of an axis is at least 1.
+
+    Example:
+        >>> bytes_unit(31_200_000_000), bytes_unit(12)
+        (Unit(name='GB', scale=1000000000.0), Unit(name='B', scale=1.0))
+    """
+    return next((Unit(name, scale) for name, scale in _BYTES if largest >= scale), Unit("B", 1.0))
+
+
+def seconds_unit(largest: float) -> Unit:
+    """Return the unit of time in which the largest number of an axis is at least 1, microseconds
+    for less.
+
+    Example:
+        >>> seconds_unit(0.25)
+        Unit(name='ms', scale=0.001)
+    """
+    return next(
+        (Unit(name, scale) for name, scale in _SECONDS if largest >= scale), Unit("µs", 1e-6)
+    )

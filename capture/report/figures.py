@@ -14,17 +14,19 @@ from capture.report.figure import (
     IN_BARS,
     Figure,
     Trace,
+    Unit,
     bars,
+    bytes_unit,
     edged,
     lanes,
     limit_line,
     scatter,
+    seconds_unit,
     spans,
 )
 from capture.report.front_figure import front
 from capture.report.palette import INK, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
-from capture.report.units import Unit, bytes_unit, seconds_unit
 from capture.report.words import CLOCKS
 
 #: Points per stage of the memory over time: three per bucket at most.

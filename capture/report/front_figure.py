@@ -11,9 +11,8 @@ from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import ReportFacts
-from capture.report.figure import SAID, Figure, Trace, limit_line, scatter
+from capture.report.figure import SAID, Figure, Trace, bytes_unit, limit_line, scatter, seconds_unit
 from capture.report.palette import INK
-from capture.report.units import bytes_unit, seconds_unit
 
 #: Values that lie so many times apart are drawn along a logarithmic axis.
 LOG_RATIO = 4

@@ -8,9 +8,18 @@ from typing import Any
 
 from capture.quantities import format_seconds
 from capture.report.data import ScheduleFacts
-from capture.report.figure import OVERLAID, SAID, Trace, edged, lanes, scatter, spans
+from capture.report.figure import (
+    OVERLAID,
+    SAID,
+    Trace,
+    Unit,
+    edged,
+    lanes,
+    scatter,
+    seconds_unit,
+    spans,
+)
 from capture.report.palette import KINDS, OTHER
-from capture.report.units import Unit, seconds_unit
 from capture.step.simulator import Work
 from capture.step.timeline import compute_stream
 

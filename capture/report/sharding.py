@@ -12,10 +12,9 @@ from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
-from capture.report.figure import Figure, bars
+from capture.report.figure import Figure, bars, bytes_unit, seconds_unit
 from capture.report.page import html_table, render
 from capture.report.palette import category_color, in_order
-from capture.report.units import bytes_unit, seconds_unit
 
 HEADER = ["operator", "mode", "parameters", "resident", "transient", "at the peak", "time"]
 #: Of an operator, what is drawn, and what its axis is called.

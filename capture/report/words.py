@@ -102,11 +102,9 @@ def _sure(facts: ReportFacts) -> list[str]:
 
 def _memory(facts: ReportFacts) -> list[str]:
     stage = facts.fullest
-    largest, when = (
-        stage.largest_part,
-        f" during the {stage.instant} pass" if stage.instant in ("forward", "backward") else "",
-    )
-    when = " during the update" if stage.instant == "update" else when
+    passes = {"forward": "forward pass", "backward": "backward pass", "update": "update"}
+    largest, when = stage.largest_part, passes.get(stage.instant, "")
+    when = when and f" during the {when}"
     text = (
         f"The bottleneck of memory is stage {stage.stage_id} (layers {stage.layers_text}): "
         f"{format_bytes(stage.parts[largest])} "

@@ -22,7 +22,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from profiling_runs.held_out import held_out_sizes, held_out_stages, size_errors
+from profiling_runs.calibrate import held_out_sizes, held_out_stages, size_errors
 from profiling_runs.measurements import open_measurements
 from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion
