@@ -104,7 +104,7 @@ class Named(Timed):
     def _next_faster(self, search: Search, look: Look) -> Found | None:
         if self._has_missed(search):
             self._knows_fastest = True
-        if (known := _of_compiled_stages(search)) is not None:
+        if (known := self._of_compiled_stages(search)) is not None:
             return known
         found = None if self._knows_fastest else self._faster(search, look)
         self._knows_fastest = found is None and (self._knows_fastest or bool(search.fitting))
@@ -153,14 +153,20 @@ class Named(Timed):
         if num_missed(search.compiled, self._fastest(search)) < PATIENCE:
             return None
         shapes = set(map(_shape, since(search.compiled, self._fastest(search))))
-        known = {part.size: part.once(slowness) for part in search.parts.values()}
         plans = (
             found
             for part in search.parts.values()
-            for found in part.once(proposed, ratios(part, known), False)
+            for found in part.once(proposed, self.ratios(search, part), False)
             if seconds_of(found) < enough and not search.is_asked(found)
         )
         return min((e for e in plans if _shape(e) not in shapes), key=seconds_of, default=None)
+
+    def ratios(self, search: Search, part: OpenPart) -> Ratios:
+        """Return what stages of a part are taken to need of the seconds that are expected; of a
+        small model, as its own say: those of smaller micro-batches need another part."""
+        if not _is_small(search):
+            return super().ratios(search, part)
+        return ratios(part, {part.size: part.once(slowness)})
 
     def nearly(self, search: Search) -> float:
         return -DOUBT if _is_small(search) and search.fitting else super().nearly(search)
@@ -171,18 +177,30 @@ class Named(Timed):
         if not search.fitting or self._num_doubted == MOST_DOUBTED:
             return None
         enough = (1 - self.nearly(search)) * min(map(seconds_of, search.fitting))
-        known = {part.size: part.once(slowness) for part in search.parts.values()}
-        # What small stages take beyond what is expected is another part of smaller ones.
         plans = [
             found
             for part in search.plain_parts
-            for own in [{part.size: known[part.size]} if _is_small(search) else known]
-            for parts in [ratios(part, own)]
+            for parts in [self.ratios(search, part)]
             for found in (*part.once(proposed, parts, False), *part.once(_uniform, parts))
             if seconds_of(found) <= enough and not search.is_asked(found)
         ]
         self._num_doubted += bool(plans)
         return min(plans, key=seconds_of, default=None)
+
+    def _of_compiled_stages(self, search: Search) -> Found | None:
+        """Return a plan that may be faster than all compiled ones and whose stages are compiled,
+        each for one of them: nothing is left to compile of it, and estimates do not decide. None
+        without one."""
+        # The closed form that proposes plans is not the simulation that ranks them.
+        enough = (1 + DOUBT) * min(map(seconds_of, search.fitting), default=0.0)
+        plans = (
+            found
+            for part in search.plain_parts
+            if part.known.verified
+            for found in part.once(_fastest_compiled, self.ratios(search, part))
+        )
+        new = [each for each in plans if seconds_of(each) <= enough and not search.is_asked(each)]
+        return min(new, key=seconds_of, default=None)
 
     def _named(self, search: Search, name: str) -> Found | None:
         """Return the plan of a name, lowest or knee, as estimated when first asked for."""
@@ -197,9 +215,8 @@ class Named(Timed):
 
     def _estimated(self, search: Search, name: str) -> Found | None:
         """Return the plan that estimates give a name; None if they have none that fits."""
-        known = {part.size: part.once(slowness) for part in search.parts.values()}
         fastest, smallest = self._fastest(search), self._names.get(LOWEST)
-        estimated = {part: ratios(part, known) for part in search.parts.values()}
+        estimated = {part: self.ratios(search, part) for part in search.parts.values()}
         if name == KNEE and smallest is not None:
             assert fastest is not None, "it is the other end of the front"
             lowest = smallest.answer.proof.peak_bytes
@@ -216,7 +233,7 @@ class Named(Timed):
             return fastest
         is_lowest = name == LOWEST
         plan = points[0] if is_lowest or fastest is None else _knee([*points, fastest])
-        return plan if plan is fastest else _alike(plan, ratios(plan.part, known))
+        return plan if plan is fastest else _alike(plan, self.ratios(search, plan.part))
 
     def _fastest_within(
         self, search: Search, limit: int, estimated: Mapping[OpenPart, Ratios]
@@ -291,23 +308,6 @@ def _is_small(search: Search) -> bool:
 def _shape(found: Found) -> tuple[int, int]:
     """Return the numbers of micro-batches and of stages of a plan."""
     return found.part.question.num_microbatches, len(found.configs)
-
-
-def _of_compiled_stages(search: Search) -> Found | None:
-    """Return a plan that may be faster than all compiled ones and whose stages are compiled, each
-    for one of them: nothing is left to compile of it, and estimates do not decide. None without
-    one."""
-    known = {part.size: part.once(slowness) for part in search.parts.values()}
-    # The closed form that proposes plans is not the simulation that ranks them.
-    enough = (1 + DOUBT) * min(map(seconds_of, search.fitting), default=0.0)
-    plans = (
-        found
-        for part in search.plain_parts
-        if part.known.verified
-        for found in part.once(_fastest_compiled, ratios(part, known))
-    )
-    new = [each for each in plans if seconds_of(each) <= enough and not search.is_asked(each)]
-    return min(new, key=seconds_of, default=None)
 
 
 def _fastest_compiled(part: OpenPart, known: Ratios) -> Sequence[Found]:

@@ -231,11 +231,9 @@ class Search:
         self._policy, self._all, self._compiler, self._told = policy, parts, compiler, told
         self.effort, self.parts, self.num_compiled = effort, dict[int, OpenPart](), 0
         self.compiled, self._trail = list[Found](), list[Bracket]()
-        self._asked, self._refuted = set[Plan](), list[Refuted]()
-        #: The plan whose stages are compiled while parts are opened.
-        self._early: Found | None = None
-        #: Per micro-batch size, a profile that knows what is compiled.
-        self._profiles = dict[int, Profile]()
+        self._asked, self._refuted = dict[Plan, Found](), list[Refuted]()
+        self._early: Found | None = None  # its stages are compiled while parts are opened
+        self._profiles = dict[int, Profile]()  # of a micro-batch size, with what is compiled
         self._start, self._spent = time.perf_counter(), processor_seconds()
 
     def run(self) -> StageAnswer:
@@ -311,10 +309,11 @@ class Search:
         assert plan is not None, "a plan was found"
         said, known = self._compiler.attempt(plan, part.known)
         self._learn(part.size, known)
-        self._asked.add(same_model(plan, part.known))
         if said is not None:
             self.num_compiled += said.num_stages_compiled
-            self.compiled.append(Found(part, of_compiler(found.answer, said, part.known)))
+            found = Found(part, of_compiler(found.answer, said, part.known))
+            self.compiled.append(found)
+        self._asked[same_model(plan, part.known)] = found
 
     @property
     def _may_begin(self) -> bool:
@@ -334,8 +333,7 @@ class Search:
         return True
 
     def _go_on(self) -> None:
-        """Give workers that have ended what waits for them, while this process works something
-        out."""
+        """Give idle workers what waits for them, while this process works something out."""
         if self._may_begin:
             self._compiler.begin(())
 
@@ -478,6 +476,11 @@ class Search:
         """Return whether the compiler was asked for a plan; True without a plan."""
         plan = found.answer.plan
         return plan is None or same_model(plan, found.part.known) in self._asked
+
+    def known(self, found: Found) -> Found:
+        """Return a plan as it was compiled; as it was found if it was not."""
+        plan = found.answer.plan
+        return found if plan is None else self._asked.get(same_model(plan, found.part.known), found)
 
     def proven(self, within: float | None, ended: str) -> Proven:
         said = dict.fromkeys(map(str, self._refuted))

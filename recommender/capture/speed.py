@@ -27,7 +27,7 @@ from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import Answer, StageAnswer
 from recommender.capture import grouped
 from recommender.capture.by_layers import LayerProof
-from recommender.capture.estimates import estimated_front, proposed, ratios, slowness
+from recommender.capture.estimates import Ratios, estimated_front, proposed, ratios, slowness
 from recommender.capture.least_step import LeastStep
 from recommender.capture.lowest_peak import (
     PROVES_NOTHING,
@@ -210,7 +210,6 @@ class Timed(Policy):
 
     def _points(self, search: Search) -> list[Found]:
         """Return the front as it is estimated, or the fastest plan alone, by ascending peak."""
-        known = {part.size: part.once(slowness) for part in search.parts.values()}
         of_part, points = estimated_front if self._has_front else proposed, list[Found]()
         self.rivals.clear()
         for part in sorted(
@@ -224,7 +223,10 @@ class Timed(Policy):
                 continue
             enough = [best] if best < inf and not part.is_plain else []
             is_last = search.effort.compiles == 0
-            plans = part.once(of_part, ratios(part, known), is_last, *enough)
+            # The closed form that proposes plans is not the simulation that ranks them.
+            plans = [
+                *map(search.known, part.once(of_part, self.ratios(search, part), is_last, *enough))
+            ]
             points += plans
             if equal := least_slowness(search) * part.expected_seconds * (not part.is_plain):
                 fastest = min(map(seconds_of, plans), default=best)
@@ -234,6 +236,10 @@ class Timed(Policy):
             points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)
         return front if self._has_front else front[-1:]
+
+    def ratios(self, search: Search, part: OpenPart) -> Ratios:
+        """Return what stages of a part are taken to need of the seconds that are expected."""
+        return ratios(part, {each.size: each.once(slowness) for each in search.parts.values()})
 
     def next(self, search: Search, look: Look) -> Found | None:
         """Return the estimated plan farthest from compiled ones; without a front, the fastest. None

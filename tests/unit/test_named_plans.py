@@ -187,6 +187,24 @@ def test_estimates_of_small_models_are_doubted(monkeypatch):
     assert counts[0] == counts[2] < counts[1] <= counts[0] + 2
 
 
+def test_a_compiled_plan_that_is_proposed_as_faster_than_it_is_hides_no_other(monkeypatch):
+    propose = speed.proposed
+
+    def wrong(part, *given):
+        factor = 0.5 if part.question.schedule == "1f1b" else 0.9
+        for found in propose(part, *given):
+            proof = replace(found.answer.proof, step_seconds=factor * speed.seconds_of(found))
+            yield found._replace(answer=replace(found.answer, proof=proof))
+
+    monkeypatch.setattr(speed, "proposed", lambda *given: [*wrong(*given)])
+    monkeypatch.setattr(named, "MOST_DOUBTED", 0)
+    monkeypatch.setattr(Named, "_of_compiled_stages", lambda self, search: None)
+    monkeypatch.setattr(Named, "_named", lambda self, _, name: self._names.setdefault(name, None))
+    planted = NamedPlans(1, 0.0)
+    planted.search(Effort(within_fraction=0.01), ("1f1b", "gpipe"))
+    assert {plan.schedule for plan in planted.compiler.compiled} == {"1f1b", "gpipe"}
+
+
 def test_an_interrupt_before_the_first_compile_leaves_a_plan_by_estimates(monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -287,7 +305,7 @@ def test_no_plan_of_compiled_stages_is_faster_than_the_answer(monkeypatch, looks
     monkeypatch.setattr(Named, "_faster", one)
     monkeypatch.setattr(Named, "_named", lambda self, _, name: self._names.setdefault(name, None))
     if not looks:
-        monkeypatch.setattr(named, "_of_compiled_stages", lambda search: None)
+        monkeypatch.setattr(Named, "_of_compiled_stages", lambda self, search: None)
     slower = []
     for seed in range(4):
         planted = Earlier(seed, 0.5)
@@ -321,7 +339,7 @@ def test_after_misses_a_plan_of_another_shape_is_next():
             of = {speed.slowness: {}, estimates._ratios: ((1.0,),)}
             return of.get(function, self.proposed)
 
-    known = SimpleNamespace(choices=[StageChoice()])
+    known = SimpleNamespace(choices=[StageChoice()], graph=SimpleNamespace(num_layers=99))
     parts = [
         Size(size=n, is_plain=False, known=known, question=SimpleNamespace(num_microbatches=n))
         for n in (8, 2, 1)
