@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from capture.documents import fields_of
 from capture.errors import PlanError, ProfileError
 from capture.measured.profile import Profile, StageConfig
 from capture.options import Asked
@@ -152,13 +153,9 @@ class Evaluation:
             workload=str(asked.profile.workload),
             cluster=str(asked.profile.cluster),
             target=asked.profile.cluster.target,
-            num_plans=asked.num_plans,
-            seed=asked.seed,
-            memory_limit_bytes=asked.memory_limit_bytes,
-            schedules=asked.schedules,
+            **fields_of(asked, "num_plans", "seed", "memory_limit_bytes", "schedules"),
             remat=asked.profile.remat[0],
-            global_batch_size=asked.global_batch_size,
-            num_microbatches=asked.num_microbatches,
+            **fields_of(asked, "global_batch_size", "num_microbatches"),
             profiled_microbatch_sizes=profile.microbatch_sizes,
             asked_microbatch_size=asked.microbatch_size,
             interval_factors=profile.widest_interval(asked.profile.stage_choices),

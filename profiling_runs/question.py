@@ -9,7 +9,6 @@ from typing import Annotated
 
 from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.model.workload import OfWorkload, WorkloadProtocol, WorkloadSpec
 from capture.options import Asked
@@ -256,7 +255,7 @@ class ProfileQuestion(OfWorkload):
         if self.executes:
             most: int = REGISTERED["profile of the paper"]["most devices"](self.cluster.num_devices)
             return most, "cpu"
-        return self.cluster.num_devices, Target.load(self.cluster.target).platform
+        return self.cluster.process_needs
 
     @cached_property
     def stage_choices(self) -> tuple[StageChoice, ...]:

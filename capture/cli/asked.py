@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,27 +118,11 @@ def _splits_backward(values: Values) -> bool:
     return kind is not None and kind.splits_backward
 
 
-def prepare(*clusters: Cluster) -> None:
-    """Prepare this process to compile for the clusters: as many virtual devices, and no search for
-    devices that need not be there."""
-    _prepare(map(_of, clusters))
-
-
-def _of(cluster: Cluster) -> tuple[int, str]:
-    return cluster.num_devices, Target.load(cluster.target).platform
-
-
-def prepare_for(
-    questions: Iterable[ProfileQuestion | LayersQuestion], compiles_for: Cluster | None = None
-) -> None:
-    """Prepare this process to answer all these questions, and to compile for a cluster: they decide
-    its devices, once, before JAX is loaded."""
-    needs = [question.process_needs for question in questions]
-    _prepare(needs + ([_of(compiles_for)] if compiles_for else []))
-
-
-def _prepare(needs: Iterable[tuple[int, str]]) -> None:
-    num_devices, platforms = zip(*needs, strict=True)
+def prepare(*needing: Cluster | ProfileQuestion | LayersQuestion) -> None:
+    """Prepare this process to answer all these questions, and to compile for clusters: as many
+    virtual devices, and no search for devices that need not be there. They decide its devices,
+    once, before JAX is loaded."""
+    num_devices, platforms = zip(*(each.process_needs for each in needing), strict=True)
     environment.prepare(
         num_devices=max(num_devices),
         platform=max(platforms, key=lambda platform: platform != "cpu"),
@@ -172,7 +156,7 @@ def told(options: argparse.Namespace) -> dict[str, Any]:
 
 def open_measurements(options: argparse.Namespace, question: ProfileQuestion) -> Measurements:
     """Open the measurements of a question, made as the options ``shared.STORE`` say."""
-    prepare_for([question])
+    prepare(question)
     return open_them(question, **told(options))
 
 

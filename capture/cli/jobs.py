@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     asked.say_one_device(options)
     question = asked.profile_question(vars(options))
-    asked.prepare_for([question])
+    asked.prepare(question)
     listing = list_jobs(question, asked.open_store(options))
     emit(options, listing, as_text(listing))
     return 0

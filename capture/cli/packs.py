@@ -86,7 +86,7 @@ def plan(options: argparse.Namespace) -> int:
     measured = None
     if options.layers is None:
         measured = layers.layers_question(vars(options))
-        asked.prepare_for([measured], compiles_for=question.cluster)
+        asked.prepare(measured, *filter(None, [question.cluster]))
         question = replace(question, profile=profile_layers(measured, **asked.told(options)))
     answer = noted(options, _answer(options, question, measured))
     made = LayersReport.of(question.profile) if measured is not None else None

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     profiles = _profiles(options)
-    asked.prepare_for(profile.question for profile in profiles)
+    asked.prepare(*(profile.question for profile in profiles))
     if options.dry_run:
         return _dry_run(options, profiles)
     for job in profiles:

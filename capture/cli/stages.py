@@ -164,7 +164,7 @@ def plan(options: argparse.Namespace) -> int:
                     return bounds_first.plan(options, question, of_profile, measurements, whole)
         if measurements is not None and of_a_profile:
             _say_profile(options, of_a_profile, of_profile, measurements)
-        asked.prepare_for([of_profile])
+        asked.prepare(of_profile)
         profile = make_profile(of_profile, measurements=measurements, **asked.told(options))
     return _from_profile(options, question, of_profile, profile, measurements)
 

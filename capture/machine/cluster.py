@@ -75,6 +75,11 @@ class Cluster:
     def num_devices(self) -> int:
         return sum(self.nodes)
 
+    @property
+    def process_needs(self) -> tuple[int, str]:
+        """The devices of a process that compiles for the cluster, and their platform."""
+        return self.num_devices, Target.load(self.target).platform
+
     @cached_property
     def node_of_device(self) -> tuple[int, ...]:
         return tuple(node for node, size in enumerate(self.nodes) for _ in range(size))

@@ -62,8 +62,9 @@ class Kind:
         )
 
 
-def _verbs(**paths: str) -> dict[str, Registered]:
-    return {name: Registered(f"capture.cli.{path}") for name, path in paths.items()}
+def _verbs(path: str, *names: str) -> dict[str, Registered]:
+    """Return what verbs do, by name; ``path`` says where that is, with ``{}`` for the verb."""
+    return {name: Registered(f"capture.cli.{path.format(name)}") for name in names}
 
 
 KINDS: Mapping[str, Kind] = {
@@ -74,12 +75,7 @@ KINDS: Mapping[str, Kind] = {
             "capture",
             Plan,
             Registered("capture.cli.stages:ASKS"),
-            _verbs(
-                verify="verify:stages",
-                explain="explain:stages",
-                report="report:stages",
-                diff="diff:stages",
-            ),
+            _verbs("{}:stages", "verify", "explain", "report", "diff"),
             "capture.pipeshard",
             Registered("capture.runtime.pipeline:pipeshard"),
         ),
@@ -88,12 +84,7 @@ KINDS: Mapping[str, Kind] = {
             "osdp",
             ShardingPlan,
             Registered("capture.cli.osdp:ASKS"),
-            _verbs(
-                verify="osdp:verify",
-                explain="osdp:explain",
-                report="osdp:report",
-                diff="osdp:diff",
-            ),
+            _verbs("osdp:{}", "verify", "explain", "report", "diff"),
             "capture.shard",
             Registered("capture.runtime.sharded.step:sharded_step"),
         ),
@@ -102,12 +93,7 @@ KINDS: Mapping[str, Kind] = {
             "harmony",
             PacksPlan,
             Registered("capture.cli.packs:ASKS"),
-            _verbs(
-                verify="packs:verify",
-                explain="packs:explain",
-                report="packs:report",
-                diff="packs:diff",
-            ),
+            _verbs("packs:{}", "verify", "explain", "report", "diff"),
             "capture.streamed",
             Registered("capture.runtime.streamed:streamed"),
         ),
@@ -116,7 +102,7 @@ KINDS: Mapping[str, Kind] = {
             "mutwo",
             ArrayPlan,
             Registered("capture.cli.array:ASKS"),
-            _verbs(explain="array:explain", report="array:report", diff="array:diff"),
+            _verbs("array:{}", "explain", "report", "diff"),
             "capture.train_array",
             Registered("capture.runtime.multiplexed:train_array"),
         ),

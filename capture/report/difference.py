@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from capture.documents import fields_of
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.quantities import ids_text
@@ -127,19 +128,14 @@ def differences(first: Plan, second: Plan) -> list[Difference]:
 
 
 def _question(plan: Plan) -> dict[str, Any]:
+    names: tuple[str, ...] = ("num_layers", "auto_layers", "global_batch_size", "num_microbatches")
+    names += ("microbatch_size", "schedule", "tensor_parallel_rule", "num_stages")
     return {
         "workload": None if plan.workload is None else str(plan.workload),
         "model_hash": plan.model_hash,
         "target": plan.cluster.target,
         "cluster": str(plan.cluster),
-        "num_layers": plan.num_layers,
-        "auto_layers": plan.auto_layers,
-        "global_batch_size": plan.global_batch_size,
-        "num_microbatches": plan.num_microbatches,
-        "microbatch_size": plan.microbatch_size,
-        "schedule": plan.schedule,
-        "tensor_parallel_rule": plan.tensor_parallel_rule,
-        "num_stages": plan.num_stages,
+        **fields_of(plan, *names),
     }
 
 
