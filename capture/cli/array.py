@@ -94,48 +94,39 @@ def models_of(models: str | None, given: Sequence[Varied]) -> list[Member]:
         PlanError: ``array-models`` for none, or a file that is no list of models; ``array-vary``
             where the combinations are not as many as the models, or vary models of a file.
     """
-    varied = [(each.name, each.values) for each in given]
     if models is not None and models.endswith(".json"):
-        if varied:
+        if given:
             raise PlanError.of(
                 f"--models {models} says what differs; leave --vary out.", "array-vary"
             )
         return _models_of_file(Path(models))
-    names = [name for name, _ in varied]
-    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    twice += [name for name, values in varied if len(set(values)) < len(values)]
-    broken = [
-        name
-        for name, values in varied
-        if not all(isfinite(v) and (name not in WHOLE or v.is_integer()) for v in values)
-    ]
+    names = [each.name for each in given]
+    twice = [name for name in names if names.count(name) > 1]
+    twice += [each.name for each in given if len(set(each.values)) < len(each.values)]
     errors = [
         f"--vary {name}=... is given twice, or has a value twice; give each value once, and all of "
         "a name in one --vary."
         for name in dict.fromkeys(twice)
     ]
     errors += [
-        f"--vary {name}=... has a value that is none; give "
-        f"{'whole' if name in WHOLE else 'finite'} numbers."
-        for name in broken
+        f"--vary {each.name}=... has a value that is none; give "
+        f"{'whole' if each.name in WHOLE else 'finite'} numbers."
+        for each in given
+        if not all(isfinite(v) and (each.name not in WHOLE or v.is_integer()) for v in each.values)
     ]
-    if errors:
-        raise PlanError([Violation(each, "array-vary") for each in errors])
-    each = [[int(v) if name in WHOLE else v for v in values] for name, values in varied]
-    combinations = [
-        Member.of(dict(zip([name for name, _ in varied], values, strict=True)))
-        for values in product(*each)
-    ]
-    if models is None and not varied:
+    PlanError.check(Violation(text, "array-vary") for text in errors)
+    values = [[int(v) if each.name in WHOLE else v for v in each.values] for each in given]
+    combinations = [Member.of(dict(zip(names, row, strict=True))) for row in product(*values)]
+    if models is None and not given:
         raise PlanError.of(
             "a model array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
         )
-    if models is not None and models.isdigit() and int(models) and not varied:
+    if models is not None and models.isdigit() and int(models) and not given:
         return [Member(seed) for seed in range(int(models))]
     if models is not None and (not models.isdigit() or int(models) != len(combinations)):
-        sizes = " x ".join(str(len(values)) for _, values in varied) or "nothing"
+        sizes = " x ".join(str(len(each.values)) for each in given) or "nothing"
         raise PlanError.of(
-            f"--models {models}, and --vary makes {prod(len(values) for _, values in varied)} "
+            f"--models {models}, and --vary makes {prod(len(each.values) for each in given)} "
             f"({sizes}); give as many, such as --vary seed=0,1,2.",
             "array-vary",
         )

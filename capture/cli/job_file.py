@@ -150,11 +150,8 @@ def read_job_file(path: Path, beside: Values = MappingProxyType({})) -> list[Pro
         ]
         for one in _combinations(given):
             values, wrong = _read(one)
-            values |= (
-                {option.name: beside[option.name] for option in OPTIONS if not option.in_files}
-                if beside
-                else {}
-            )
+            here = (each.name for each in OPTIONS if not each.in_files)
+            values |= {name: beside[name] for name in here if name in beside}
             violations += [Violation(f"{where}: {text}", "jobs-option") for text in wrong]
             if wrong:
                 continue

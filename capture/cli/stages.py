@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from capture.cli import asked, bounds_first
@@ -339,9 +340,7 @@ def _chosen(
     def ask(question: PlanQuestion) -> StageAnswer:
         return recommend(knowledge.profile, question)
 
-    def settled(question: PlanQuestion) -> StageAnswer:
-        return knowledge.answer(question, any_that_fits=True)
-
+    settled = partial(knowledge.answer, any_that_fits=True)
     best: Attempt | None
     if options.smallest_cluster:
         best, attempts = smallest_cluster(settled, question)
