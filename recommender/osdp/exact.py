@@ -129,14 +129,14 @@ class _Relaxation:
     Attributes:
         bound: L at that price: no choice within the capacity takes less; infinite where nothing
             fits.
-        price: Seconds per byte.
+        reduced: (..., kinds, modes): reduced costs in seconds; infinite for no mode.
         capacity: Most resident bytes.
         fits, exceeds: (..., kinds): modes of least seconds + price x bytes. The first fit together,
             the others do not; or they are equal.
     """
 
     bound: np.ndarray
-    price: np.ndarray
+    reduced: np.ndarray
     capacity: np.ndarray
     fits: np.ndarray
     exceeds: np.ndarray
@@ -179,7 +179,9 @@ def _relax(options: Options, capacity: np.ndarray) -> _Relaxation:
         fits[fit] = cheap[fit]
         exceeds[active & ~fit] = cheap[active & ~fit]
     bound = total(options.seconds, fits) + price * (total(resident, fits) - capacity)
-    return _Relaxation(np.where(possible, bound, np.inf), price, capacity, fits, exceeds)
+    priced = options.seconds + price[:, None, None] * resident
+    reduced = priced - priced.min(axis=-1, keepdims=True)
+    return _Relaxation(np.where(possible, bound, np.inf), reduced, capacity, fits, exceeds)
 
 
 def _seconds(options: Options, chosen: Sequence[Sequence[int]]) -> float:
@@ -203,32 +205,32 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> E
     gap = seconds * (1 - ROUNDING) - float(relaxation.bound)
     if gap <= 0:
         return ExactAnswer(best)
-    kinds = [
-        _of_kind(options, kind, float(relaxation.price), gap) for kind in range(len(options.counts))
+    kinds, modes = np.nonzero(relaxation.reduced <= gap)
+    columns = options.resident_bytes, options.seconds, relaxation.reduced
+    picks = np.eye(len(kinds), dtype=np.min_scalar_type(options.counts.max()))
+    each = _Sums(*(column[kinds, modes] for column in columns), picks)
+    sums = [
+        each.taken(kinds == kind).times(count, gap)
+        for kind, count in enumerate(options.counts.tolist())
     ]
     # Two halves of about equal size: of two sums, the fastest that fits is found without looking at
     # all pairs.
-    halves: tuple[list[int], list[int]] = ([], [])
-    sizes = [0.0, 0.0]
-    for kind in sorted(range(len(kinds)), key=lambda kind: -len(kinds[kind].seconds)):
-        half = int(sizes[1] < sizes[0])
-        halves[half].append(kind)
-        sizes[half] += np.log(len(kinds[kind].seconds))
+    sums.sort(key=lambda each: len(each.seconds))
     left, right = (
-        reduce(lambda a, b: _merge(a, b, gap), [kinds[kind] for kind in half], _NOTHING)
-        for half in halves
+        reduce(lambda one, other: one.plus(other, gap), half, each.nothing)
+        for half in (sums[::2], sums[1::2])
     )
-    explored = sum(len(sums.seconds) for sums in (*kinds, left, right))
+    explored = sum(len(each.seconds) for each in (*sums, left, right))
     unproven = float(relaxation.bound) if left.is_thinned or right.is_thinned else np.inf
     partner = np.searchsorted(right.nbytes, relaxation.capacity - left.nbytes, side="right") - 1
     totals = np.where(partner >= 0, left.seconds + right.seconds[partner], np.inf)
     row = int(np.argmin(totals))
     if totals[row] >= seconds * (1 - ROUNDING):
         return ExactAnswer(best, explored, unproven)
-    found = dict(
-        zip(halves[0] + halves[1], left.unfold(row) + right.unfold(int(partner[row])), strict=True)
-    )
-    better = [sorted(found[kind]) for kind in range(len(kinds))]
+    counts = left.picks[row] + right.picks[partner[row]]
+    better = [
+        np.repeat(modes[kinds == kind], counts[kinds == kind]).tolist() for kind in range(len(sums))
+    ]
     if unproven == np.inf:
         return ExactAnswer(better, explored)
     # The gap is smaller now, and may leave all that is left.
@@ -248,11 +250,8 @@ def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:
     for kind, slow, fast in zip(
         rows, relaxation.fits.tolist(), relaxation.exceeds.tolist(), strict=True
     ):
-        more, count, moved = (
-            float(resident[kind, fast] - resident[kind, slow]),
-            int(options.counts[kind]),
-            0,
-        )
+        more = float(resident[kind, fast] - resident[kind, slow])
+        count, moved = int(options.counts[kind]), 0
         if seconds[kind, fast] < seconds[kind, slow]:
             moved = count if more <= 0 else int(min(count, slack // more))
         slack -= moved * more
@@ -267,95 +266,60 @@ class _Sums:
 
     Attributes:
         nbytes, seconds, reduced: By entry.
-        parts: The two sets of sums that were merged, with the entry of each; () for the options of
-            one operator.
-        entries: (2, entries), into the parts; for one operator, its option.
-        joins: Whether the parts are of one kind of operators, so that their picks are joined.
+        picks: (entries, options): operators that take each option of any kind.
         is_thinned: Whether sums were left out that may belong to the best plan.
     """
 
     nbytes: np.ndarray
     seconds: np.ndarray
     reduced: np.ndarray
-    parts: tuple[_Sums, _Sums] | tuple[()] = ()
-    entries: np.ndarray | None = None
-    joins: bool = False
+    picks: np.ndarray
     is_thinned: bool = False
+
+    @property
+    def nothing(self) -> _Sums:
+        """The total of no operators."""
+        return _Sums(*np.zeros((3, 1)), np.zeros_like(self.picks[:1]))
+
+    def taken(self, rows: np.ndarray) -> _Sums:
+        """Return the sums at some positions, in that order."""
+        columns = self.nbytes, self.seconds, self.reduced, self.picks
+        return _Sums(*(column[rows] for column in columns), self.is_thinned)
 
     def thinned(self, most: int) -> _Sums:
         """Return at most ``most`` of the sums, evenly over their order, marked as thinned."""
-        if len(self.nbytes) <= most or self.entries is None:
+        if len(self.seconds) <= most:
             return self
-        return replace(
-            self.taken(np.linspace(0, len(self.nbytes) - 1, most).astype(int)), is_thinned=True
+        rows = np.linspace(0, len(self.seconds) - 1, most).astype(int)
+        return replace(self.taken(rows), is_thinned=True)
+
+    def times(self, count: int, gap: float) -> _Sums:
+        """Return the sums of so many operators of a kind, built by doubling."""
+        if not count:
+            return self.nothing
+        half = self.times(count // 2, gap)
+        twice = half.plus(half, gap)
+        return twice.plus(self, gap) if count % 2 else twice
+
+    def plus(self, other: _Sums, gap: float) -> _Sums:
+        """Return the sums of two entries, one of each set, within the gap that no other one beats
+        in both bytes and seconds."""
+        one, sizes = self, (len(self.seconds), len(other.seconds))
+        if sizes[0] * sizes[1] > MAX_PAIRS:
+            most = max(int(MAX_PAIRS**0.5), MAX_PAIRS // min(sizes))
+            one, other = one.thinned(most), other.thinned(most)
+        reduced = np.add.outer(one.reduced, other.reduced)
+        rows, columns = np.nonzero(reduced <= gap)
+        nbytes = one.nbytes[rows] + other.nbytes[columns]
+        seconds = one.seconds[rows] + other.seconds[columns]
+        order = np.lexsort((seconds, nbytes))
+        least = np.minimum.accumulate(seconds[order])
+        kept = order[np.concatenate([[True], least[1:] < least[:-1]])]
+        rows, columns = rows[kept], columns[kept]
+        return _Sums(
+            nbytes[kept],
+            seconds[kept],
+            reduced[rows, columns],
+            one.picks[rows] + other.picks[columns],
+            one.is_thinned or other.is_thinned,
         )
-
-    def taken(self, order: np.ndarray) -> _Sums:
-        """Return the sums at some positions, in that order."""
-        assert self.entries is not None, "sums are made of something"
-        nbytes, seconds, reduced = self.nbytes[order], self.seconds[order], self.reduced[order]
-        return replace(
-            self, nbytes=nbytes, seconds=seconds, reduced=reduced, entries=self.entries[:, order]
-        )
-
-    def unfold(self, entry: int) -> list[list[int]]:
-        """Return the options behind a sum: a list per kind, in the order of merging."""
-        if self.entries is None:
-            return []
-        if not self.parts:
-            return [[int(self.entries[0, entry])]]
-        left, right = (
-            part.unfold(int(index))
-            for part, index in zip(self.parts, self.entries[:, entry], strict=True)
-        )
-        return [left[0] + right[0]] if self.joins else left + right
-
-
-_NOTHING = _Sums(np.zeros(1), np.zeros(1), np.zeros(1))
-
-
-def _of_kind(options: Options, kind: int, price: float, gap: float) -> _Sums:
-    """Return the sums of all operators of a kind, built by doubling."""
-    allowed = np.flatnonzero(np.isfinite(options.seconds[kind]))
-    nbytes, seconds = options.resident_bytes[kind, allowed], options.seconds[kind, allowed]
-    reduced = seconds + price * nbytes
-    power = _kept(
-        _Sums(nbytes, seconds, reduced - reduced.min(), entries=np.stack([allowed, allowed])), gap
-    )
-    total, left = _NOTHING, int(options.counts[kind])
-    while True:
-        if left & 1:
-            total = _merge(total, power, gap, joins=True)
-        left >>= 1
-        if not left:
-            return total
-        power = _merge(power, power, gap, joins=True)
-
-
-def _merge(one: _Sums, other: _Sums, gap: float, joins: bool = False) -> _Sums:
-    """Return all sums of two entries, one of each set, that are worth keeping."""
-    if other is _NOTHING or one is _NOTHING:
-        return one if other is _NOTHING else other
-    if len(one.nbytes) * len(other.nbytes) > MAX_PAIRS:
-        most = max(int(MAX_PAIRS**0.5), MAX_PAIRS // min(len(one.nbytes), len(other.nbytes)))
-        one, other = one.thinned(most), other.thinned(most)
-    reduced = np.add.outer(one.reduced, other.reduced)
-    rows, columns = np.nonzero(reduced <= gap)
-    sums = _Sums(
-        one.nbytes[rows] + other.nbytes[columns],
-        one.seconds[rows] + other.seconds[columns],
-        reduced[rows, columns],
-        (one, other),
-        np.stack([rows, columns]),
-        joins,
-        one.is_thinned or other.is_thinned,
-    )
-    return _kept(sums, gap)
-
-
-def _kept(sums: _Sums, gap: float) -> _Sums:
-    """Return the entries within the gap that no other one beats in both bytes and seconds."""
-    order = np.lexsort((sums.seconds, sums.nbytes))
-    order = order[sums.reduced[order] <= gap]
-    least = np.minimum.accumulate(sums.seconds[order])
-    return sums.taken(order[np.concatenate([[True], least[1:] < least[:-1]])])

@@ -121,7 +121,7 @@ def fastest_over_step(
         PlanError: ``osdp-unbounded`` if every batch size fits and none is the largest.
     """
     start = time.perf_counter()
-    search = _search(cost, operators, smallest_bytes, limit, batch_size, max_batch_size)
+    search = _Search(cost, operators, smallest_bytes, limit, batch_size or max_batch_size)
     plans = [search.plan_at(batch_size)] if batch_size else list(search.plans())
     fitting = [plan for plan in plans if plan is not None]
     best = min(fitting, key=lambda plan: plan.seconds_per_example, default=None)
@@ -143,23 +143,10 @@ def least_over_step(
 ) -> ShardingPlan:
     """Return the plan of least peak among those with all operators in one mode; arguments as of
     ``fastest_over_step``."""
-    search = _search(cost, operators, smallest_bytes, 0.0, batch_size, None)
+    search = _Search(cost, operators, smallest_bytes, 0.0, batch_size)
     return min(
         (search.placed(modes, batch_size) for modes in search.uniform()),
         key=lambda plan: plan.peak_bytes,
-    )
-
-
-def _search(
-    cost: StepCost,
-    operators: object,
-    smallest_bytes: int,
-    limit: float,
-    batch_size: int | None,
-    max_batch_size: int | None,
-) -> _Search:
-    return _Search(
-        cost, operators, smallest_bytes, limit, ShardingProblem(cost, batch_size or max_batch_size)
     )
 
 
@@ -169,7 +156,12 @@ class _Search:
     operators: Any
     smallest_bytes: int
     limit: float
-    problem: ShardingProblem
+    max_batch_size: int | None
+
+    @cached_property
+    def problem(self) -> ShardingProblem:
+        """The problem of the exact search, which bounds the sum."""
+        return ShardingProblem(self.cost, self.max_batch_size)
 
     def plans(self) -> Iterator[ShardingPlan]:
         """Yield the best plan of each batch size tried, for sizes closer and closer to the best."""
@@ -197,35 +189,21 @@ class _Search:
         options = self.problem.options(batch_size)
 
         def within(limit: float) -> ShardingPlan | None:
-            chosen = cheapest(options, limit).chosen
-            return (
-                None
-                if chosen is None
-                else self.placed(
-                    plan_of(self.problem, batch_size, options, chosen).modes, batch_size
-                )
-            )
+            """Return the plan of least seconds whose sum is within a limit; None without one."""
+            if (chosen := cheapest(options, limit).chosen) is None:
+                return None
+            modes = plan_of(self.problem, batch_size, options, chosen).modes
+            return self.placed(modes, batch_size)
 
-        plans = [
-            uniform
-            for modes in self.uniform()
-            if (uniform := self.placed(modes, batch_size)).peak_bytes <= self.limit
-        ]
-        if (
-            plan := within(self.limit)
-        ) is not None:  # the search's own answer: a plan within the sum is within the peak
-            plans.append(plan)
-        low, high = (
-            self.limit,
-            float(
-                np.where(np.isfinite(options.seconds), options.resident_bytes, 0).max(axis=-1)
-                @ options.counts
-            ),
+        # A plan whose sum is within the limit is within it over the step.
+        found = [*(self.placed(modes, batch_size) for modes in self.uniform()), within(self.limit)]
+        plans = [plan for plan in found if plan is not None and plan.peak_bytes <= self.limit]
+        resident, transient = (
+            np.where(np.isfinite(options.seconds), column, 0).max(axis=-1)
+            for column in (options.resident_bytes, options.transient_bytes)
         )
-        high = max(
-            low, high + float(options.transient_bytes[np.isfinite(options.transient_bytes)].max())
-        )
-        trying = high
+        low = self.limit
+        high = trying = max(low, float(resident @ options.counts + transient.max()))
         while True:
             plan = within(trying)
             fits = plan is not None and plan.peak_bytes <= self.limit
@@ -259,11 +237,10 @@ class _Search:
 
     def _most_examples(self) -> int:
         """Return the largest batch size that a plan with all operators in one mode fits."""
-        most = self.problem.max_batch_size
         return last_that_holds(
             lambda size: self._least_bytes(size) <= self.limit,
             start=1,
-            most=np.inf if most is None else most,
+            most=self.problem.max_batch_size or np.inf,
         )
 
     def _least_bytes(self, batch_size: int) -> int:
