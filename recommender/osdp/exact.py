@@ -206,24 +206,25 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> E
     if gap <= 0:
         return ExactAnswer(best)
     kinds, modes = np.nonzero(relaxation.reduced <= gap)
-    columns = options.resident_bytes, options.seconds, relaxation.reduced
+    columns = np.stack([options.resident_bytes, options.seconds, relaxation.reduced])
     picks = np.eye(len(kinds), dtype=np.min_scalar_type(options.counts.max()))
-    each = _Sums(*(column[kinds, modes] for column in columns), picks)
+    each = _Sums(columns[:, kinds, modes], picks)
     sums = [
         each.taken(kinds == kind).times(count, gap)
         for kind, count in enumerate(options.counts.tolist())
     ]
     # Two halves of about equal size: of two sums, the fastest that fits is found without looking at
     # all pairs.
-    sums.sort(key=lambda each: len(each.seconds))
+    sums.sort(key=len)
     left, right = (
         reduce(lambda one, other: one.plus(other, gap), half, each.nothing)
         for half in (sums[::2], sums[1::2])
     )
-    explored = sum(len(each.seconds) for each in (*sums, left, right))
+    explored = sum(map(len, (*sums, left, right)))
     unproven = float(relaxation.bound) if left.is_thinned or right.is_thinned else np.inf
-    partner = np.searchsorted(right.nbytes, relaxation.capacity - left.nbytes, side="right") - 1
-    totals = np.where(partner >= 0, left.seconds + right.seconds[partner], np.inf)
+    nbytes, left_seconds, _ = left.totals
+    partner = np.searchsorted(right.totals[0], relaxation.capacity - nbytes, side="right") - 1
+    totals = np.where(partner >= 0, left_seconds + right.totals[1, partner], np.inf)
     row = int(np.argmin(totals))
     if totals[row] >= seconds * (1 - ROUNDING):
         return ExactAnswer(best, explored, unproven)
@@ -265,32 +266,32 @@ class _Sums:
     descending, reduced costs within the gap.
 
     Attributes:
-        nbytes, seconds, reduced: By entry.
+        totals: (3, entries): bytes, seconds and reduced costs.
         picks: (entries, options): operators that take each option of any kind.
         is_thinned: Whether sums were left out that may belong to the best plan.
     """
 
-    nbytes: np.ndarray
-    seconds: np.ndarray
-    reduced: np.ndarray
+    totals: np.ndarray
     picks: np.ndarray
     is_thinned: bool = False
+
+    def __len__(self) -> int:
+        return len(self.picks)
 
     @property
     def nothing(self) -> _Sums:
         """The total of no operators."""
-        return _Sums(*np.zeros((3, 1)), np.zeros_like(self.picks[:1]))
+        return _Sums(np.zeros((3, 1)), np.zeros_like(self.picks[:1]))
 
     def taken(self, rows: np.ndarray) -> _Sums:
         """Return the sums at some positions, in that order."""
-        columns = self.nbytes, self.seconds, self.reduced, self.picks
-        return _Sums(*(column[rows] for column in columns), self.is_thinned)
+        return _Sums(self.totals[:, rows], self.picks[rows], self.is_thinned)
 
     def thinned(self, most: int) -> _Sums:
         """Return at most ``most`` of the sums, evenly over their order, marked as thinned."""
-        if len(self.seconds) <= most:
+        if len(self) <= most:
             return self
-        rows = np.linspace(0, len(self.seconds) - 1, most).astype(int)
+        rows = np.linspace(0, len(self) - 1, most).astype(int)
         return replace(self.taken(rows), is_thinned=True)
 
     def times(self, count: int, gap: float) -> _Sums:
@@ -304,22 +305,14 @@ class _Sums:
     def plus(self, other: _Sums, gap: float) -> _Sums:
         """Return the sums of two entries, one of each set, within the gap that no other one beats
         in both bytes and seconds."""
-        one, sizes = self, (len(self.seconds), len(other.seconds))
-        if sizes[0] * sizes[1] > MAX_PAIRS:
-            most = max(int(MAX_PAIRS**0.5), MAX_PAIRS // min(sizes))
+        one = self
+        if len(one) * len(other) > MAX_PAIRS:
+            most = max(int(MAX_PAIRS**0.5), MAX_PAIRS // min(len(one), len(other)))
             one, other = one.thinned(most), other.thinned(most)
-        reduced = np.add.outer(one.reduced, other.reduced)
-        rows, columns = np.nonzero(reduced <= gap)
-        nbytes = one.nbytes[rows] + other.nbytes[columns]
-        seconds = one.seconds[rows] + other.seconds[columns]
+        rows, columns = np.nonzero(np.add.outer(one.totals[2], other.totals[2]) <= gap)
+        nbytes, seconds, _ = totals = one.totals[:, rows] + other.totals[:, columns]
         order = np.lexsort((seconds, nbytes))
         least = np.minimum.accumulate(seconds[order])
         kept = order[np.concatenate([[True], least[1:] < least[:-1]])]
-        rows, columns = rows[kept], columns[kept]
-        return _Sums(
-            nbytes[kept],
-            seconds[kept],
-            reduced[rows, columns],
-            one.picks[rows] + other.picks[columns],
-            one.is_thinned or other.is_thinned,
-        )
+        picks = one.picks[rows[kept]] + other.picks[columns[kept]]
+        return _Sums(totals[:, kept], picks, one.is_thinned or other.is_thinned)
