@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from capture.documents import fields_of
 from capture.plan.task_graph import Configuration, Packs
 from recommender.harmony.problem import PackedConfiguration
 
@@ -37,9 +38,7 @@ class Point:
             "forward": _written(one, self.choice.forward_packing),
             "backward": _written(other, self.choice.backward_packing),
             "step_seconds": self.seconds,
-            "task_bytes": self.task_bytes,
-            "max_idle_fraction": self.max_idle_fraction,
-            "mean_idle_fraction": self.mean_idle_fraction,
+            **fields_of(self, "task_bytes", "max_idle_fraction", "mean_idle_fraction"),
         }
 
 
@@ -95,12 +94,8 @@ class PacksResult:
         return self.single_first and not point.choice.single, point.seconds
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "algorithm": self.algorithm,
-            "optimal": self.optimal,
-            "seconds": self.seconds,
-            "num_simulated": len(self.points),
-        }
+        written = fields_of(self, "algorithm", "optimal", "seconds")
+        return {**written, "num_simulated": len(self.points)}
 
 
 @dataclass(frozen=True)
@@ -135,9 +130,7 @@ class Baseline:
             "name": self.name,
             "fits": self.seconds is not None,
             "step_seconds": self.seconds,
-            "microbatch_size": self.microbatch_size,
-            "swap_bytes": self.swap_bytes,
-            "volumes_bytes": dict(self.volumes_bytes),
+            **fields_of(self, "microbatch_size", "swap_bytes", "volumes_bytes"),
             "peak_bytes": self.device_bytes,
             "host_peak_bytes": self.host_bytes,
             "why": self.reason,

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
+from capture.documents import fields_of
 from capture.registered import REGISTERED
 from recommender.algorithms import algorithm_named
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
@@ -100,15 +101,8 @@ class ArrayBaseline:
     chosen: Chosen
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "sizes": list(self.sizes),
-            "in_rounds": self.in_rounds,
-            "step_seconds": self.step_seconds if self.fits else None,
-            "peak_bytes": self.peak_bytes,
-            "fits": self.fits,
-            "why": self.why,
-        }
+        names = ("name", "sizes", "in_rounds", "step_seconds", "peak_bytes", "fits", "why")
+        return fields_of(self, *names) | ({} if self.fits else {"step_seconds": None})
 
 
 @dataclass(frozen=True)
@@ -144,13 +138,8 @@ class ArrayResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "algorithm": self.algorithm,
-            "optimal": self.optimal,
-            "seconds": self.seconds,
-            "num_evaluated": self.num_evaluated,
-            "lower_bound_seconds": self.bound_seconds,
-        }
+        written = fields_of(self, "algorithm", "optimal", "seconds", "num_evaluated")
+        return {**written, "lower_bound_seconds": self.bound_seconds}
 
 
 def _rank(weighed: Weighed) -> tuple[float, ...]:

@@ -166,7 +166,13 @@ class _Search:
     def plans(self) -> Iterator[ShardingPlan]:
         """Yield the best plan of each batch size tried, for sizes closer and closer to the best."""
         found: dict[int, ShardingPlan] = {}
-        first, last = 1, self._most_examples()
+        # The largest batch size that a plan with all operators in one mode fits.
+        last = last_that_holds(
+            lambda size: self._least_bytes(size) <= self.limit,
+            start=1,
+            most=self.problem.max_batch_size or np.inf,
+        )
+        first = 1
         while True:
             sizes = range(first, last + 1)
             if len(sizes) > _SIZES_TRIED:
@@ -233,14 +239,6 @@ class _Search:
             f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, "
             "use more devices, more slices per "
             "operator, or rematerialisation. [memory-limit]"
-        )
-
-    def _most_examples(self) -> int:
-        """Return the largest batch size that a plan with all operators in one mode fits."""
-        return last_that_holds(
-            lambda size: self._least_bytes(size) <= self.limit,
-            start=1,
-            most=self.problem.max_batch_size or np.inf,
         )
 
     def _least_bytes(self, batch_size: int) -> int:
