@@ -98,77 +98,65 @@ def interval_of(
     return int(nbytes * (1 - _TOO_HIGH_FRACTIONS[platform])), int(high)
 
 
-def fastest_over_step(
-    cost: StepCost,
-    operators: object,
-    smallest_bytes: int,
-    limit: float,
-    batch_size: int | None = None,
-    max_batch_size: int | None = None,
-) -> ShardingResult:
-    """Search for the fastest plan per example whose peak over a step fits, or say what is missing.
+@dataclass(frozen=True)
+class OverStep:
+    """The search for the fastest plan per example whose peak over a step fits.
 
-    Args:
+    Attributes:
         cost: What the operators cost on the devices.
         operators: The traced ones (``TracedOperators``), which say what parameters are steps of one
             array.
         smallest_bytes: Smaller parameters are replicated whatever the mode.
-        limit: Bytes of a device for the peak over the step.
         batch_size: Examples per device; None to choose it.
         max_batch_size: The largest to choose from.
-
-    Raises:
-        PlanError: ``osdp-unbounded`` if every batch size fits and none is the largest.
     """
-    start = time.perf_counter()
-    search = _Search(cost, operators, smallest_bytes, limit, batch_size or max_batch_size)
-    plans = [search.plan_at(batch_size)] if batch_size else list(search.plans())
-    fitting = [plan for plan in plans if plan is not None]
-    best = min(fitting, key=lambda plan: plan.seconds_per_example, default=None)
-    return ShardingResult(
-        "ok" if best else "infeasible",
-        best,
-        "over the step",
-        optimal=False,
-        num_explored=len(plans),
-        num_batch_sizes=len(fitting),
-        bound_fraction=float("inf"),
-        seconds=time.perf_counter() - start,
-        why=None if best else search.why(batch_size or 1),
-    )
 
-
-def least_over_step(
-    cost: StepCost, operators: object, smallest_bytes: int, batch_size: int
-) -> ShardingPlan:
-    """Return the plan of least peak among those with all operators in one mode; arguments as of
-    ``fastest_over_step``."""
-    search = _Search(cost, operators, smallest_bytes, 0.0, batch_size)
-    return min(
-        (search.placed(modes, batch_size) for modes in search.uniform()),
-        key=lambda plan: plan.peak_bytes,
-    )
-
-
-@dataclass(frozen=True)
-class _Search:
     cost: StepCost
     operators: Any
     smallest_bytes: int
-    limit: float
-    max_batch_size: int | None
+    batch_size: int | None = None
+    max_batch_size: int | None = None
 
     @cached_property
     def problem(self) -> ShardingProblem:
         """The problem of the exact search, which bounds the sum."""
-        return ShardingProblem(self.cost, self.max_batch_size)
+        return ShardingProblem(self.cost, self.batch_size or self.max_batch_size)
 
-    def plans(self) -> Iterator[ShardingPlan]:
+    def fastest(self, limit: float) -> ShardingResult:
+        """Search for the fastest plan per example whose peak over a step is within ``limit`` bytes
+        of a device, or say what is missing.
+
+        Raises:
+            PlanError: ``osdp-unbounded`` if every batch size fits and none is the largest.
+        """
+        start, size = time.perf_counter(), self.batch_size
+        plans = [self.plan_at(size, limit)] if size else list(self.plans(limit))
+        fitting = [plan for plan in plans if plan is not None]
+        best = min(fitting, key=lambda plan: plan.seconds_per_example, default=None)
+        return ShardingResult(
+            "ok" if best else "infeasible",
+            best,
+            "over the step",
+            optimal=False,
+            num_explored=len(plans),
+            num_batch_sizes=len(fitting),
+            bound_fraction=float("inf"),
+            seconds=time.perf_counter() - start,
+            why=None if best else self.why(size or 1, int(limit)),
+        )
+
+    def least(self) -> ShardingPlan:
+        """Return the plan of least peak among those with all operators in one mode, for one example
+        per device if the batch size is to be chosen."""
+        plans = (self.placed(modes, self.batch_size or 1) for modes in self.uniform())
+        return min(plans, key=lambda plan: plan.peak_bytes)
+
+    def plans(self, limit: float) -> Iterator[ShardingPlan]:
         """Yield the best plan of each batch size tried, for sizes closer and closer to the best."""
         found: dict[int, ShardingPlan] = {}
         # The largest batch size that a plan with all operators in one mode fits.
         last = last_that_holds(
-            lambda size: self._least_bytes(size) <= self.limit,
+            lambda size: self._least_bytes(size) <= limit,
             start=1,
             most=self.problem.max_batch_size or np.inf,
         )
@@ -180,7 +168,7 @@ class _Search:
                     np.geomspace(first, last, _SIZES_TRIED).round().astype(int)
                 ).tolist()
             for size in sizes:
-                plan = None if size in found else self.plan_at(size)
+                plan = None if size in found else self.plan_at(size, limit)
                 if plan is not None:
                     found[size] = plan
                     yield plan
@@ -190,39 +178,39 @@ class _Search:
             best = tried.index(min(tried, key=lambda size: found[size].seconds_per_example))
             first, last = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
 
-    def plan_at(self, batch_size: int) -> ShardingPlan | None:
+    def plan_at(self, batch_size: int, limit: float) -> ShardingPlan | None:
         """Return the fastest plan that is found at one batch size; None if nothing fits."""
         options = self.problem.options(batch_size)
 
-        def within(limit: float) -> ShardingPlan | None:
-            """Return the plan of least seconds whose sum is within a limit; None without one."""
-            if (chosen := cheapest(options, limit).chosen) is None:
+        def within(most: float) -> ShardingPlan | None:
+            """Return the plan of least seconds whose sum is at most so much; None without one."""
+            if (chosen := cheapest(options, most).chosen) is None:
                 return None
             modes = plan_of(self.problem, batch_size, options, chosen).modes
             return self.placed(modes, batch_size)
 
         # A plan whose sum is within the limit is within it over the step.
-        found = [*(self.placed(modes, batch_size) for modes in self.uniform()), within(self.limit)]
-        plans = [plan for plan in found if plan is not None and plan.peak_bytes <= self.limit]
+        found = [*(self.placed(modes, batch_size) for modes in self.uniform()), within(limit)]
+        plans = [plan for plan in found if plan is not None and plan.peak_bytes <= limit]
         resident, transient = (
             np.where(np.isfinite(options.seconds), column, 0).max(axis=-1)
             for column in (options.resident_bytes, options.transient_bytes)
         )
-        low = self.limit
+        low = limit
         high = trying = max(low, float(resident @ options.counts + transient.max()))
         while True:
             plan = within(trying)
-            fits = plan is not None and plan.peak_bytes <= self.limit
+            fits = plan is not None and plan.peak_bytes <= limit
             if plan is not None and fits:
                 plans.append(plan)
             low, high = (trying, high) if fits or plan is None else (low, trying)
-            if high - low <= max(1.0, self.limit * _CLOSENESS):  # the limit may be nothing, or less
+            if high - low <= max(1.0, limit * _CLOSENESS):  # the limit may be nothing, or less
                 return min(plans, key=lambda plan: plan.step_seconds, default=None)
             trying = (low + high) / 2
 
-    def why(self, batch_size: int) -> str:
+    def why(self, batch_size: int, limit: int) -> str:
         """Return how many bytes are missing with every operator in the mode that needs least."""
-        least, limit = self._least_bytes(batch_size), int(self.limit)
+        least = self._least_bytes(batch_size)
         if not any(operator.parameter_bytes for operator in self.cost.model.operators):
             needs = "example per device needs", "examples per device need"
             return (

@@ -17,12 +17,7 @@ from capture.step.attribution import attribute_operators
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import build_step
 from recommender.answer import Answer
-from recommender.osdp.over_step import (
-    fastest_over_step,
-    interval_of,
-    least_over_step,
-    reserved_fraction,
-)
+from recommender.osdp.over_step import OverStep, interval_of, reserved_fraction
 from recommender.osdp.question import ShardingQuestion
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
@@ -106,21 +101,14 @@ def osdp(
     """
     operators, cost = costs_of(question)
     described, memory = cost.machine.target, cost.machine.memory_limit_bytes
-    smallest_bytes, batch_size = question.smallest_bytes, question.batch_size
     described_by = _described(question, operators, cost)
-
-    def fastest(limit: float) -> ShardingResult:
-        sizes = batch_size, question.max_batch_size
-        return fastest_over_step(cost, operators, smallest_bytes, limit, *sizes)
-
-    def least() -> ShardingPlan:
-        return least_over_step(cost, operators, smallest_bytes, batch_size or 1)
-
+    sizes = question.smallest_bytes, question.batch_size, question.max_batch_size
+    search = OverStep(cost, operators, *sizes)
     found, uncompiled = None, None if verify else left_out
     if verify:
         try:
             measure = _measuring(question, described, operators, described_by)
-            found = fastest_compiled(fastest, least, measure, memory, watch)
+            found = fastest_compiled(search.fastest, search.least, measure, memory, watch)
         except TargetError as error:
             uncompiled = str(error)
             watch(f"not compiled: {uncompiled}")
@@ -128,7 +116,7 @@ def osdp(
     reserved = reserved_fraction(described.platform, operators.dtype, checkpointed)
     if uncompiled and checkpointed:
         uncompiled += _LEFT_FREE.format(reserved)
-    found = found or fastest(memory * (1 - reserved))
+    found = found or search.fastest(memory * (1 - reserved))
     if found.plan is None:
         return Answer("infeasible", None, found, Why(found.why or "", uncompiled=uncompiled))
     plan = replace(

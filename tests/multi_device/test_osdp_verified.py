@@ -22,7 +22,7 @@ from capture.profiler.sharded_step import StepCompiler
 from capture.quantities import format_bytes
 from capture.runtime.sharded import shard
 from recommender.osdp import ShardingQuestion, osdp
-from recommender.osdp.over_step import fastest_over_step, interval_of, least_over_step
+from recommender.osdp.over_step import OverStep, interval_of
 from recommender.osdp.recommendation import costs_of
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
@@ -97,10 +97,10 @@ def test_where_no_estimate_fits_the_least_is_said_and_compiled():
     nothing = osdp(ShardingQuestion(workload, cluster, 1000, **options), verify=False)
     least = int(re.search(r"per device: ([\d,]+) bytes", nothing.why.summary)[1].replace(",", ""))
     operators, cost = costs_of(ShardingQuestion(workload, cluster, 1000, **options))
-    assert least_over_step(cost, operators, 1024, 4).peak_bytes == least
+    search = OverStep(cost, operators, 1024, 4)
+    assert search.least().peak_bytes == least
     for limit, status in ((least, "ok"), (least - 1, "infeasible")):
-        found = fastest_over_step(cost, operators, 1024, limit, 4)
-        assert found.status == status
+        assert search.fastest(limit).status == status
 
 
 @pytest.mark.slow
