@@ -239,7 +239,7 @@ def _read_together(step: Trained, path: Path, models: Sequence[int] | None) -> C
     sources = _checked(step, marker, models, path)
     together = shared(step)
     if together is not None and (own := own_leaves(together, path, marker)) is not None:
-        return partial(together.state_from, own.params, own.optimizer, marker["num_steps"])
+        return partial(together.state_from, *own, marker["num_steps"])
     return _whole(step, joined_leaves(path, marker), sources, marker)
 
 

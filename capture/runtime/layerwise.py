@@ -3,20 +3,23 @@ parameters that all models share, which it leaves alone."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
-from capture.errors import PlanError, Violation, WorkloadError
+from capture.errors import PlanError, Violation, WorkloadError, users_file
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import Member, Shared
 from capture.quantities import nearest
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
-from capture.runtime.optimizer_source import injecting_line
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
@@ -251,7 +254,7 @@ def hyperparameter_violations(
     for name in wanted:
         if name not in known:
             meant = nearest(name, (*known, "seed"))
-            change = "" if meant else f"; {injecting_line(optimizer.workload, name)}"
+            change = "" if meant else f"; {_injecting_line(optimizer.workload, name)}"
             yield Violation(
                 f"the models set {name!r}, and the optimizer injects "
                 f"{', '.join(sorted(known)) or 'nothing'}{change}.{meant}",
@@ -263,3 +266,35 @@ def hyperparameter_violations(
                 "update, so all would train alike; give the optimizer a number for it.",
                 "array-hyperparameter",
             )
+
+
+def _injecting_line(workload: WorkloadProtocol, name: str) -> str:
+    """Return what to write where, so that an optimizer injects a hyperparameter. It is the line
+    with a call of optax that takes it, in the file of the loss; without such a line, an example."""
+    try:
+        source = inspect.getsourcefile(inspect.unwrap(workload.loss_fn)) or ""
+        text = Path(source).read_text(encoding="utf-8")
+        calls = list(_calls(ast.parse(text), name))
+    except (OSError, TypeError, ValueError, SyntaxError):
+        calls = []
+    if len(calls) != 1:
+        return f"make it with optax.inject_hyperparams(optax.adam)({name}=...)"
+    [call] = calls
+    made = ast.get_source_segment(text, call) or ""
+    factory = ast.get_source_segment(text, call.func) or ""
+    injected = f"optax.inject_hyperparams({factory}){made.removeprefix(factory)}"
+    where = users_file(source) or Path(source).name
+    return f"write {' '.join(injected.split())} in line {call.lineno} of {where}"
+
+
+def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
+    """Yield calls such as ``optax.adam(...)`` whose function has a parameter of the name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="optax"), attr=attribute)):
+                if name in _parameters(getattr(optax, attribute, None)):
+                    yield node
+
+
+def _parameters(factory: Any) -> Iterator[str]:
+    yield from inspect.signature(factory).parameters if callable(factory) else ()

@@ -68,22 +68,6 @@ def check_hosts(devices: Sequence[Any]) -> None:
         )
 
 
-def check_host_memory(device: Any, held_bytes: int) -> None:
-    """Refuse what JAX may not pin in the memory of the host of a GPU.
-
-    Raises:
-        ExecutionError: ``run-host-memory``.
-    """
-    allowed = int(os.environ.get(environment.HOST_MEMORY_LIMIT, 64)) * 10**9
-    if device.platform in ("gpu", "cuda") and held_bytes > allowed:
-        raise ExecutionError.of(
-            f"the step holds {format_bytes(held_bytes)} in the memory of the host, and JAX may pin "
-            f"{format_bytes(allowed)}; set {environment.HOST_MEMORY_LIMIT}="
-            f"{-(-held_bytes // 10**9) + 1} before JAX starts.",
-            "run-host-memory",
-        )
-
-
 def check_device_memory(devices: Sequence[Any], peak_bytes: Sequence[int]) -> None:
     """Refuse a step that needs more than JAX's allocator may take of a GPU, three quarters of its
     memory unless a variable says otherwise.
@@ -106,8 +90,8 @@ def check_device_memory(devices: Sequence[Any], peak_bytes: Sequence[int]) -> No
 
 
 def check_memory(devices: Sequence[Any], *steps: Step) -> Peak:
-    """Refuse steps that need more than JAX may take of their devices or hosts, and return the
-    highest peak of a device.
+    """Refuse steps that need more than JAX may take of their devices, or pin in the memory of a
+    GPU's host; return the highest peak of a device.
 
     Args:
         devices: By device id of the steps.
@@ -117,8 +101,16 @@ def check_memory(devices: Sequence[Any], *steps: Step) -> Peak:
         ExecutionError: ``run-device-memory``, ``run-host-memory``, and those of ``replay``.
     """
     ledgers = [replay(step) for step in steps]
+    allowed = int(os.environ.get(environment.HOST_MEMORY_LIMIT, 64)) * 10**9
     for host in {place.host.name for step in steps for place in step.places if place.host}:
-        check_host_memory(devices[0], max(each.peak_of(host).peak_bytes for each in ledgers))
+        held = max(each.peak_of(host).peak_bytes for each in ledgers)
+        if devices[0].platform in ("gpu", "cuda") and held > allowed:
+            raise ExecutionError.of(
+                f"the step holds {format_bytes(held)} in the memory of the host, and JAX may pin "
+                f"{format_bytes(allowed)}; set {environment.HOST_MEMORY_LIMIT}="
+                f"{-(-held // 10**9) + 1} before JAX starts.",
+                "run-host-memory",
+            )
     peaks = zip(*(ledger.peak_bytes_per_device for ledger in ledgers), strict=True)
     check_device_memory(devices, list(map(max, peaks)))
     every = (peak for ledger in ledgers for peak in ledger.peaks)

@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import jax
@@ -290,25 +291,27 @@ class Hosts:
 
     def gather(
         self,
-        own: Mapping[tuple[int, int], jax.Array],
-        structs: Mapping[tuple[int, int], jax.ShapeDtypeStruct],
-    ) -> dict[tuple[int, int], Any]:
+        own: Sequence[Sequence[jax.Array]],
+        structs: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    ) -> list[list[Any]]:
         """Return whole arrays of all processes, on the host of each; all ask together.
 
         Args:
-            own: Those of this process.
+            own: In groups; none of a group that others have.
             structs: Of all, with the shardings that they have.
         """
-        first, found = self.reserve(len(structs)), {}
+        numbers, found = count(self.reserve(sum(map(len, structs)))), list[list[Any]]()
         sent: deque[tuple[BoundCopy, int]] = deque()
-        for number, key in enumerate(sorted(structs), first):
-            copy = self._to_all((structs[key],))
-            (array,) = copy([own[key]] if key in own else (), {}, number)
-            found[key] = to_host(array.addressable_shards[0].data)
-            sent.append((copy, number))
-            if len(sent) > _GATHERED:
-                copy, number = sent.popleft()
-                copy.wait(number)
+        for arrays, group in zip(own, structs, strict=True):
+            found.append([])
+            for i, (struct, number) in enumerate(zip(group, numbers, strict=False)):
+                copy = self._to_all((struct,))
+                (array,) = copy(arrays[i : i + 1], {}, number)
+                found[-1].append(to_host(array.addressable_shards[0].data))
+                sent.append((copy, number))
+                if len(sent) > _GATHERED:
+                    copy, number = sent.popleft()
+                    copy.wait(number)
         for copy, number in sent:
             copy.wait(number)
         return found

@@ -44,7 +44,7 @@ from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperpa
 from capture.runtime.dispatch import Observer
 from capture.runtime.fused import Fuser
 from capture.runtime.layout import check_hosts, check_memory, first_devices
-from capture.runtime.state import initial_params, joined_params, optimizer_leaves, param_leaves
+from capture.runtime.state import joined_params, made_by_host, optimizer_leaves, param_leaves
 from capture.runtime.train_step import Fed, Metered
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import ArraySteps, build_array, lifetimes
@@ -195,7 +195,7 @@ class ArrayTraining:
         that of the first."""
         first, found = dict[int, Any](), list[PyTree]()
         for fuser, member in zip(self._each, self.plan.models, strict=True):
-            params = initial_params(fuser.workload, jax.random.key(member.seed))
+            params = made_by_host(fuser.workload.init, jax.random.key(member.seed))
             own = param_leaves(fuser.traced, params)
             first = first or dict(enumerate(own))
             shared = dict(enumerate(fuser.sharing(own, first)))

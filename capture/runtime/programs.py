@@ -34,8 +34,7 @@ from capture.runtime.layer_order import layer_by_layer, parameters_in_turn
 from capture.runtime.layout import StageLayout, kept_bytes, shard_bytes, split_dim
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffers_of, layer_of
-from capture.runtime.residuals import Residuals, ValueSplit
-from capture.runtime.saved_pass import SavedPass
+from capture.runtime.residuals import Residuals, SavedPass, ValueSplit
 from capture.runtime.segment import Segment
 from capture.step.attribution import StageBuffers
 from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values

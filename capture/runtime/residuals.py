@@ -9,10 +9,11 @@ the other modes keep all, and say to ``jax.vjp`` what it may save.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
@@ -27,6 +28,50 @@ from capture.tracing.recompute import product_bytes, recompute_bytes
 
 #: Of a forward pass, what both passes take: a backward pass twice as long.
 _PASSES = 3
+
+
+class SavedPass:
+    """A forward pass with everything that ``jax.vjp`` saves behind its outputs.
+
+    Args:
+        run: The pass: of arguments; to outputs, and the function that goes backwards.
+        args: Structures of the arguments.
+
+    Attributes:
+        traced: The pass.
+        flow: The same, opened.
+    """
+
+    def __init__(self, run: Callable[..., tuple[Sequence[Any], Any]], args: Sequence[Any]):
+        self._constants: dict[int, Any] = {}
+        self._tree: Any = None
+
+        def saving_all(*args):
+            outputs, vjp = run(*args)
+            saved, self._tree = jax.tree.flatten(vjp)
+            self._constants = {
+                i: array for i, array in enumerate(saved) if not isinstance(array, jax.core.Tracer)
+            }
+            return outputs, [array for i, array in enumerate(saved) if i not in self._constants]
+
+        self.traced = jax.make_jaxpr(saving_all)(*args)
+        self.flow = DataFlow(self.traced)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """The way in which splits spread through ``flow``."""
+        return Spread(self.flow.jaxpr)
+
+    def vjp(self, saved: Iterable[Any]) -> Any:
+        """Return the function that goes backwards, made from all that was saved."""
+        read = iter(saved)
+        return jax.tree.unflatten(
+            self._tree,
+            [
+                self._constants[i] if i in self._constants else next(read)
+                for i in range(self._tree.num_leaves)
+            ],
+        )
 
 
 class Residuals:

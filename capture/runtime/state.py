@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from capture.errors import ExecutionError, Violation
-from capture.model.workload import PyTree, WorkloadProtocol
+from capture.model.workload import PyTree
 from capture.tracing import TracedModel
 
 
@@ -33,15 +33,9 @@ class PipelineState:
     unused: dict[int, Any] = field(default_factory=dict)
 
 
-def initial_params(workload: WorkloadProtocol, key: jax.Array) -> PyTree:
-    """Return the parameters that a training begins at, made by the host: no device need hold the
-    whole model, nor any of it twice."""
-    return made_by_host(workload.init, key)
-
-
 def made_by_host(make: Callable[[Any], PyTree], given: Any) -> PyTree:
     """Return what a function makes of a random key, or of arrays, made by the host where devices
-    are accelerators."""
+    are accelerators: none of them need hold a whole model, nor any of it twice."""
     if jax.default_backend() == "cpu":
         return make(given)
     try:

@@ -14,7 +14,7 @@ from capture.compiler.executable import Executable
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.bounds import Bounder
 from capture.runtime.programs import StagePrograms
-from capture.runtime.saved_pass import SavedPass
+from capture.runtime.residuals import SavedPass
 from capture.runtime.traced_program import TracedProgram
 
 

@@ -26,7 +26,6 @@ from capture.runtime.reference import ReferenceStep
 from capture.runtime.state import (
     PipelineState,
     check_state,
-    initial_params,
     joined_params,
     made_by_host,
     optimizer_leaves,
@@ -168,7 +167,7 @@ class TrainStep(Metered):
 
     def first_params(self, seed: int) -> PyTree:
         """Return the parameters with which a training of a seed begins."""
-        return initial_params(self.workload, _keys(seed)[0])
+        return made_by_host(self.workload.init, _keys(seed)[0])
 
     def executions(self, num_steps: int) -> list[Metered]:
         """Return the lists of instructions that a training of some updates executes."""
@@ -221,7 +220,7 @@ class TrainStep(Metered):
 
     def init(self, key: jax.Array) -> PipelineState:
         """Return fresh parameters and optimizer state from the workload's ``init``."""
-        return self.init_from(initial_params(self.workload, key))
+        return self.init_from(made_by_host(self.workload.init, key))
 
     def init_from(self, params: PyTree) -> PipelineState:
         """Return the state of a training that begins at the given parameters (a pytree as
@@ -290,23 +289,13 @@ class TrainStep(Metered):
     ) -> Iterator[tuple[Slot, list[Any]]]:
         """Yield slots with their arrays, whole on the host, also those of other processes; of what
         lies on the host, copies, as a step writes over it."""
-        for slot, arrays in self._gathered(slots, list(wanted)):
+        wanted = list(wanted)
+        own = [slots.get(slot.name, ()) for slot in wanted]
+        found: Iterable[Iterable[Any]] = (map(to_host, arrays) for arrays in own)
+        if self.hosts is not None:
+            found = self.hosts.gather(own, [self.layout(slot) for slot in wanted])
+        for slot, arrays in zip(wanted, found, strict=True):
             yield slot, [array.copy() for array in arrays] if slot.place.host else list(arrays)
-
-    def _gathered(
-        self, slots: Mapping[str, Sequence[jax.Array]], wanted: Sequence[Slot]
-    ) -> Iterator[tuple[Slot, Iterable[Any]]]:
-        if self.hosts is None:
-            yield from ((slot, map(to_host, slots[slot.name])) for slot in wanted)
-            return
-        structs = [self.layout(slot) for slot in wanted]
-        held = [(n, slots[slot.name]) for n, slot in enumerate(wanted) if slot.name in slots]
-        found = self.hosts.gather(
-            {(n, i): array for n, arrays in held for i, array in enumerate(arrays)},
-            {(n, i): struct for n, each in enumerate(structs) for i, struct in enumerate(each)},
-        )
-        for n, (slot, each) in enumerate(zip(wanted, structs, strict=True)):
-            yield slot, (found[n, i] for i in range(len(each)))
 
     def params(self, state: PipelineState) -> PyTree:
         """Return the whole model's parameters on the host, as the workload's ``init`` returns them.

@@ -34,6 +34,7 @@ from capture.machine.rates import Rates
 from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Collective, Kernel, ProgramWork
+from capture.memo import memo
 from capture.plan.orders import TaskKind
 from capture.plan.schedule import Schedule
 
@@ -127,9 +128,7 @@ class TimeModel:
         least, bytes_per_second = self._least_kernel
         moved = kernel.nbytes / bytes_per_second
         if kernel.flops:
-            if kernel not in self._products:
-                self._products[kernel] = self._product_seconds(kernel)
-            moved = max(moved, self._products[kernel])
+            moved = max(moved, self._product_seconds(kernel))
         return max(least, moved)
 
     @cached_property
@@ -137,11 +136,7 @@ class TimeModel:
         """The seconds of the smallest kernel, and bytes per second of the others."""
         return self.rates.kernel_seconds.value, self.rates.reached_bytes_per_second
 
-    @cached_property
-    def _products(self) -> dict[Kernel, float]:
-        """The seconds of products: stages that differ in what they split have most in common."""
-        return {}
-
+    @memo  # stages that differ in what they split have most in common
     def _product_seconds(self, kernel: Kernel) -> float:
         rates, cores = self.rates, int(self.rates.cores.value)
         reached = rates.reached_flops_per_second(kernel.dtype, kernel.precision)

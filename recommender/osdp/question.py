@@ -120,9 +120,9 @@ class ShardingQuestion:
         """Whether operators may be sharded over the devices of a node alone."""
         if self._mesh is None:
             return True
-        from capture.runtime.sharded.mesh import has_groups
+        from capture.runtime.sharded.mesh import group_axes
 
-        return has_groups(self._mesh, self.cluster.nodes[0])
+        return bool(group_axes(self._mesh, self.cluster.nodes[0]))
 
     def check_dtype(self) -> None:
         """Refuse a dtype that the target has no rate of.

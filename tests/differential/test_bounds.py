@@ -21,7 +21,7 @@ from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend
 from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import Bounder
-from capture.runtime.saved_pass import SavedPass
+from capture.runtime.residuals import SavedPass
 from profiling_runs.bounds import bounds
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion

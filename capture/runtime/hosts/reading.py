@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +14,13 @@ import numpy as np
 from capture.runtime.checkpoint_models import PARTS, filled_leaf
 from capture.runtime.hosts.items import damage, read_item
 from capture.runtime.hosts.saved import MARKER
-from capture.runtime.hosts.saving import param_paths, stacked_paths, state_paths
+from capture.runtime.hosts.saving import stacked_paths, state_paths
 
 if TYPE_CHECKING:
     from capture.runtime.pipeline import PipelinedStep
 
 #: Arrays by part and path.
 Leaves = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class OwnLeaves:
-    """The leaves of a checkpoint that this process needs; None stands for the others.
-
-    Attributes:
-        params: By parameter of the layer graph.
-        optimizer: By leaf of the optimizer's state.
-    """
-
-    params: list[Any]
-    optimizer: list[Any]
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
@@ -44,9 +30,10 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
 
 def own_leaves(
     step: PipelinedStep, checkpoint: Path, marker: Mapping[str, Any]
-) -> OwnLeaves | None:
-    """Return the leaves that this process needs; None if the checkpoint has layers in one array
-    where the step has them one by one, or the other way round.
+) -> tuple[list[Any], list[Any]] | None:
+    """Return the leaves that this process needs, None for the others: by parameter of the layer
+    graph, and by leaf of the optimizer's state. None at all if the checkpoint has layers in one
+    array where the step has them one by one, or the other way round.
 
     Raises:
         ValueError: If a file is damaged.
@@ -55,7 +42,7 @@ def own_leaves(
         return None
     params = {p for _, stage in step.own_stages for p in stage.params} | set(step.unused)
     state = {k for _, stage in step.own_stages for k in stage.optimizer.state}
-    paths = (param_paths(step), state_paths(step))
+    paths = (step.optimizer.traced.param_names, state_paths(step))
     structs = (jax.tree.leaves(step.traced.split_struct), step.optimizer.state_structs)
     wanted = {
         part: {of_part[i] for i in numbers}
@@ -69,7 +56,7 @@ def own_leaves(
         ]
         for part, of_part, of_structs in zip(PARTS, paths, structs, strict=True)
     )
-    return OwnLeaves(own, of_state)
+    return own, of_state
 
 
 def joined_leaves(checkpoint: Path, marker: Mapping[str, Any]) -> Leaves:

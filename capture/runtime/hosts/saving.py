@@ -196,11 +196,6 @@ def writers_of(step: PipelinedStep, stage: int) -> frozenset[int]:
     return frozenset(device.process_index for device in devices)
 
 
-def param_paths(step: PipelinedStep) -> list[str]:
-    """Return the paths of the layer graph's parameters, in their order."""
-    return list(by_path(step.traced.split_struct))
-
-
 def state_paths(step: PipelinedStep) -> list[str]:
     """Return the paths of the leaves of the optimizer's state, in their order."""
     return list(by_path(step.optimizer.state_struct))
@@ -226,7 +221,7 @@ def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
 
 def items_of(step: PipelinedStep) -> dict[str, dict[str, list[str]]]:
     """Return the paths of the leaves in each item. Whatever is in none is zero."""
-    params, optimizer = param_paths(step), state_paths(step)
+    params, optimizer = step.optimizer.traced.param_names, state_paths(step)
     return {
         item_name(s): {
             "params": [params[p] for p in _params_in(step, s)],
@@ -253,7 +248,7 @@ def _state_in(step: PipelinedStep, s: int) -> list[int]:
 
 def _items(step: PipelinedStep, state: PipelineState) -> Items:
     """Copy what this process writes to its host, and return it by stage, part and path."""
-    params, optimizer = param_paths(step), state_paths(step)
+    params, optimizer = step.optimizer.traced.param_names, state_paths(step)
     arrays: dict[int, dict[str, dict[str, Any]]] = {}
     for s, stage in step.own_stages:
         owned = dict(zip(stage.owned, step.owned(state, "parameters", s), strict=True))

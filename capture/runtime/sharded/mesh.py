@@ -61,11 +61,6 @@ def cluster_of(mesh: Mesh, target: str, devices_per_node: int | None) -> Cluster
     return Cluster((per_node,) * (mesh.size // per_node), target)
 
 
-def has_groups(mesh: Mesh, group_size: int) -> bool:
-    """Return whether the last axes of a mesh have so many devices together."""
-    return bool(group_axes(mesh, group_size))
-
-
 def group_axes(mesh: Mesh, group_size: int | None) -> tuple[Any, ...]:
     """Return the last axes of a mesh that have so many devices together, or none."""
     if group_size is None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.errors import PlanError, Violation
 from capture.plan.sharding import Mode, ParameterLeaf, ShardingPlan
 from capture.runtime.leaf_parts import check_rows
-from capture.runtime.sharded.mesh import group_axes, has_groups
+from capture.runtime.sharded.mesh import group_axes
 from capture.runtime.sharded.slices import LeafRows
 from capture.tracing.model import TracedModel
 
@@ -178,7 +178,7 @@ def _parts(leaf: ParameterLeaf, mode: Mode, mesh: Mesh) -> tuple[LeafRows, ...]:
 
 def _group_violations(plan: ShardingPlan, mesh: Mesh) -> Iterator[Violation]:
     for group in sorted({mode.group_size for mode in plan.modes if mode.group_size is not None}):
-        if not has_groups(mesh, group):
+        if not group_axes(mesh, group):
             yield Violation(
                 f"the plan shares parameters among groups of {group} devices, and no last axes of "
                 f"the mesh {dict(mesh.shape)} have so "
