@@ -102,12 +102,11 @@ class Named(Timed):
         return self.gives_up(search, self._fastest(search), most)
 
     def _next_faster(self, search: Search, look: Look) -> Found | None:
-        if self._has_missed(search):
-            self._knows_fastest = True
+        has_missed = self._has_missed(search)
         if (known := self._of_compiled_stages(search)) is not None:
             return known
-        found = None if self._knows_fastest else self._faster(search, look)
-        self._knows_fastest = found is None and (self._knows_fastest or bool(search.fitting))
+        found = None if has_missed else self._faster(search, look)
+        self._knows_fastest |= found is None and bool(has_missed or search.fitting)
         return found
 
     def _next_name(self, search: Search, look: Look) -> Found | None:
@@ -135,16 +134,18 @@ class Named(Timed):
         return self._named(search, KNEE if LOWEST in self._asked and search.fitting else LOWEST)
 
     def _faster(self, search: Search, look: Look) -> Found | None:
-        """Return the plan that is estimated to be fastest, where that is worth a compile; where the
-        best of all is asked for, whatever may be it."""
+        """Return the plan that is estimated to be fastest, where that is worth a compile; once the
+        fastest seemed to be known, if it is faster by what is asked for. Where the best of all is
+        asked for, return whatever may be it."""
         within, found = self.within(search), super().next(search, look)
         asked = search.effort.within_fraction
-        best = (1 - min(NEARLY, asked)) * min(map(seconds_of, search.fitting), default=inf)
+        worth = asked if self._knows_fastest else min(NEARLY, asked)
+        best = (1 - worth) * min(map(seconds_of, search.fitting), default=inf)
         if within is not None and within <= asked:
             return None
         if found is not None and seconds_of(found) < best:
             return self._of_another_shape(search, best) or found
-        return self._doubted(search) or self._candidate
+        return (None if self._knows_fastest else self._doubted(search)) or self._candidate
 
     def _of_another_shape(self, search: Search, enough: float) -> Found | None:
         """Return the plan that is estimated to be fastest of those with other numbers of stages or

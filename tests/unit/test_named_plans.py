@@ -205,6 +205,28 @@ def test_a_compiled_plan_that_is_proposed_as_faster_than_it_is_hides_no_other(mo
     assert {plan.schedule for plan in planted.compiler.compiled} == {"1f1b", "gpipe"}
 
 
+@pytest.mark.parametrize(("seconds", "is_worth"), [(0.97, False), (0.9, True)])
+def test_what_compiled_plans_of_other_names_say_may_show_a_faster_one(
+    monkeypatch, seconds, is_worth
+):
+    def found(seconds):
+        proof = SimpleNamespace(step_seconds=seconds)
+        return SimpleNamespace(configs=[], answer=SimpleNamespace(proof=proof))
+
+    other, best, policy = found(seconds), found(1.0), Named()
+    search = SimpleNamespace(
+        fitting=[best], compiled=[best], effort=Effort(within_fraction=0.05), parts={}
+    )
+    monkeypatch.setattr(Timed, "next", lambda self, search, look: other)
+    monkeypatch.setattr(Timed, "within", lambda self, search: None)
+    monkeypatch.setattr(Named, "_of_compiled_stages", lambda self, search: None)
+    monkeypatch.setattr(Named, "_has_missed", lambda self, search: False)
+    monkeypatch.setattr(Named, "_doubted", lambda self, search: None)
+    assert policy._next_faster(search, None) is other
+    policy._knows_fastest = True
+    assert (policy._next_faster(search, None) is other) == is_worth
+
+
 def test_an_interrupt_before_the_first_compile_leaves_a_plan_by_estimates(monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
