@@ -78,7 +78,8 @@ class Timed(Policy):
         #: By schedule that is not plain, what the best plan of each part takes over what equal
         #: stages would, and whether it was looked for to the end; if not, it takes more.
         self._beyond = defaultdict[str, dict[OpenPart, tuple[float, bool]]](dict)
-        #: Those of which a plan is estimated to be faster than all plain ones.
+        #: Those of which a plan is estimated to be faster than all plain ones and other rivals
+        #: before.
         self.rivals = set[OpenPart]()
 
     def corner(self, nbytes: int, seconds: float) -> Corner:
