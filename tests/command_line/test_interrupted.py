@@ -157,6 +157,20 @@ def test_a_folder_that_cannot_be_used_is_refused_first(capsys, monkeypatch, opti
     assert status == 2 and err.endswith(f"[{code}]\n")
 
 
+def test_a_checkpoint_of_one_model_does_not_begin_all_models_of_an_array(capsys, monkeypatch):
+    """With its parameters they would have its learning rate, too."""
+    array_plan().save(Path("array.json"))
+    checkpoint("one", 2)
+    monkeypatch.setattr(run, "_run", None)
+    status, _, err = run_here(capsys, "run", "array.json", "--restore", "one")
+    assert (status, err) == (
+        2,
+        "error: the checkpoint is of one model, and the training is of 4: each would get the same "
+        "parameters and hyperparameters. Restore a checkpoint of an array, or begin without one; "
+        "in Python, init_from takes parameters for each model. [checkpoint-models]\n",
+    )
+
+
 def test_a_checkpoint_of_another_model_is_refused_before_the_step_is_traced(capsys, monkeypatch):
     monkeypatch.setattr(capture.runtime.pipeline, "pipeshard", None)
     params = {"[0]['bias']": [[64], "float32"]}

@@ -140,21 +140,27 @@ def check_models(
     Raises:
         ExecutionError: ``checkpoint-models`` if they are not as many as the training has.
     """
-    if count is None and models is None:
+    if count is None and models is None and wanted == 1:
         return None
     there = count or 0
     chosen = range(there) if models is None else models
-    if len(chosen) != wanted or not all(0 <= model < there for model in chosen):
-        had = f"an array of {there} models" if count else "one model, which has no number"
-        asked = "all of them" if models is None else f"models={list(models)}"
+    if len(chosen) == wanted and all(0 <= model < there for model in chosen):
+        return chosen
+    asked = "all of them" if models is None else f"models={list(models)}"
+    if count is None and wanted > 1:
         raise ExecutionError.of(
-            f"the checkpoint is of {had}, and {asked} cannot go on in a training of {wanted}; name "
-            f"{wanted} of models 0 to {there - 1} with models=[...]."
-            if count
-            else f"the checkpoint is of {had}; leave {asked} out.",
+            f"the checkpoint is of one model, and the training is of {wanted}: each would get the "
+            "same parameters and hyperparameters. Restore a checkpoint of an array, or begin "
+            "without one; in Python, init_from takes parameters for each model.",
             "checkpoint-models",
         )
-    return chosen
+    raise ExecutionError.of(
+        f"the checkpoint is of one model, which has no number; leave {asked} out."
+        if count is None
+        else f"the checkpoint is of an array of {there} models, and {asked} cannot go on in a "
+        f"training of {wanted}; name {wanted} of models 0 to {there - 1} with models=[...].",
+        "checkpoint-models",
+    )
 
 
 def remove(checkpoint: Path) -> None:
