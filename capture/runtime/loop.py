@@ -51,7 +51,8 @@ class Loop:
         self, executions: Sequence[Metered], work: StepWork, fed: Iterator[Fed], state: Any
     ) -> Any:
         """Execute all lists of instructions, and return the last state. Where the data end before,
-        those are left out that would be fed.
+        those are left out that would be fed. An error of the data is raised once the state before
+        it is saved; several processes, of which others may go on, keep their last checkpoint.
 
         Raises:
             ExecutionError: ``run-data``.
@@ -59,7 +60,12 @@ class Loop:
         ahead, count = _Ahead(fed), self.last - sum(each.reads_batch for each in executions)
         start = time.perf_counter()
         for number, execution in enumerate(executions):
-            given = ahead.take() if execution.reads_batch else Fed()
+            try:
+                given = ahead.take() if execution.reads_batch else Fed()
+            except Exception:
+                if self.saves is not None and (saved := self.saves.rescue(state)) is not None:
+                    self.records.say(f"an error of the data after step {count}; state -> {saved}")
+                raise
             if given is None:
                 continue
             if self.saves is not None and self.meters.counts(number):
@@ -237,6 +243,11 @@ class Saves:
         """Wait until what is saved is complete."""
         if self._saver is not None:
             self._saver.finish()
+
+    def rescue(self, state: Any) -> str | None:
+        """Save the last state of a training that fails, unless several processes would have to
+        agree on that; return where the last checkpoint is."""
+        return None if self._saver is not None else self.finish(state)
 
     def finish(self, state: Any) -> str | None:
         """Save the last state, and return where it is once it is complete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from itertools import islice
 
 import jax
@@ -90,6 +91,29 @@ def test_an_error_of_the_data_is_the_users():
 
     with pytest.raises(OSError, match="the disk is gone"):
         trained(reader())
+
+
+@pytest.mark.parametrize(("begin", "read", "kept"), [(0, 2, [2]), (0, 0, []), (1, 2, [1, 2])])
+def test_an_error_of_the_data_loses_no_step(tmp_path, begin, read, kept):
+    """Whether a batch is drawn beside a step or before it; and what is saved goes on alike."""
+
+    def reader():
+        yield from islice(batches(7), begin, read)
+        raise OSError("the disk is gone")
+
+    lines, going_on = [], Training(4, fast_compile=True, save=tmp_path)
+    if begin:
+        trained(islice(batches(7), begin), begin, save=tmp_path)
+        going_on = replace(going_on, num_steps=4 - begin, restore=tmp_path)
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(stages_plan(), mlp(num_blocks=3), going_on, lines.append, data=reader())
+    assert complete_steps(tmp_path) == kept
+    if read:
+        assert (
+            lines[-1] == f"an error of the data after step {read}; state -> {tmp_path / str(read)}"
+        )
+        rest = trained(islice(batches(7), read, 4), 4 - read, restore=tmp_path)
+        assert rest["losses"] == trained(batches(7))["losses"][read:]
 
 
 @pytest.mark.parametrize("order", ["multiplexed", "in turn"])
