@@ -79,8 +79,7 @@ def _answer(question: PacksQuestion, compiled: Compile | None) -> PacksAnswer:
         if chosen is not None:
             least = chosen.plan.known_peak_bytes
         if chosen is None or chosen.plan.known_peak_bytes > limit:
-            is_estimate = compiled is not None and chosen is None
-            why = _no_packs(question, mode, least, " by estimate" * is_estimate)
+            why = _no_packs(question, mode, least, " by estimate" * (chosen is None))
             return Answer("infeasible", None, tried[mode][0], why)
         found[mode] = chosen
     # The fastest of those that the host can hold.

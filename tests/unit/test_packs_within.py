@@ -76,6 +76,8 @@ def test_what_layers_alone_refuse_is_compiled_where_nothing_else_is_found():
     estimate = harmony(question(limit))
     least = estimate.why.least_peak_bytes
     assert estimate.status == "infeasible" and least > limit
+    said = f"Cheapest change: a limit of {least} bytes per device by estimate"
+    assert said in estimate.why.summary
     answer = harmony(question(limit), CompilerThatSays(limit / least))
     assert answer.status == "ok" and answer.peak_bytes <= limit
     compiler = CompilerThatSays(1.1 * limit / least)
@@ -83,6 +85,7 @@ def test_what_layers_alone_refuse_is_compiled_where_nothing_else_is_found():
     (estimated,) = compiler.asked
     assert (answer.status, answer.why.code) == ("infeasible", "packs-none")
     assert answer.why.least_peak_bytes == int(estimated * compiler.factor) > limit
+    assert "by estimate" not in answer.why.summary
 
 
 def test_a_faster_plan_that_layers_alone_refuse_is_compiled():
