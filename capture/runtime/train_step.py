@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from capture.runtime.hosts.part import StepPart
     from capture.runtime.multihost import Hosts
 
-#: What slots of parameters are that are no copies of others (``Slot.what``).
-_OWNED = {"params", "parameters", "weights"}
-
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -304,7 +301,8 @@ class TrainStep(Metered):
         ``first_gradients``.
         """
         found, parts = dict(state.unused), defaultdict[int, list[Any]](list)
-        owned = (slot for slot in self._kept.values() if slot.what in _OWNED)
+        held = (slot for slot in self._kept.values() if slot.category == "parameters")
+        owned = (slot for slot in held if slot.holds.form == "whole")
         for slot, arrays in self._whole(state.slots, owned):
             for p, array in zip(slot.holds.ids, arrays, strict=True):
                 if p not in parts or slot.holds.share is not None:

@@ -15,7 +15,7 @@ class Params:
 
     Attributes:
         ids: In the order of the arrays.
-        form: ``whole``, as they are; ``sent``, as devices get them, which may be a cast; ``alone``,
+        form: ``whole``, as their owner has them; ``sent``, copies, which may be casts; ``alone``,
             gradients that a single pass makes, of casts where those are as good.
         share: Which share of each array; None for the arrays.
     """

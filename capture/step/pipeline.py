@@ -172,7 +172,7 @@ class Pipeline:
             self._optimizer.append(optimizer)
             for p in stage.borrowed:
                 owner, of = self._owner[p], ("param", "parameters")
-                borrowed = self._keep(s, *of, stage.param_bytes[p], Params((p,)), p)
+                borrowed = self._keep(s, *of, stage.param_bytes[p], Params((p,), "sent"), p)
                 borrowed.source = self._params[owner][0]
                 borrowed.index = stages[owner].owned.index(p)
                 params.append(borrowed)

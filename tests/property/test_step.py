@@ -16,6 +16,7 @@ from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
+from capture.step.holds import Params
 from capture.step.interface import StageInterface, stage_interface
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Feed, Run, Step, replay
@@ -174,7 +175,7 @@ def check_shared(stages: list[StageInterface], schedule: Schedule) -> None:
             source, target = slots[copy.source], slots[copy.target]
             owner, reader = places.index(source.place), places.index(target.place)
             if target.what == "param":
-                assert source.holds.ids[copy.index] == target.holds.ids[0]
+                assert target.holds == Params((source.holds.ids[copy.index],), "sent")
                 values.append((*target.holds.ids, owner, reader))
             else:
                 assert source.what == target.what == "gradient" and source.holds == target.holds
