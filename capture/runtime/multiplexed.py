@@ -117,7 +117,7 @@ class ArrayTraining:
     Attributes:
         plan, device: As given.
         devices, workload, optimizer: The device; those of the first model.
-        graphs: The layer graph of each model, with its examples in an update.
+        models: The loss of each model, with its examples in an update.
         microbatch_sizes: The examples of a batch of the first model, which is not cut.
         updates_last: Updates come with the backward passes.
         fusers: By what models train.
@@ -138,7 +138,7 @@ class ArrayTraining:
         self.fusers, self.programs, self.plan, self.device = fusers, programs, plan, device
         PlanError.check(self._wrong(plan.trained, plan.models))
         self.arrays = [self.fuser(group[0]).of(len(group)) for group in plan.partition]
-        self.graphs = [(self.fusers[task].traced.graph, task.batch_size) for task in plan.trained]
+        self.models = [(self.fusers[task].traced, task.batch_size) for task in plan.trained]
         self.devices, self.microbatch_sizes = [device], (plan.batch_size,)
         self.workload, self.optimizer = self.fuser(0).workload, self.fuser(0).optimizer
         #: This one, and those of states whose models came and went.

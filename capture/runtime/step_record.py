@@ -4,14 +4,18 @@ a function that the user gives."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from capture.documents import as_json
 from capture.machine.rates import Rates
 from capture.model.graph import LayerGraph
 from capture.options import listed
 from capture.quantities import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from capture.tracing import TracedModel
 
 #: Model FLOPs of a training step per FLOPs of its forward pass, whatever is computed again.
 _PASSES = 3
@@ -78,27 +82,27 @@ class StepWork:
 
     @classmethod
     def of(
-        cls, graphs: Sequence[tuple[LayerGraph, int]], num_devices: int, rates: Rates | None
+        cls, models: Sequence[tuple[TracedModel, int]], num_devices: int, rates: Rates | None
     ) -> StepWork:
         """Count the work of a step.
 
         Args:
-            graphs: Of each model its layer graph, and its examples in a step.
+            models: The loss of each model, and its examples in a step.
             num_devices: Devices of the step.
             rates: Of the devices; None where they are not known.
         """
         seconds = sum(
             _PASSES
-            * sum(layer.flops for layer in graph.layers)
+            * sum(layer.flops for layer in traced.graph.layers)
             * examples
-            / graph.microbatch_size
-            / rates.rate_of(_computed_in(graph), "default").value
-            for graph, examples in graphs
+            / traced.graph.microbatch_size
+            / rates.rate_of(_computed_in(traced), "default").value
+            for traced, examples in models
             if rates is not None
         )
         return cls(
-            sum(examples for _, examples in graphs),
-            sum(_tokens_per_example(graph) * examples for graph, examples in graphs),
+            sum(examples for _, examples in models),
+            sum(_tokens_per_example(traced.graph) * examples for traced, examples in models),
             seconds / num_devices if seconds else None,
         )
 
@@ -123,10 +127,14 @@ class StepWork:
         )
 
 
-def _computed_in(graph: LayerGraph) -> str:
+def _computed_in(traced: TracedModel) -> str:
     """Return the dtype of the largest value between the layers, which is taken for that of the
-    products."""
+    products; of a single layer, the dtype in which it reads its largest parameter."""
+    graph = traced.graph
     values = [value for value in graph.values if value.differentiable]
+    if graph.num_layers == 1 and graph.params:
+        pairs = zip(graph.params, traced.casts, strict=True)
+        values = [replace(param, dtype=cast.dtype) if cast else param for param, cast in pairs]
     return max(values, key=lambda value: value.size).dtype
 
 

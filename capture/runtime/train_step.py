@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from capture.compiler.executable import Executable
-from capture.model.graph import LayerGraph
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.runtime.batch_parts import Need
 from capture.runtime.dispatch import BoundStep, Call, Observer, placed, to_host
@@ -158,9 +157,9 @@ class TrainStep(Metered):
     # ---- a training ------------------------------------------------------------------------------
 
     @property
-    def graphs(self) -> list[tuple[LayerGraph, int]]:
-        """The layer graph of each model that is trained, with its examples in a step."""
-        return [(self.traced.graph, sum(self.microbatch_sizes))]
+    def models(self) -> list[tuple[TracedModel, int]]:
+        """The loss of each model that is trained, with its examples in a step."""
+        return [(self.traced, sum(self.microbatch_sizes))]
 
     def first_params(self, seed: int) -> PyTree:
         """Return the parameters with which a training of a seed begins."""

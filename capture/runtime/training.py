@@ -122,7 +122,7 @@ def follow(
         state = step.init_from(params)
         del params
     records = Records(report, training.log_every, training.metrics if is_first else None, on_step)
-    work = StepWork.of(step.graphs, len(step.devices), _rates(plan))
+    work = StepWork.of(step.models, len(step.devices), _rates(plan))
     loop = Loop(meters, records, warnings, saves, done + num_steps)
     state = loop.run(executions, work, step.fed(batches, training.seed, done), state)
     losses = [record.loss for record in records.told]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax.numpy as jnp
+import optax
 import pytest
 from synthetic_graphs import chain
 
 from capture.machine.target import Target
 from capture.model.graph import Tensor
+from capture.model.workload import Workload
 from capture.runtime.step_record import Records, StepRecord, StepWork
+from capture.tracing import trace
 
 
 def graph(**changes):
@@ -22,6 +27,11 @@ def graph(**changes):
     return replace(given, **{"layers": layers, "batch": batch} | changes)
 
 
+def loss(of):
+    """Return a traced loss with the layers of a graph, which reads its parameters as they are."""
+    return SimpleNamespace(graph=of, casts=(None,) * len(of.params))
+
+
 def test_work_is_that_of_all_models_and_devices():
     """Three passes of FLOPs over the rate of what passes between the layers, and not of the
     parameters; a graph of any micro-batch size counts for the examples of the step."""
@@ -29,7 +39,7 @@ def test_work_is_that_of_all_models_and_devices():
     values = tuple(replace(value, dtype="bfloat16") for value in of.values)
     of = replace(of, values=values)
     size = of.microbatch_size
-    work = StepWork.of([(of, 2 * size), (of, size)], 4, rates)
+    work = StepWork.of([(loss(of), 2 * size), (loss(of), size)], 4, rates)
     assert (work.examples, work.tokens) == (3 * size, 3 * size * 16)
     rate = rates.flops_per_second["bfloat16"].value
     assert work.least_seconds == pytest.approx(3 * 3 * 2 * 10**12 / rate / 4)
@@ -44,10 +54,37 @@ def test_work_is_that_of_all_models_and_devices():
     assert metered.metered and str(metered).endswith(" (measured meanwhile)")
 
 
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_single_layer_computes_in_what_it_reads_its_largest_parameter_in(cast):
+    """The loss, which is all that it hands on, is summed in float32 whatever the products are."""
+    dtype = "float32" if cast else "bfloat16"
+
+    def init(key):
+        return {"w": jnp.zeros((256, 256), dtype), "scale": jnp.ones(())}
+
+    def loss_fn(params, x):
+        made = x.astype("bfloat16") @ params["w"].astype("bfloat16")
+        return jnp.mean(made.astype("float32") ** 2) * params["scale"]
+
+    workload = Workload(loss_fn, init, lambda key, n: jnp.ones((n, 256)), optax.sgd(0.1))
+    traced, rates = trace(workload, 4, num_layers=1), Target.load("h100").rates
+    (layer,) = traced.graph.layers
+    products = 2 * 4 * 256 * 256
+    assert products <= layer.flops < 1.01 * products
+    work = StepWork.of([(traced, 8)], 1, rates)
+    rate = rates.flops_per_second["bfloat16"].value
+    assert work.least_seconds == pytest.approx(3 * 2 * layer.flops / rate)
+
+
+def test_a_single_layer_without_parameters_has_work():
+    of = replace(graph(), layers=graph().layers[:1], params=())
+    assert StepWork.of([(loss(of), 4)], 1, Target.load("h100").rates).least_seconds
+
+
 def test_what_is_not_known_is_not_said():
     size = graph().microbatch_size
     batch = (Tensor("x", (size, 16), "float32", 0), Tensor("label", (size,), "int32", 0))
-    record = StepWork.of([(graph(batch=batch), 8)], 1, None).record(1, [0.5, 0.25], 2.0, None)
+    record = StepWork.of([(loss(graph(batch=batch)), 8)], 1, None).record(1, [0.5, 0.25], 2.0, None)
     assert record == StepRecord(1, [0.5, 0.25], 2.0, 4.0)
     assert str(record) == "step 1: losses 0.500000 0.250000, 2 s, 4 examples/s"
 
