@@ -1,29 +1,23 @@
 """Save a training and continue it, under the same plan or another plan of the same model.
 
 A checkpoint holds the whole model's parameters and optimizer state, as no plan splits them, so
-stage cuts, degrees, schedule and ``shard_optimizer`` may all differ when it is read. Orbax writes
-to a temporary directory and renames it when it is complete: a save that is interrupted leaves the
-checkpoints before it as they were.
+stage cuts, degrees, schedule and ``shard_optimizer`` may all differ when it is read. Its marker is
+renamed into place when all else is written: a save that is interrupted leaves the checkpoints
+before it as they were.
 
 That of an array holds all its models, each as it would be alone, and once what they share: any of
 them may go on in an array of another partition, or by itself.
 
-    directory/<num_steps>/state        params: by path in the parameters; optimizer: by path in the
-                                       optax state
-    directory/<num_steps>/metadata     JSON: schema version, number of steps, shapes and dtypes by
-                                       path; of an array num_models
-
-Several processes write stage by stage, each where its arrays are
-(``capture.runtime.hosts.saving``). Whoever wrote it, a checkpoint is read by any plan of the model
-in any number of processes. One that was not written to its end, or has been damaged since, is
-passed over for the one before it.
+``capture.runtime.hosts.saving`` says what is in its folder. Several processes write stage by stage,
+each where its arrays are. Whoever wrote it, a checkpoint is read by any plan of the model in any
+number of processes. One that was not written to its end, or has been damaged since, is passed over
+for the one before it.
 
 Paths of an array begin with the number of the model (``capture.runtime.checkpoint_models``).
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,14 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 
 from capture.errors import CaptureError, ExecutionError, Violation
 from capture.model.workload import WorkloadProtocol
 from capture.runtime.checkpoint_models import (
     CHECKPOINT,
-    KEY_IMPLS,
     PARTS,
     Models,
     Sources,
@@ -47,21 +38,11 @@ from capture.runtime.checkpoint_models import (
     Trained,
     described,
     filled,
-    host_data,
 )
 from capture.runtime.hosts.reading import Leaves, joined_leaves, own_leaves, read_marker
-from capture.runtime.hosts.saved import (
-    MARKER,
-    all_steps,
-    candidates,
-    complete_steps,
-    exists,
-    latest,
-    remove,
-)
+from capture.runtime.hosts.saved import all_steps, candidates, complete_steps, latest
 from capture.runtime.hosts.saving import Saver
 from capture.runtime.pipeline import PipelinedStep
-from capture.runtime.state import PipelineState
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
@@ -85,27 +66,12 @@ def save(step: Trained, state: State, directory: Path | str, *, keep: int = 2) -
 
     Raises:
         ExecutionError: ``checkpoint-exists`` if the directory holds one of the same or a later
-            step.
+            step, ``checkpoint-write``.
     """
-    directory = Path(directory)
-    if (together := shared(step)) is not None:
-        assert isinstance(state, PipelineState), "the state of one model"
-        saver = Saver(together, directory, keep)
-        path = saver.save(state)
-        saver.finish()
-        return path
-    models = Models(step)
-    params, optimizer = models.leaves(state)
-    metadata = {
-        "schema_version": CHECKPOINT.versions[-1],
-        "num_steps": state.num_steps,
-        "params": described(params),
-        "optimizer": described(optimizer),
-    }
-    if models.count is not None:
-        metadata["num_models"] = models.count
-    _write(directory, keep, metadata, {"params": _stored(params), "optimizer": _stored(optimizer)})
-    return directory / str(state.num_steps)
+    saver = Saver(step, Path(directory), keep)
+    path = saver.save(state)
+    saver.finish()
+    return path
 
 
 def restore(
@@ -224,42 +190,17 @@ def _read(
         ExecutionError: If it is of something else.
     """
     try:
-        together = (path / MARKER).is_file()
-        found = _read_together(step, path, models) if together else _read_one(step, path, models)
+        marker, together = read_marker(path), shared(step)
+        sources, own = _checked(step, marker, models, path), None
+        if together is not None and "num_models" not in marker:
+            own = own_leaves(together, path, marker)
+        if together is not None and own is not None:
+            return partial(together.state_from, *own, marker["num_steps"]), ""
+        return _whole(step, joined_leaves(path, marker), sources, marker), ""
     except CaptureError:
         raise
     except Exception as error:  # whatever Orbax and JSON make of it
         return None, " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return found, ""
-
-
-def _read_together(step: Trained, path: Path, models: Sequence[int] | None) -> Callable[[], Any]:
-    """Return a function that makes the state that several processes wrote."""
-    marker = read_marker(path)
-    sources = _checked(step, marker, models, path)
-    together = shared(step)
-    if together is not None and (own := own_leaves(together, path, marker)) is not None:
-        return partial(together.state_from, *own, marker["num_steps"])
-    return _whole(step, joined_leaves(path, marker), sources, marker)
-
-
-def _read_one(step: Trained, path: Path, models: Sequence[int] | None) -> Callable[[], Any]:
-    """Return a function that makes the state that one process wrote."""
-    with _manager(path.parent, None) as manager:
-        chosen = int(path.name)
-        metadata = manager.restore(
-            chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
-        )["metadata"]
-        sources = _checked(step, metadata, models, path)
-        # Orbax reads the whole or nothing.
-        leaves = {
-            part: _stored(_structs(metadata[part]) | expected)
-            for part, expected in zip(PARTS, sources.expected, strict=True)
-        }
-        read = manager.restore(
-            chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(leaves))
-        )["state"]
-    return _whole(step, read, sources, metadata)
 
 
 def _whole(
@@ -277,73 +218,9 @@ def _whole(
     return partial(trained.restored, params, optimizer, metadata["num_steps"])
 
 
-def _write(
-    directory: Path, keep: int, metadata: Mapping[str, Any], stored: Mapping[str, Any]
-) -> None:
-    """Write the two parts of a checkpoint, its state and its metadata.
-
-    Raises:
-        ExecutionError: ``checkpoint-exists``.
-    """
-    num_steps = metadata["num_steps"]
-    # Orbax would take what several processes have not written to its end for a checkpoint.
-    for step in set(all_steps(directory)).difference(complete_steps(directory)):
-        remove(directory / str(step))
-    with _manager(directory, keep) as manager:
-        last = manager.latest_step()
-        if last is not None and last >= num_steps:
-            raise exists(directory, last, num_steps)
-        parts = ocp.args.Composite(
-            state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
-        )
-        manager.save(num_steps, args=parts)
-        manager.wait_until_finished()
-
-
-def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
-    """Return Orbax's manager to write, which keeps so many checkpoints; None to read only."""
-    if keep is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-    # Orbax would wait for all processes; this one reads or writes alone.
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(),
-        active_processes={jax.process_index()},
-        barrier_sync_key_prefix=f"host{jax.process_index()}",
-    )
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        create=False,
-        enable_async_checkpointing=False,
-        cleanup_tmp_directories=False,
-        multiprocessing_options=alone,
-    )
-    return ocp.CheckpointManager(
-        directory.resolve(), options=options, item_names=("state", "metadata")
-    )
-
-
 def shared(step: Trained) -> PipelinedStep | None:
     """Return a step that several processes share; None for one of a single process."""
     return step if isinstance(step, PipelinedStep) and step.hosts is not None else None
-
-
-def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return leaves as Orbax stores them: typed random keys as their data, and nothing for arrays
-    without elements, which it refuses.
-
-    Of structures instead of arrays, empty arrays to be read into.
-    """
-
-    return {path: host_data(leaf) for path, leaf in leaves.items() if math.prod(leaf.shape)}
-
-
-def _structs(described: Mapping[str, Sequence[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of what a checkpoint holds, by path."""
-    key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    return {
-        path: jax.ShapeDtypeStruct(shape, key if dtype in KEY_IMPLS else dtype)
-        for path, (shape, dtype) in described.items()
-    }
 
 
 def _checked(

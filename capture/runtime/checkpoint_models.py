@@ -18,7 +18,7 @@ from capture.runtime.layerwise import leaf_numbers
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.state import PipelineState
 from capture.runtime.train_step import TrainStep
-from capture.tracing.keys import is_key, words
+from capture.tracing.keys import is_key
 
 #: What has a state, and the state.
 Trained = TrainStep | ArrayTraining
@@ -93,15 +93,6 @@ class Models:
         given = (params, optimizer) if self.count is not None else (params[0], optimizer[0])
         state: State = self._step.restore(*given, num_steps)
         return state
-
-
-def host_data(leaf: Any) -> np.ndarray:
-    """Return a leaf as it is stored: typed random keys as their data; for a structure, an empty
-    array to be read into."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        struct = jax.eval_shape(words, leaf)
-        return np.empty(struct.shape, struct.dtype)
-    return np.asarray(words(leaf))
 
 
 def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:

@@ -214,40 +214,35 @@ class Saves:
         assert training.save is not None, "there is a directory"
         # Refuses some of parameters that a scan stacks, before anything is trained.
         assert step.optimizer.stages, "every parameter is updated"
-        self._step, self._directory, self._every = step, training.save, training.save_every
+        self._every = training.save_every
         self._last: Path | None = None
         self._begin, self._saved = done, -1
-        together = checkpoint.shared(step)
+        self._is_alone = checkpoint.shared(step) is None
         goes_on = training.restore is not None and (
             training.restore.resolve() == training.save.resolve()
         )
-        if goes_on and (together is None or jax.process_index() == 0):
+        if goes_on and (self._is_alone or jax.process_index() == 0):
             set_aside(training.save, done)
-        self._saver = None if together is None else Saver(together, training.save)
+        self._saver = Saver(step, training.save)
 
     def stepped(self, state: Any) -> None:
         """Save the state of a step, if it is one of those that are saved."""
-        if self._saver is not None:
-            self._saver.check()
+        self._saver.check()
         if self._every and state.num_steps % self._every == 0:
             self._save(state)
 
     def _save(self, state: Any) -> None:
         self._saved = state.num_steps
-        if self._saver is not None:
-            self._last = self._saver.save(state)
-        else:
-            self._last = checkpoint.save(self._step, state, self._directory)
+        self._last = self._saver.save(state)
 
     def wait(self) -> None:
         """Wait until what is saved is complete."""
-        if self._saver is not None:
-            self._saver.finish()
+        self._saver.finish()
 
     def rescue(self, state: Any) -> str | None:
         """Save the last state of a training that fails, unless several processes would have to
         agree on that; return where the last checkpoint is."""
-        return None if self._saver is not None else self.finish(state)
+        return self.finish(state) if self._is_alone else None
 
     def finish(self, state: Any) -> str | None:
         """Save the last state, and return where it is once it is complete."""

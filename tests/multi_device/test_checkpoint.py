@@ -10,16 +10,20 @@ from dataclasses import replace
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from pipeline_models import mlp, pipeline, tied
 
 from capture.errors import ExecutionError
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
-from capture.runtime.hosts.saved import complete_steps
+from capture.runtime.checkpoint_models import PARTS, Models
+from capture.runtime.hosts import saving
+from capture.runtime.hosts.saved import MARKER, complete_steps
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import max_relative_error
 from capture.runtime.training import train as train_plan
+from capture.tracing.keys import words
 
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0), optax.noisy_sgd(0.1, key=jax.random.key(3)), optax.trace(0.9)
@@ -108,9 +112,8 @@ def test_an_interrupted_save_loses_nothing(small, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:  # the arrays are written, the metadata is not
-        patch.setattr(checkpoint.ocp.JsonCheckpointHandler, "save", interrupted)
-        patch.setattr(checkpoint.ocp.JsonCheckpointHandler, "async_save", interrupted)
+    with monkeypatch.context() as patch:  # the arrays are written, the marker is not
+        patch.setattr(saving.os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(small, state, tmp_path, keep=1)
     restored = checkpoint.restore(small, tmp_path)
@@ -138,6 +141,29 @@ def test_a_training_saves_as_it_goes_and_passes_over_what_is_damaged(tmp_path):
     assert "step 4 in" in said[1] and "was not written to its end" in said[1]
     assert "step 3 in" in said[2] and said[2].endswith("going on from that of step 2")
     assert train_plan(plan, model, again)["losses"] == [], "it is at its end"
+
+
+def test_what_one_process_of_an_earlier_version_wrote_is_read(tmp_path):
+    """By Orbax's manager, with metadata in the place of the marker and no sums."""
+    step = pipeshard(tied(OPTIMIZER), pipeline((1, 3), ((1, 1), (2, 1))))
+    state, _ = train(step, step.init(jax.random.key(0)), 1)
+    marker = json.loads((checkpoint.save(step, state, tmp_path / "new") / MARKER).read_text())
+    assert list(marker["items"]) == ["state"] and marker["files"]
+    metadata = {name: marker[name] for name in ("schema_version", "num_steps", *PARTS)}
+    leaves = zip(PARTS, Models(step).leaves(state), strict=True)
+    stored = {part: {path: np.asarray(words(x)) for path, x in own.items()} for part, own in leaves}
+    old = (tmp_path / "old").resolve()
+    with ocp.CheckpointManager(old, item_names=("state", "metadata")) as manager:
+        parts = {"state": ocp.args.StandardSave(stored), "metadata": ocp.args.JsonSave(metadata)}
+        manager.save(1, args=ocp.args.Composite(**parts))
+        manager.wait_until_finished()
+    assert not (old / "1" / MARKER).exists() and complete_steps(old) == [1]
+    read, again = (checkpoint.restore(step, folder) for folder in (old, tmp_path / "new"))
+    assert max_relative_error(step.params(read), step.params(state)) == 0
+    for one, other in zip(*map(jax.tree.leaves, (read.slots, again.slots)), strict=True):
+        np.testing.assert_array_equal(words(one), words(other))
+    state, _ = train(step, read, 1)
+    assert checkpoint.save(step, state, old) == old / "2" and complete_steps(old) == [1, 2]
 
 
 def test_another_model_or_optimizer(small, tmp_path):
@@ -175,7 +201,7 @@ def test_missing_and_newer_checkpoints(small, tmp_path):
     assert str(error.value) == (
         f"{str(tmp_path)!r} holds no complete checkpoint; complete ones: none. [checkpoint-missing]"
     )
-    path = checkpoint.save(small, small.init(jax.random.key(0)), tmp_path) / "metadata" / "metadata"
+    path = checkpoint.save(small, small.init(jax.random.key(0)), tmp_path) / MARKER
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 9}))
     with pytest.raises(ExecutionError) as error:
         checkpoint.restore(small, tmp_path)

@@ -1,5 +1,5 @@
-"""An item of a checkpoint: the arrays of a stage, written by Orbax in the processes that hold them,
-each its shards; and read, in part, by any process alone."""
+"""An item of a checkpoint: arrays, such as those of a stage, written by Orbax in the processes that
+hold them, each its shards; and read, in part, by any process alone."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ class Shards:
 
     @classmethod
     def of_host(cls, leaf: np.ndarray, sharding: jax.sharding.Sharding, *, writes: bool) -> Shards:
-        """Make ``Shards`` of what all processes of a stage have on the host, and one writes."""
+        """Make ``Shards`` of what all processes of an item have on the host, and one writes; it may
+        not change until then."""
         shards = object.__new__(cls)
         shards.shape, shards.dtype, shards.sharding = leaf.shape, leaf.dtype, sharding
         index = tuple(slice(None) for _ in leaf.shape)
-        own = np.array(leaf) if writes else None
+        own = leaf if writes else None
         shards.addressable_shards = [_Shard(index, int(not writes), own, leaf.shape, leaf.dtype)]
         return shards
 
@@ -90,7 +91,7 @@ class Shards:
 
 
 def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Collection[int]):
-    """Write the arrays of a stage; each of its processes calls it.
+    """Write the arrays of an item; each of its processes calls it.
 
     Args:
         path: Where; every save has another.

@@ -1,5 +1,5 @@
-"""What several processes have written, read by any number of them: of a plan whose parameters are
-cut alike, what each needs, else all of it."""
+"""Checkpoints, read by any number of processes: of a plan whose parameters are cut alike, what each
+needs, else all of it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ Leaves = Mapping[str, Mapping[str, Any]]
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """Return the document in the marker of a checkpoint."""
-    return json.loads((checkpoint / MARKER).read_text())
+    """Return the document in the marker of a checkpoint, or one made of the metadata that a single
+    process of an earlier version wrote in its place."""
+    if (checkpoint / MARKER).is_file():
+        return json.loads((checkpoint / MARKER).read_text())
+    found = json.loads((checkpoint / "metadata" / "metadata").read_text())
+    state = {part: [p for p, (shape, _) in found[part].items() if 0 not in shape] for part in PARTS}
+    return found | {"stacked": {}, "items": {"state": state}, "files": {}}
 
 
 def own_leaves(
@@ -60,7 +65,8 @@ def own_leaves(
 
 
 def joined_leaves(checkpoint: Path, marker: Mapping[str, Any]) -> Leaves:
-    """Return all leaves of a checkpoint of several processes, as one process writes them.
+    """Return all leaves of a checkpoint, with those that several processes write layer by layer as
+    one process writes them.
 
     Raises:
         ValueError: If a file is damaged.

@@ -10,7 +10,7 @@ from typing import Any
 
 from capture.errors import CaptureError, ExecutionError
 
-#: Of a checkpoint that processes have written together; it is renamed into place last.
+#: The file of a checkpoint that is renamed into place last.
 MARKER = "checkpoint.json"
 
 
@@ -28,7 +28,8 @@ def all_steps(directory: Path | str) -> list[int]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is complete; Orbax renames the whole of one process's."""
+    """Return whether a checkpoint is complete. A single process of an earlier version has written
+    metadata in the place of the marker, and renamed the whole."""
     return (checkpoint / MARKER).is_file() or (checkpoint / "metadata").is_dir()
 
 

@@ -1,11 +1,13 @@
 """Checkpoints that the processes of a training write together, while it goes on: each stage is an
-item, written where its arrays are.
+item, written where its arrays are. A single process writes all in one item, and waits for it.
 
     directory/<num_steps>/stage_<s>         by Orbax (``capture.runtime.hosts.items``)
+    directory/<num_steps>/state             likewise, of a single process
     directory/<num_steps>/checkpoint.json   the marker, renamed into place when all else is written
 
-The marker says what the checkpoint holds, as that of one process does, in which item, and the sums
-of all files. What has none is not complete, and is never read.
+The marker says what the checkpoint holds: schema version, number of steps, shapes and dtypes of
+parameters and optimizer state by path, of an array ``num_models``; in which item what is, and the
+sums of all files. What has none is not complete, and is never read.
 """
 
 from __future__ import annotations
@@ -21,30 +23,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from capture import environment
 from capture.errors import CaptureError, ExecutionError, Violation
-from capture.runtime.checkpoint_models import CHECKPOINT, by_path, described
+from capture.runtime.checkpoint_models import (
+    CHECKPOINT,
+    PARTS,
+    Models,
+    State,
+    Trained,
+    by_path,
+    described,
+)
 from capture.runtime.hosts.items import Shards, files_of, write_item
 from capture.runtime.hosts.saved import MARKER, all_steps, complete_steps, exists, remove
 from capture.runtime.state import PipelineState
-from capture.tracing.keys import is_key
+from capture.tracing.keys import is_key, words
 
 if TYPE_CHECKING:
+    from capture.runtime.multihost import Hosts
     from capture.runtime.pipeline import PipelinedStep
 
 #: Until a file that host 0 made is there for the others, on an idle network.
 _SECONDS_TO_BE_SEEN = 10.0
 
-#: By stage, then by part and path.
-Items = Mapping[int, Mapping[str, Mapping[str, Any]]]
+#: By name, the processes that write an item, and its arrays by part and path.
+Items = Mapping[str, tuple[frozenset[int], Mapping[str, Mapping[str, Shards]]]]
 
 
 class Saver:
     """A writer of a training's checkpoints, one at a time. All its processes make the same calls.
 
     Args:
-        step: Of several processes.
+        step: The step whose states are saved.
         directory: Of the training's checkpoints; made if it does not exist.
         keep: Complete ones to leave there, at least 1.
 
@@ -52,15 +64,21 @@ class Saver:
         ExecutionError: ``checkpoint-not-shared`` if a process does not see what another one writes.
     """
 
-    def __init__(self, step: PipelinedStep, directory: Path, keep: int = 2):
-        assert step.hosts is not None, "one process writes alone"
-        self._step, self._hosts, self._directory, self._keep = step, step.hosts, directory, keep
+    def __init__(self, step: Trained, directory: Path, keep: int = 2):
+        self._step: Any = step
+        self._directory, self._keep = directory, keep
+        self._hosts: Hosts | None = getattr(step, "hosts", None)
         self._thread: threading.Thread | None = None
         self._failed: CaptureError | None = None
-        self._check_shared()
+        if self._hosts is not None:
+            self._check_shared(self._hosts)
 
-    def save(self, state: PipelineState) -> Path:
-        """Copy a state to the hosts and write it while the training goes on.
+    @property
+    def _is_first(self) -> bool:
+        return self._hosts is None or self._hosts.process == 0
+
+    def save(self, state: State) -> Path:
+        """Copy a state to the hosts and write it, of several processes while the training goes on.
 
         Args:
             state: Not consumed.
@@ -70,27 +88,32 @@ class Saver:
         """
         self.finish()
         path = self._directory / str(state.num_steps)
-        items = _items(self._step, state)
-        arguments = (path, items, marker_of(self._step, state.num_steps), self._hosts.reserve(1))
+        if self._hosts is None:
+            self._run(path, *_alone(self._step, state), 0)
+            self.check()
+            return path
+        assert isinstance(state, PipelineState), "the state of one model"
+        items, marker = _items(self._step, state), marker_of(self._step, state.num_steps)
+        arguments = (path, items, marker, self._hosts.reserve(1))
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
         return path
 
-    def _check_shared(self) -> None:
+    def _check_shared(self, hosts: Hosts) -> None:
         """Check that all processes see a file that host 0 makes in the directory."""
-        name, *_ = self._hosts.exchange("probe", f".host-0-{uuid.uuid4().hex}")
+        name, *_ = hosts.exchange("probe", f".host-0-{uuid.uuid4().hex}")
         probe = self._directory / name
-        if self._hosts.process == 0:
+        if self._is_first:
             self._directory.mkdir(parents=True, exist_ok=True)
             probe.touch()
-        self._hosts.exchange("probe made", None)
+        hosts.exchange("probe made", None)
         end = time.monotonic() + environment.patience(_SECONDS_TO_BE_SEEN)
         while not (seen := probe.is_file()) and time.monotonic() < end:
             time.sleep(0.1)
         try:
-            self._hosts.check_alike(f"a file that host 0 made in {str(self._directory)!r}", seen)
+            hosts.check_alike(f"a file that host 0 made in {str(self._directory)!r}", seen)
         finally:
-            if self._hosts.process == 0:
+            if self._is_first:
                 probe.unlink()
 
     def check(self) -> None:
@@ -108,7 +131,7 @@ class Saver:
         Raises:
             ExecutionError: ``checkpoint-write``.
         """
-        if self._thread is not None:
+        if self._thread is not None and self._hosts is not None:
             self._thread.join(self._hosts.limit_seconds)
             if self._thread.is_alive():
                 raise ExecutionError.of(
@@ -141,8 +164,9 @@ class Saver:
             mine["broken"] = [(each.message, each.code) for each in error.violations]
         except Exception as error:
             why = f"could not write into {str(self._directory)!r}: {type(error).__name__}: {error}"
-            mine["broken"] = [(f"host {self._hosts.process} {why}.", "checkpoint-write")]
-        found = self._hosts.meet(f"checkpoint {what}", mine)
+            name = "the process" if self._hosts is None else f"host {self._hosts.process}"
+            mine["broken"] = [(f"{name} {why}.", "checkpoint-write")]
+        found = [mine] if self._hosts is None else self._hosts.meet(f"checkpoint {what}", mine)
         ExecutionError.check(Violation(*broken) for each in found for broken in each["broken"])
         return [each["made"] for each in found]
 
@@ -152,7 +176,7 @@ class Saver:
         Raises:
             ExecutionError: ``checkpoint-exists``.
         """
-        if self._hosts.process == 0:
+        if self._is_first:
             latest = max(complete_steps(self._directory), default=-1)
             if latest >= int(path.name):
                 raise exists(self._directory, latest, int(path.name))
@@ -162,18 +186,17 @@ class Saver:
     def _write(self, path: Path, items: Items) -> dict[str, list[int]]:
         """Write this process's items; return file sums of those that it is the first to write."""
         found: dict[str, list[int]] = {}
-        for s, item in items.items():
-            writers = writers_of(self._step, s)
+        for name, (writers, item) in items.items():
             if not any(item.values()):
                 continue
-            write_item(path / item_name(s), item, writers)
-            if self._hosts.process == min(writers):
-                found |= files_of(path / item_name(s))
+            write_item(path / name, item, writers)
+            if jax.process_index() == min(writers):
+                found |= files_of(path / name)
         return found
 
     def _complete(self, path: Path, marker: Mapping[str, Any]) -> None:
         """Rename the marker into place, and remove what is old or was interrupted."""
-        if self._hosts.process:
+        if not self._is_first:
             return
         unfinished = path / f"{MARKER}.tmp"
         with unfinished.open("w") as file:
@@ -205,6 +228,31 @@ def stacked_paths(step: PipelinedStep) -> dict[str, int]:
     """Return, by path, the layers' dimension of parameters that the graph has layer by layer."""
     paths = list(by_path(step.traced.params_struct))
     return {paths[leaf]: dim for leaf, dim in step.traced.stacked.items()}
+
+
+def _alone(step: Trained, state: State) -> tuple[Items, dict[str, Any]]:
+    """Return what a single process writes, and the content of the marker."""
+    models, alone = Models(step), jax.process_index()
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    leaves = dict(zip(PARTS, models.leaves(state), strict=True))
+    item = {  # Orbax refuses arrays without elements
+        part: {
+            path: Shards.of_host(np.asarray(words(leaf)), sharding, writes=True)
+            for path, leaf in of_part.items()
+            if 0 not in leaf.shape
+        }
+        for part, of_part in leaves.items()
+    }
+    marker = {
+        "schema_version": CHECKPOINT.versions[-1],
+        "num_steps": state.num_steps,
+        **{part: described(of_part) for part, of_part in leaves.items()},
+        "stacked": {},
+        "items": {"state": {part: list(of_part) for part, of_part in item.items()}},
+    }
+    if models.count is not None:
+        marker["num_models"] = models.count
+    return {"state": (frozenset({alone}), item)}, marker
 
 
 def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
@@ -247,7 +295,7 @@ def _state_in(step: PipelinedStep, s: int) -> list[int]:
 
 
 def _items(step: PipelinedStep, state: PipelineState) -> Items:
-    """Copy what this process writes to its host, and return it by stage, part and path."""
+    """Copy what this process writes to its host, and return it by item, part and path."""
     params, optimizer = step.optimizer.traced.param_names, state_paths(step)
     arrays: dict[int, dict[str, dict[str, Any]]] = {}
     for s, stage in step.own_stages:
@@ -270,10 +318,13 @@ def _items(step: PipelinedStep, state: PipelineState) -> Items:
         return Shards.of_host(unused[path], step.stages[s].replicated, writes=writes)
 
     return {
-        s: {
-            part: {path: copied(s, path, array) for path, array in leaves.items()}
-            for part, leaves in item.items()
-            if leaves
-        }
+        item_name(s): (
+            writers_of(step, s),
+            {
+                part: {path: copied(s, path, array) for path, array in leaves.items()}
+                for part, leaves in item.items()
+                if leaves
+            },
+        )
         for s, item in arrays.items()
     }
