@@ -19,7 +19,7 @@ import jax
 from capture.errors import WorkloadError
 from capture.model.graph import content_hash
 from capture.runtime.optimizer import TracedOptimizer, owner_of_result
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.model import TracedModel
 
 #: Operations whose results follow element by element from operands of one shape, or scalars.
@@ -115,17 +115,21 @@ class _Updates:
         self._owners = self._program.propagate(
             optimizer.sources_of(self._params_of_state, self._program), owner_of_result
         )
-        groups = zip(
-            optimizer.groups_of(self._program), ("parameter", "state", "gradient"), strict=True
-        )
-        self._roles = {v: role for variables, role in groups for v in variables}
+        found = optimizer.groups_of(self._program)
+        groups, self._state = zip(found, ("parameter", "state", "gradient"), strict=True), found[1]
+        self._roles = {v: role for own, role in groups for v in own}
+        #: State that is not among it changes no training, such as what ``optax.zero_nans`` found.
+        self._read = {v for each in self._program.jaxpr.eqns for v in variables(each.invars)}
+        pairs = zip(self._program.outputs, self._program.inputs, strict=False)
+        self._read |= {*variables(new for new, old in pairs if new is not old)}
 
     def key(self, param: int) -> str | None:
         """Return a hash, shapes aside, of the operations that make the new parameter and its state
         of itself, its gradient and scalars. None if one of them is not element by element, or reads
         another parameter."""
         mine = frozenset([param])
-        states = [k for k, owners in enumerate(self._params_of_state) if owners == mine]
+        of_state = zip(self._state, self._params_of_state, strict=True)
+        states = [k for k, (v, of) in enumerate(of_state) if of == mine and v in self._read]
         outputs = self._program.outputs
         wanted = [outputs[param], *(outputs[self._num_params + k] for k in states)]
         made = outputs[param]

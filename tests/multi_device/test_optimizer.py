@@ -63,6 +63,7 @@ OPTIMIZERS = {
         learning_rate=optax.linear_schedule(1e-2, 1e-3, 5)
     ),
     "average": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "zero-nans": optax.chain(optax.zero_nans(), optax.adamw(1e-2)),
 }
 
 
@@ -318,7 +319,16 @@ def test_keys_of_stages_without_parameters_know_the_state_that_all_share(params)
     assert adam == TracedOptimizer(optax.adam(1e-2), params).shared_key, "a count alone"
 
 
-ONE_BY_ONE = ("sgd", "momentum", "adamw", "lion", "schedule", "clip-by-global-norm", "average")
+ONE_BY_ONE = (
+    "sgd",
+    "momentum",
+    "adamw",
+    "lion",
+    "schedule",
+    "clip-by-global-norm",
+    "average",
+    "zero-nans",
+)
 AS_A_WHOLE = ("adafactor", "lamb", "clip-each", "adamw-masked-decay")
 
 
@@ -335,12 +345,25 @@ def test_a_stacked_leaf_is_updated_layer_by_layer_where_that_is_the_same(scanned
     assert len(traced_optimizer(optimizer, scanned).params) == 4 + 4 + 1
 
 
+def handing_on(norm):
+    """A transformation that divides by what it made of the gradients a step before, and holds it in
+    two places."""
+
+    def update(updates, state, params):
+        old, new = jax.tree.map(norm, updates), state[0]
+        return jax.tree.map(jnp.divide, updates, state[1]), (old, new)
+
+    ones = partial(jax.tree.map, lambda leaf: jnp.ones(()))
+    return optax.GradientTransformation(lambda params: (ones(params),) * 2, update)
+
+
 #: Muon takes a stack of vectors for a matrix, and leaves a stack of matrices to Adam. One
 #: ``lax.cond`` does what the last two do to all parameters.
 AS_A_WHOLE_TOO = {
     "muon": optax.contrib.muon(1e-3),
     "several-lamb": optax.MultiSteps(optax.lamb(1e-2), every_k_schedule=2),
     "finite-lamb": optax.apply_if_finite(optax.lamb(1e-2), 3),
+    "handed-on": handing_on(jnp.linalg.norm),
 }
 
 
