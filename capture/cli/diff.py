@@ -73,12 +73,10 @@ def compared(
     decided: Callable[[P], Mapping[str, object]],
     options: argparse.Namespace,
     *plans: P,
-    read: Sequence[str] = (),
     needs: Callable[..., PlanNeeds] = PlanNeeds.of,
 ) -> DiffReport:
-    """Compare two plans of a kind by what they decide, in words, and by what each needs; ``read``
-    are the options that count."""
-    asked.refuse_unread(options, kind, *read)
+    """Compare two plans of a kind by what they decide, in words, and by what each needs."""
+    asked.refuse_unread(options, kind, "memory")
     one, other = (needs(plan, options.memory) for plan in plans)
     return DiffReport(kind, unequal(*map(decided, plans)), (one, other))
 

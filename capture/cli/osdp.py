@@ -156,7 +156,7 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainRep
 
 def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport, list[str]]:
     """Report a sharding plan: as a table, or as the page."""
-    asked.refuse_unread(options, "sharding", "memory", "output")
+    asked.refuse_unread(options, "sharding", "memory", "output", "interactive")
     needs = PlanNeeds.of(plan, options.memory)
     room = needs.headroom
     written = write_files(options, lambda: page(plan, room, interactive=options.interactive))
@@ -173,7 +173,7 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport,
 
 
 #: What two plans decide differently, and what each needs.
-diff = partial(compared, "sharding", decision, read=("memory",))
+diff = partial(compared, "sharding", decision)
 
 ASKS = Asks(
     "Sharding by operator (--system osdp; also capture osdp)",

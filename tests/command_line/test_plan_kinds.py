@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,8 @@ def test_operators_are_shown(folder, capsys):
     assert said(capsys, "report", "b.json", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
     assert all(f'id="{name}"' in page for name in ("at_peak", "resident_bytes")) and "head" in page
+    assert said(capsys, "report", "b.json", "-o", "page.html", "--interactive")[0] == 0
+    assert "Plotly.newPlot" in Path("page.html").read_text()
 
 
 def test_two_plans_are_compared(folder, capsys):
@@ -239,6 +242,27 @@ def test_two_plans_are_compared(folder, capsys):
         "compiled)",
     ]
     assert json.loads(said(capsys, "diff", "a.json", "a.json", "--json")[1])["same_decision"]
+
+
+@pytest.mark.parametrize(("one", "other"), [*product(KINDS, KINDS)])
+def test_plans_of_one_kind_are_compared_within_a_limit_and_others_refused(
+    folder, capsys, one, other
+):
+    configuration = Configuration(Packs(1, ((0, 1),)), Packs(1, ((0, 1), (1, 2))))
+    plans = {
+        "stages": Plan.load(FILES / "h100.plan.json"),
+        "sharding": sharding_plan(),
+        "packs": PacksPlan(Server.load("gtx1080ti-x4"), 2, 4, "pp", configuration),
+        "array": array_plan(),
+    }
+    plans[one].save("one.json")
+    plans[other].save("other.json")
+    code, text = said(capsys, "diff", "one.json", "other.json", "--memory", "8GB")
+    if one == other:
+        assert code == 0 and text.startswith("the plans decide alike")
+    else:
+        named = f"'one.json' is a plan of kind {one!r}, and 'other.json' of kind {other!r}"
+        assert (code, text) == (2, f"error: {named}; compare plans of one kind. [plan-kind]\n")
 
 
 def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
