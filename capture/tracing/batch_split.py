@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -51,12 +51,15 @@ class SplitCheck:
         reason: A sentence; empty where a loss is not run and nothing speaks against its split.
         loss: The value with the parameters that ``init`` makes, where it was run and is no number,
             or infinite; else None.
+        scales: Whether a backward pass that begins with half as much makes half the gradients, as
+            micro-batches need it; None where that was not looked at.
     """
 
     splits: bool | None
     method: Literal["numeric", "read"]
     reason: str
     loss: float | None = None
+    scales: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def check_split(
     A small model is run on the CPU, on its own ``batch`` and with random parameters: initial ones
     may be zero, and hide what follows them. A larger one, or one whose loss takes a random key, is
     traced for n and for 2 n examples: if no number of the program depends on n, the loss is a sum
-    or a weighted mean; else nothing is known. Only the value of the loss is judged.
+    or a weighted mean; else nothing is known. Of what is run, gradients are looked at where a
+    ``jax.custom_vjp`` makes some.
 
     Args:
         workload: The task.
@@ -116,7 +120,7 @@ def check_split(
             f"The loss cannot be traced for {last} and {2 * last} examples: {error}",
         )
     if small and _can_run(traced) and (found := _compare(workload, traced)) is not None:
-        return found
+        return replace(found, scales=_scales(workload, traced))
     if _numbers(traced.closed) != _numbers(traced.doubled):
         return SplitCheck(None, "read", "")
     return SplitCheck(
@@ -181,6 +185,13 @@ def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str,
             f"The loss is {check.loss} with the parameters of init and the examples of batch, so "
             "nothing can be learned. [workload-loss]"
         )
+    if check.scales is False and parts == "micro-batches":
+        warnings.append(
+            "A jax.custom_vjp of the model returns gradients that are not proportional to the one "
+            "that it is given. A backward pass begins with a micro-batch's part of the batch, so "
+            "several micro-batches train another function than one. Scale what the rule adds by "
+            "the gradient that it is given. [workload-gradient]"
+        )
     return tuple(warning for warning in warnings if warning is not None)
 
 
@@ -243,6 +254,40 @@ def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | N
         f"{mean:.6g}."
     )
     return SplitCheck(False, "numeric", said)
+
+
+def _scales(workload: WorkloadProtocol, traced: _TracedTwice) -> bool | None:
+    """Run the backward pass from 1 and from 1/2 and compare; None without a rule of the model's own
+    (``jax.custom_vjp``), or where it cannot be run."""
+    if not _has_rule(traced.closed):
+        return None
+    loss, (struct,) = jex_core.jaxpr_as_fun(traced.closed), traced.closed.out_avals
+    random = np.random.default_rng(0)
+    params = [_random_leaf(leaf, random) for leaf in jax.tree.leaves(traced.params)]
+
+    def backward(params: Any, batch: Any, begin: Any) -> Any:
+        return jax.vjp(lambda own: loss(*own, *batch)[0], params)[1](begin)[0]
+
+    try:
+        with jax.default_device(jax.devices("cpu")[0]):
+            made = _quickly(lambda key: workload.batch(key, traced.num_examples), jax.random.key(0))
+            batch, one = jax.tree.leaves(made), np.ones((), struct.dtype)
+            run = _compiled(backward, params, batch, one)
+            whole, half = (run(params, batch, begin) for begin in (one, one / 2))
+    except Exception:  # as of ``_compare``
+        return None
+    pairs = ((np.float64(a), 2 * np.float64(b)) for a, b in zip(whole, half, strict=True))
+    return all(
+        np.allclose(a, b, TOLERANCE, TOLERANCE * np.abs(a).max(initial=0), equal_nan=True)
+        for a, b in pairs
+    )
+
+
+def _has_rule(body: Any) -> bool:
+    return any(
+        each.primitive.name == "custom_vjp_call" or any(map(_has_rule, sub_jaxprs(each.params)))
+        for each in opened(body).eqns
+    )
 
 
 def _losses(

@@ -94,6 +94,8 @@ def test_a_check_says_where_roundings_do_not_explain_gradients(said, capsys, mic
     Path("plan.json").write_text(json.dumps(plan))
     _, out, _ = run_here(capsys, *VERBS["run"])
     assert ("this step trains another function than one device" in out) == differs
+    _, document, _ = run_json(capsys, *VERBS["verify"])
+    assert [warning[-19:] for warning in document["warnings"]] == ["[workload-gradient]"]
     _, document, _ = run_json(capsys, *VERBS["run"])
     error, most = document["max_relative_gradient_error"], document["gradient_rounding_error"]
     assert (error > most) == differs and 1e-3 < most < 1e-2

@@ -11,7 +11,7 @@ import pytest
 
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload, WorkloadProtocol, WorkloadSpec
-from capture.tracing.batch_split import SplitCheck, check_split, split_warning
+from capture.tracing.batch_split import SplitCheck, check_split, loss_warnings, split_warning
 from profiling_runs.collect import profile
 from profiling_runs.question import ProfileQuestion
 
@@ -239,6 +239,34 @@ def test_a_loss_with_a_random_key_is_read():
 
     assert check_split(toy(noisy), 4) == SplitCheck(None, "read", "")
     assert check_split(toy(summed), 4).splits is False
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [("scaled", True), ("added", False), ("clipped", False), ("none", None)],
+)
+def test_gradients_of_a_rule_of_its_own_are_proportional_or_said_not_to_be(name, scales):
+    rule = {
+        "scaled": lambda given: -2 * given,
+        "added": lambda given: given + 0.1,
+        "clipped": lambda given: jnp.clip(given, -1e-3, 1e-3),
+    }.get(name)
+    ruled = jax.custom_vjp(jnp.tanh)
+    ruled.defvjp(lambda x: (jnp.tanh(x), None), lambda _, given: (rule(given),))
+    call = jnp.tanh if rule is None else jax.checkpoint(ruled)
+
+    def loss(params, x):
+        return jnp.mean(call(x @ params["w"]) ** 2) + jnp.mean(params["b"])
+
+    def init(key):
+        return {"w": jnp.ones((8, 4)), "b": jnp.ones(3)}
+
+    workload = Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optax.sgd(0.1))
+    check = check_split(workload, 4)
+    assert (check.splits, check.scales) == (True, scales)
+    said = [warning[-19:] for warning in loss_warnings(check)]
+    assert said == ["[workload-gradient]"] * (scales is False)
+    assert loss_warnings(check, "examples of a device") == (), "backward passes begin with 1"
 
 
 def test_a_profile_warns():
