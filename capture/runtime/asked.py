@@ -19,7 +19,8 @@ class Training:
         seed: What parameters and data are drawn with.
         check: Compare loss and gradients with one device, and the ledger with live arrays.
         save: Folder in which the state is saved with Orbax at the end.
-        save_every: Save it after every so many steps, too; the next steps do not wait for the disk.
+        save_every: Save it after every so many steps, too; of several processes the next steps do
+            not wait for the disk.
         restore: Folder of a saved state to continue from, also of another plan of the model.
         until: The step after which it ends, of the whole training; None: after ``num_steps`` more.
         log_every: Report a line for each of so many steps.
