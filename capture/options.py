@@ -82,7 +82,7 @@ def size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command line, and a key of a job file or a question's file.
+    """An option of a command line, and a key of a question's file.
 
     Attributes:
         name: In files; ``--name`` with dashes on the command line.

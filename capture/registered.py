@@ -53,7 +53,6 @@ _PATHS = {
         "compiled": "capture.papers.capture.executions:compiled_profile",
         "executed": "capture.papers.capture.executions:executed_profile",
         "configs": "capture.papers.capture.executions:configs",
-        "jobs": "capture.papers.capture.executions:listed_jobs",
         "most devices": "capture.papers.capture.profile:most_run_devices",
     },
     "layer merger": {"paper": "capture.papers.capture.profile:merged_bounds"},

@@ -60,7 +60,6 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "capture diff --json": ("capture.report.difference:DiffReport",),
     "capture profile --json": ("profiling_runs.profile_report:ProfileReport",),
-    "capture jobs --json": ("profiling_runs.listing:Listing",),
     "capture estimate --json": ("capture.cli.estimate:EstimateReport",),
     "capture evaluate --json": ("profiling_runs.evaluate:EvaluateReport",),
     "capture export --json": ("capture.cli.export:ExportReport",),
@@ -163,7 +162,7 @@ def _flag(written: str) -> str:
 
 
 def files() -> str:
-    """Every document with the fields of its classes, the job file, and the store's tables."""
+    """Every document with the fields of its classes, and the store's tables."""
     lines = [
         *heading("Files", "the classes that read and write them"),
         "Units are in the keys: `_bytes`, `_seconds`, `_flops`, `_fraction` in [0, 1]. A file of "
@@ -190,7 +189,7 @@ def files() -> str:
         for of, classes in elsewhere.items():
             anchor = re.sub(r"[^\w -]", "", of.lower()).replace(" ", "-")
             lines += [f"Of [{of}](#{anchor}): {', '.join(classes)}.", ""]
-    return page([*lines, *_question_file(), *_job_file(), *_store()])
+    return page([*lines, *_question_file(), *_store()])
 
 
 def _shape(cls: type) -> type:
@@ -314,24 +313,6 @@ def _question_file() -> list[str]:
         *prose(inspect.getdoc(question_file) or ""),
         "",
         *table(("key", "systems", "means"), [workload, *rows]),
-    ]
-
-
-def _job_file() -> list[str]:
-    from capture.cli import job_file
-
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("workload", help="what to profile")
-    for option in job_file.OPTIONS:
-        if option.in_files:
-            option.add_to(parser)
-    rows = [(f"`{action.dest}`", _option(action)[1]) for action in parser._actions]
-    return [
-        "## Job files",
-        "",
-        *prose(inspect.getdoc(job_file) or ""),
-        "",
-        *table(("key", "means"), rows),
     ]
 
 

@@ -25,6 +25,9 @@ from profiling_runs.question import ProfileQuestion
 #: Kinds of jobs.
 WINDOWS, PAPER_RUNS, CALIBRATION = "layer windows", "paper runs", "calibration"
 OTHER_SIZES = "other sizes"
+#: Of a job where the store knows none of its kind; roughly those of a model of some hundred million
+#: parameters.
+GUESSED_SECONDS = 2.0
 
 
 def profile(
@@ -130,6 +133,19 @@ def wanted_configs(
         ]
         wanted[OTHER_SIZES] = list(held_out(question, measurements))
     return wanted
+
+
+def jobs_left(question: ProfileQuestion, measurements: Measurements) -> tuple[int, float]:
+    """Return the number of jobs of a profile that the store does not have, and the seconds of one
+    worker that they are estimated to take, by what the store knows of such jobs."""
+    store = measurements.backend.store
+    jobs = measurements.jobs(wanted_configs(question, measurements), question.splits_backward)
+    done, typical = store.get(job.key for job in jobs), store.typical_seconds()
+    backend = f"compile:{question.cluster.target}"
+    seconds = [
+        typical.get((backend, job.part), GUESSED_SECONDS) for job in jobs if job.key not in done
+    ]
+    return len(seconds), sum(seconds)
 
 
 def missing_statistics(

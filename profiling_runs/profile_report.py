@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from capture.measured.layer_profile import LayerProfile
 from capture.measured.profile import Profile
 from profiling_runs.layers import PASSES
-from profiling_runs.listing import Listing
 
 #: What a layer profile knows of a layer.
 QUANTITIES: tuple[Literal["time"], Literal["memory"]] = ("time", "memory")
@@ -111,8 +110,8 @@ class WindowsReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeProfile:
-    """A profile that was made: its file, what was profiled, and how.
+class ProfileReport:
+    """The report of ``capture profile``: the file that was made, what was profiled, and how.
 
     Attributes:
         profile: Its file.
@@ -136,25 +135,6 @@ class MadeProfile:
     layers: LayersReport | None = None
     warnings: Sequence[str] = ()
     failures: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ProfileReport:
-    """The report of ``capture profile``: every profile that it made, or would make.
-
-    Attributes:
-        profiles: Those that were made.
-        jobs: With ``--dry-run``, the jobs of those that would be.
-        worker_seconds: Time of one worker for these, estimated.
-    """
-
-    profiles: Sequence[MadeProfile] = ()
-    jobs: Sequence[Listing] = ()
-    worker_seconds: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        seconds = sum(listing.worker_seconds for listing in self.jobs)
-        object.__setattr__(self, "worker_seconds", seconds)
 
 
 def _held_out(profile: LayerProfile) -> dict[str, Any]:

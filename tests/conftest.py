@@ -95,7 +95,6 @@ _LONG = [
         "array_training",
         "layers_alone",
         "readme",
-        "jobs_cli",
         "report_page",
         "layer_order",
         "estimate",

@@ -1,4 +1,4 @@
-"""From the values of options, or of a table of a job file, to what is asked; and what answers are
+"""From the values of options to what is asked; and what answers are
 made with."""
 
 from __future__ import annotations

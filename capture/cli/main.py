@@ -37,7 +37,6 @@ VERBS = {
     "demo": "the whole path on a small GPT",
     "estimate": "what a model needs, and the fewest devices that can hold it, without compiling",
     "profile": "measure a model's layers",
-    "jobs": "list the jobs of a profile and what they cost",
     "store": "look after the store of measurements",
     "plan": "recommend a plan: pipeline stages, packs of layers (offload), or a model array",
     "predict": "predict a plan's memory from a profile",
@@ -229,7 +228,7 @@ def run_verb(options: argparse.Namespace) -> int:
     from capture.cli import options as shared
 
     try:
-        if _verb(options) != "profile":  # which has the files of its jobs
+        if _verb(options) != "profile":  # which makes the folder of its file
             shared.check_outputs(options)
         with interrupts.noted():
             code = options.main(options)

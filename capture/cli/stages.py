@@ -28,8 +28,8 @@ from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.space import StageSpace
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.quantities import counted, format_bytes
+from profiling_runs.collect import jobs_left
 from profiling_runs.collect import profile as make_profile
-from profiling_runs.listing import list_jobs
 from profiling_runs.measurements import Measurements
 from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS
 from profiling_runs.question import ProfileQuestion
@@ -231,9 +231,9 @@ def _say_profile(
 ) -> None:
     """Say why a profile is made; and how long that takes, with the quicker way, if it is more than
     a few minutes."""
-    listed = list_jobs(of_profile, measurements.backend.store, measurements)
-    seconds = listed.worker_seconds / (options.workers or DEFAULT_LOCAL_WORKERS)
-    missing = counted(listed.num_jobs - listed.num_done, "program")
+    left, seconds = jobs_left(of_profile, measurements)
+    seconds /= options.workers or DEFAULT_LOCAL_WORKERS
+    missing = counted(left, "program")
     text = f"{' '.join(asked_by)}: a profile is made first, {missing} to compile"
     if seconds > LONG_SECONDS:
         text += (

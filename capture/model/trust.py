@@ -1,6 +1,6 @@
 """Which workloads this user has named on a command line of this machine.
 
-A workload is code, and plans, profiles and job files name workloads. A file may name one that its
+A workload is code, and plans, profiles and questions name workloads. A file may name one that its
 reader has named before, and no other (``WorkloadSpec.admitted``). What was named is remembered in
 one file of the user's own cache folder, a line of JSON per function: no plan, profile or store is
 ever read into it, so that none of them can vouch for itself.

@@ -1,7 +1,7 @@
 #!/bin/bash
-# A Ray cluster inside a Slurm allocation, and the profiles of a job file on it. Submit from the folder that holds the workloads:
+# A Ray cluster inside a Slurm allocation, and a profile that is made on it. Submit from the folder that holds the workloads:
 #
-#     sbatch profiling_runs/configs/slurm.sh profiling_runs/configs/example.toml
+#     sbatch profiling_runs/configs/slurm.sh 'models/gpt.py:gpt?size=tiny' --cluster 1x2 --microbatches 4 --global-batch 32
 #
 # Nothing is lost when the time is over: Slurm's SIGTERM ends the command in order, and the requeued job resumes from the store.
 # The store is a file of the first node's own disk while the command runs (its log does not work on a network file system), and is kept
@@ -15,7 +15,7 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-jobs=${1:?usage: sbatch slurm.sh JOBS.toml}
+: "${1:?usage: sbatch slurm.sh WORKLOAD and options of capture profile}"
 port=${RAY_PORT:-6379}
 kept=$PWD/store.jsonl
 store=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/capture-$SLURM_JOB_ID.sqlite
@@ -29,7 +29,7 @@ fi
 until ray status --address="$head:$port" >/dev/null 2>&1; do sleep 1; done
 
 if [ -e "$kept" ]; then capture store --store "$store" import "$kept"; fi
-capture profile --jobs "$jobs" --trust --ray "$head:$port" --store "$store" --events events.jsonl &
+capture profile "$@" --ray "$head:$port" --store "$store" --events events.jsonl &
 profile=$!
 trap 'kill -TERM "$profile"' TERM
 code=0

@@ -29,7 +29,7 @@ from capture.predictor import AdditivePredictor
 
 
 def test_profile_says_what_it_measured(planned):
-    (made,) = planned.profile.document["profiles"]
+    made = planned.profile.document
     document = made["windows"]
     assert (document["num_layers"], document["num_parameters"], document["microbatch_sizes"]) == (
         8,

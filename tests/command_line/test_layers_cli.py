@@ -34,14 +34,8 @@ def answer(capsys, *arguments: str) -> tuple[int, dict]:
 
 
 def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
-    Path("jobs.toml").write_text(
-        '[[profile]]\nworkload = "tiny.py:model?layers=4"\nsystem = "harmony"\n'
-        'target = "cpu_like.json"\nglobal_batch = 4\nstride = 4\noutput = "layers.json"\n'
-    )
-    code, document = answer(
-        capsys, "profile", "--jobs", "jobs.toml", "--trust", *HERE, "--events", "events.jsonl"
-    )
-    (found,) = document["profiles"]
+    made = ["tiny.py:model?layers=4", *ASKED, *HERE, "-o", "layers.json"]
+    code, found = answer(capsys, "profile", *made, "--events", "events.jsonl")
     assert code == 0 and found["layers"]["trials"] == {"forward": [1, 2, 4], "backward": [1, 2, 4]}
     assert set(found["layers"]["held_out_errors"]["forward"]["time"]) == {"mean", "largest"}
     events = [json.loads(line) for line in Path("events.jsonl").read_text().splitlines()]
@@ -136,7 +130,6 @@ def test_a_layer_above_the_limit_is_a_result(folder, capsys):
         (("profile", "tiny.py:model", *ASKED, "--remat", "full", "--neighbours", "3"),
          ["profile-system", "profile-system"]),
         (("profile", "tiny.py:model", "--stride", "2"), ["profile-system"]),
-        (("profile", "tiny.py:model", *ASKED, "--dry-run"), ["layers-dry-run"]),
         (("profile", "tiny.py:model", "--system", "harmony"), ["layers-target", "layers-limit"]),
         (("plan", "tiny.py:model", *ASKED, "--layers", "layers.json"), ["plan-system"]),
         (("plan", *ASKED[:-2], "--layers", "x.json", "--workers", "1"), ["plan-system"]),

@@ -1,4 +1,4 @@
-"""A file from somebody else runs nothing: plans of every kind, profiles, job files and lists of
+"""A file from somebody else runs nothing: plans of every kind, profiles, questions and lists of
 models that name code, through every verb. What would run leaves a file behind."""
 
 from __future__ import annotations
@@ -181,7 +181,6 @@ def write_files(documents: dict[str, dict[str, Any]], variant: str) -> None:
     mixed = {**documents["array"], "workload": None, "partition": [[0], [1]], "decisions": []}
     Path("mixed.json").write_text(json.dumps({**mixed, "models": models}))
     text = json.dumps(spelled)
-    Path("jobs.toml").write_text(f'[[profile]]\nworkload = {text}\ncluster = "1x1"\n')
     Path("question.toml").write_text(f'workload = {text}\ncluster = "1x1"\ntarget = "h100"\n')
     profile = json.loads((FILES / "uneven.profile.json").read_text())
     Path("profile.json").write_text(json.dumps({**profile, "workload": named}))
@@ -203,10 +202,9 @@ def _parser(asked: object = ()) -> argparse.ArgumentParser:
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "demo": ([], []),
     "store": ([], ["ls", "import stages.json", "merge stages.json"]),
-    "jobs": ([], []),
     "evaluate": ([], []),
     "estimate": ([], []),
-    "profile": (["--jobs jobs.toml", "--jobs jobs.toml --dry-run"], []),
+    "profile": ([], []),
     "plan": (
         [
             f"{_OWN} --system mutwo --models models.json",
@@ -371,19 +369,17 @@ def test_a_command_remembers_what_it_was_given_and_not_what_a_file_names(
 ):
     monkeypatch.chdir("../own")
     asked = ["--cluster", "1x1", "--global-batch", "4", "--microbatches", "2", "--quiet"]
-    question = ["net.py:model?layers=2", *asked, "--store", "elsewhere.sqlite"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
     assert not is_remembered("net.py", "model")
-    assert run_here(capsys, "jobs", *question)[0] == 0
+    assert run_here(capsys, "estimate", "net.py:model?layers=2")[0] == 0
     assert is_remembered("net.py", "model") and not is_remembered("net.py", "other")
     Path("second.py").write_text(user_model("tiny"))
-    table = '[[profile]]\nworkload = "second.py:model"\ncluster = "1x1"\nmicrobatches = 2\n'
-    Path("jobs.toml").write_text(table)
-    command = ["profile", "--jobs", "jobs.toml", "--dry-run", "--quiet"]
-    assert main([*command, "--store", "elsewhere.sqlite", "--trust"]) == 0
+    Path("question.toml").write_text('workload = "second.py:model"\n')
+    command = ["plan", "question.toml", *asked, "--store", "elsewhere.sqlite", "--workers", "0"]
+    assert main([*command, "--quick", "--trust"]) == 0
     assert not is_remembered("second.py", "model")  # --trust is for one command
-    assert main([*command, "--store", "elsewhere.sqlite"]) == 2
-    assert run_here(capsys, "jobs", "net.py:missing", *asked)[0] == 2
+    assert main([*command, "--quick"]) == 2
+    assert run_here(capsys, "estimate", "net.py:missing")[0] == 2
     assert not is_remembered("net.py", "missing")
 
 

@@ -384,7 +384,7 @@ def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
     ]
     for _ in range(2):
         assert main([*command, "--mode", "paper"]) == 0
-        (made,) = json.loads(capsys.readouterr().out)["profiles"]
+        made = json.loads(capsys.readouterr().out)
         counts = [
             made["windows"][f"num_{what}"] for what in ("runs", "failed_runs", "measurements")
         ]

@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tests.recorded.sharding_cases  # noqa: F401  (whose cases are recorded too)
+from capture.cli.asked import open_store
+from capture.cli.main import build_parser
+from capture.cli.profile import question_of
+from profiling_runs.collect import wanted_configs
+from profiling_runs.measurements import open_measurements
 from tests.recorded import access
 from tests.recorded.access import command, workload_name
 from tests.recorded.bench import CASES, FILES, Bench, case
@@ -328,16 +333,24 @@ def profiled(bench: Bench) -> dict[str, Any]:
     question = "--cluster 1x2 --global-batch 4 --microbatches 2 --num-layers 2"
     question += " --neighbours 1 --calibration-plans 1 --remat none"
     asked = (workload_name("uneven?layers=2&marked=false"), *question.split(), *bench.measuring)
-    _, jobs = command("jobs", *asked)
+    jobs = _jobs(asked)
     with access.programs() as emitted:
         command("profile", *asked, "-o", str(output))
-    _, jobs_after = command("jobs", *asked)
-    counts = [[*access.of(d, "num_jobs num_done"), sorted(d["kinds"])] for d in (jobs, jobs_after)]
     return {
         **access.profile_facts(output),
-        "jobs": counts,
+        "jobs": [jobs, _jobs(asked)],
         "programs": [len(emitted), access.json_hash(sorted(emitted))],
     }
+
+
+def _jobs(asked: Sequence[str]) -> list[Any]:
+    """How many jobs a profile has, how many of them the store has, and their kinds."""
+    options = build_parser(["profile"]).parse_args(["profile", *asked])
+    question, store = question_of(options), open_store(options)
+    measurements = open_measurements(question, store=store)
+    jobs = measurements.jobs(wanted_configs(question, measurements), question.splits_backward)
+    done = store.get(job.key for job in jobs)
+    return [len(jobs), len(done), sorted({job.kind for job in jobs})]
 
 
 @case("evaluate", compiles=True)

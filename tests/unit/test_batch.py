@@ -25,7 +25,6 @@ from capture.plan.choices import StageChoice
 from capture.tracing.dataflow import DataFlow
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Outcome, Setting
-from profiling_runs.listing import GUESSED_SECONDS, Listing, counted_jobs
 from profiling_runs.measurements import Measurements
 from profiling_runs.pools.local import how_it_ended
 from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Here, Pool, PoolWorker, Ready
@@ -388,18 +387,6 @@ def test_what_is_begun_is_not_waited_for_until_it_is_asked_for(monkeypatch):
         assert len(sent()) > num_sent, "nothing new, but what waited"
     assert store.get(["slow"]) and not pool._workers, "nothing is left running"
     assert ran("d") == ["d"], "without kept workers, too"
-
-
-def test_a_listing_counts_and_estimates():
-    jobs = [job("a"), job("b"), Job("u", StageConfig(0, 1, ONE, 4), "update", "optimizer updates")]
-    counted = counted_jobs(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu")
-    found = Listing("mlp", "1x1", "cpu", *counted)
-    assert (found.num_jobs, found.num_done, found.worker_seconds) == (
-        3,
-        1,
-        0.5 + GUESSED_SECONDS["update"],
-    )
-    assert found.guessed == ("optimizer updates",)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from capture import environment
 from capture.errors import ProfileError
-from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.store import Store
 from capture.papers.capture.execution import ProfilingRun
@@ -28,7 +27,6 @@ from capture.papers.capture.profile import (
     profile_batches,
     run_paper_profile,
 )
-from capture.profiler.executing import ExecutingMachine
 from capture.registered import REGISTERED
 from profiling_runs.batch import Progress, Watch
 from profiling_runs.collect import PAPER_RUNS
@@ -63,28 +61,6 @@ def configs(question: ProfileQuestion, num_layers: int) -> list[StageConfig]:
     """Return the stages of the paper's profiling runs."""
     runs = paper_runs_of(question, num_layers)
     return [config for run in runs for config in run.configs(question.microbatch_size)]
-
-
-def listed_jobs(question: ProfileQuestion, store: Store) -> list[Job]:
-    """Return the jobs of executed runs, as of the devices of the cluster's target."""
-    cluster = question.cluster
-    if question.alpa_python is not None:
-        assert question.spec is not None, "jobs are listed of workloads by name"
-        runs = REGISTERED["profiling runs"]["alpa"](
-            question.spec, cluster, question.alpa_python, question.num_layers, store
-        )
-    else:
-        platform, devices = Target.load(cluster.target).platform, cluster.num_devices
-        runs = REGISTERED["profiling runs"]["run"](
-            question.task,
-            question.num_layers,
-            question.tensor_parallel_rule,
-            store,
-            machine=ExecutingMachine(platform, cluster.target, most_run_devices(devices)),
-            num_devices=devices,
-        )
-    num_layers = runs.compiler.traced(question.microbatch_size).graph.num_layers
-    return list(profiling_jobs(runs, question, paper_runs_of(question, num_layers)))
 
 
 def executed_profile(
