@@ -2,8 +2,8 @@
 anything runs.
 
 The public names load their module on first use, so ``import capture`` loads no framework and
-planning from a profile never does; only ``pipeshard``, ``BatchShapes``,
-``shard``, ``streamed`` and ``train_array`` load JAX.
+planning from a profile never does; only ``pipeshard``, ``shard``,
+``streamed`` and ``train_array`` load JAX.
 Profiles are made by ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
@@ -20,7 +20,6 @@ _MODULE_OF = {
     "AdditivePredictor": "capture.predictor",
     "AlpaOptions": "capture.alpa",
     "ArrayPlan": "capture.plan.array",
-    "BatchShapes": "capture.runtime.batch_shapes",
     "CaptureError": "capture.errors",
     "Cluster": "capture.machine.cluster",
     "LayerGraph": "capture.model.graph",
