@@ -28,7 +28,7 @@ PYTHON_ALPA := $(shell for python in python3.11 "$$HOME"/.pyenv/versions/3.11.*/
 endif
 
 # The extras that the checks need (a name, because a comma would end an argument of call).
-DEV_EXTRAS := [models,report,ray,cuda-targets,tpu-targets,dev]
+DEV_EXTRAS := [models,ray,cuda-targets,tpu-targets,dev]
 
 # Where compilers for GPUs and TPUs are installed and no such device is there, JAX prints their tracebacks in every script unless it is told to use the CPU.
 CPU_WITHOUT_ACCELERATORS := import glob, os; any(map(glob.glob, ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*"))) or os.environ.setdefault("JAX_PLATFORMS", "cpu")

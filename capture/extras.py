@@ -10,7 +10,6 @@ DISTRIBUTION = "capture-jax"
 EXTRA_OF = {
     "flax": "models",
     "ray": "ray",
-    "plotly": "report",
     "matplotlib": "benchmarks",
     "equinox": "examples",
     "transformers": "examples",

@@ -220,7 +220,7 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     """Explain a plan of an array: what is fused and moved, and who needs the memory. A page or a
     trace needs the programs of the step, which are in the store or measured again."""
     writes = options.output is not None or options.trace is not None
-    read = ("output", "interactive", "trace", "workload", *(option.name for option in shared.STORE))
+    read = ("output", "trace", "workload", *(option.name for option in shared.STORE))
     asked.refuse_unread(options, "array", *(read if writes else ()))
     rows = [
         [a, decision.bundle, decision.choice, decision.ahead if decision.choice == "swap" else "-"]
@@ -242,7 +242,7 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     facts, room = _facts(options, plan), plan.headroom()
     written = write_files(
         options,
-        lambda: page(facts, plan_lines(plan), room, interactive=options.interactive),
+        lambda: page(facts, plan_lines(plan), room),
         lambda: facts.timeline,
     )
     bundles = rows_of(facts)

@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         parser,
         shared.output(None, "of an array: also write the page (.html)"),
-        shared.INTERACTIVE,
         shared.file("trace", "of an array: also write the step for ui.perfetto.dev (.json)"),
         *shared.STORE,
     )

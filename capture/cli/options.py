@@ -157,11 +157,6 @@ OPEN = tuple(
     )
     for option in LEFT_OPEN
 )
-INTERACTIVE = Option(
-    "interactive",
-    "a page whose figures zoom, with plotly.js in it: 5 MB instead of 0.2",
-    False,
-)
 TRUST = Option(
     "trust",
     "load the workload that the file names, though you have named it on no command line before: it "

@@ -156,10 +156,10 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> tuple[ExplainRep
 
 def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport, list[str]]:
     """Report a sharding plan: as a table, or as the page."""
-    asked.refuse_unread(options, "sharding", "memory", "output", "interactive")
+    asked.refuse_unread(options, "sharding", "memory", "output")
     needs = PlanNeeds.of(plan, options.memory)
     room = needs.headroom
-    written = write_files(options, lambda: page(plan, room, interactive=options.interactive))
+    written = write_files(options, lambda: page(plan, room))
     lines = [title(plan), table(HEADER, rows(plan))] if not written else []
     found = PageReport(
         kind="sharding",

@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shared.file("profile", measured),
         shared.LIMIT,
         shared.output(None, "write the page (.html); without it, a table is printed"),
-        shared.INTERACTIVE,
         shared.file("trace", "write the schedule for ui.perfetto.dev (.json)"),
     )
 
@@ -57,9 +56,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[PageReport, list[st
         title=title(facts),
         summary=paragraph(facts),
         needs=needs_of(facts),
-        written=write_files(
-            options, lambda: page(facts, interactive=options.interactive), lambda: facts.schedule
-        ),
+        written=write_files(options, lambda: page(facts), lambda: facts.schedule),
         **facts.rows(),
     )
     if options.output:

@@ -139,19 +139,13 @@ def title(plan: ArrayPlan) -> str:
     return f"{counted(len(plan.models), 'model')} of {model}, {plan.order} {sizes}"
 
 
-def page(
-    facts: ArrayFacts, lines: Sequence[str], room: Headroom | None, *, interactive: bool = False
-) -> str:
+def page(facts: ArrayFacts, lines: Sequence[str], room: Headroom | None) -> str:
     """Return the report of an array's plan as one HTML file.
 
     Args:
         facts: Facts of the plan.
         lines: Lines on the plan, for people; those without a table lead the page.
         room: Memory that the limit leaves.
-        interactive: See ``capture.report.page.page``.
-
-    Raises:
-        CaptureError: ``report-plotly`` if plotly is needed and not installed.
     """
     plan = facts.plan
     figures = [_step(facts), _memory(facts), *([_saturation(plan)] if plan.saturation else [])]
@@ -168,7 +162,6 @@ def page(
         html_table(HEADER, rows(facts), below),
         figures,
         f"{where}; never measured.",
-        interactive=interactive,
     )
 
 

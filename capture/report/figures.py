@@ -38,9 +38,6 @@ _PREDICTED = "predicted %{customdata}<extra>%{x}</extra>"
 def figures(facts: ReportFacts) -> list[Figure]:
     """Return the figures for which there are facts, in reading order."""
     made = [stage_map(facts), peaks(facts), treemap(facts)]
-    # Where the prediction is what the compiler said, there is nothing to compare.
-    predicted = any(stage.interval_bytes != (stage.peak_bytes,) * 2 for stage in facts.stages)
-    made += [prediction_errors(facts)] if facts.verified and predicted else []
     made += [memory_over_time(facts)] if facts.schedule.memory else []
     traces, layout, note = schedule(facts.schedule)
     made.append(
@@ -172,12 +169,10 @@ def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -
     )
 
 
-def _verified(
-    names: Sequence[str], y: Sequence[float], said: Sequence[str], then: str = ""
-) -> Trace:
-    """Return the marks of compiled peaks; ``then`` goes on with what stands under the pointer."""
+def _verified(names: Sequence[str], y: Sequence[float], said: Sequence[str]) -> Trace:
+    """Return the marks of compiled peaks."""
     marker = {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}}
-    hover = f"verified %{{customdata}}{then}<extra>%{{x}}</extra>"
+    hover = "verified %{customdata}<extra>%{x}</extra>"
     name = "verified (compiled)"
     return scatter("markers", name, names, y, customdata=said, marker=marker, hovertemplate=hover)
 
@@ -252,53 +247,6 @@ def treemap(facts: ReportFacts) -> Figure:
         [trace],
         layout,
     )
-
-
-def prediction_errors(facts: ReportFacts) -> Figure:
-    """Return the figure of compiled peaks around predicted ones, in percent, with the interval that
-    was promised."""
-    names = [_stage_name(stage) for stage in facts.stages]
-    low = [100 * (stage.interval_bytes[0] / stage.predicted_bytes - 1) for stage in facts.stages]
-    high = [100 * (stage.interval_bytes[1] / stage.predicted_bytes - 1) for stage in facts.stages]
-    band = bars(
-        "interval of the prediction",
-        names,
-        [top - bottom for top, bottom in zip(high, low, strict=True)],
-        base=low,
-        marker={"color": "#D9E2EC"},
-        customdata=list(map(_interval_text, facts.stages)),
-        hovertemplate=_PREDICTED,
-    )
-    off = [100 * (stage.peak_bytes / stage.predicted_bytes - 1) for stage in facts.stages]
-    said = [
-        f"{format_bytes(stage.peak_bytes)}, predicted {format_bytes(stage.predicted_bytes)}"
-        for stage in facts.stages
-    ]
-    dots = _verified(names, off, said, ": %{y:+.2f} %")
-    inside = sum(
-        stage.interval_bytes[0] <= stage.peak_bytes <= stage.interval_bytes[1]
-        for stage in facts.stages
-    )
-    coverage = (
-        "not calibrated"
-        if facts.coverage is None
-        else f"calibrated to hold {facts.coverage:.0%} of devices"
-    )
-    layout = {
-        "height": 320,
-        "bargap": 0.35,
-        "xaxis": {"type": "category", "automargin": True},
-        "yaxis": {
-            "title": {"text": "% of the predicted peak"},
-            "zeroline": True,
-            "zerolinecolor": INK,
-        },
-    }
-    caption = (
-        f"{inside} of {counted(len(facts.stages), 'stage')} lie within the interval of the "
-        f"prediction ({coverage})."
-    )
-    return Figure("errors", "Predicted against verified", caption, [band, dots], layout)
 
 
 def memory_over_time(facts: ReportFacts) -> Figure:

@@ -123,12 +123,8 @@ def operator_rows(plan: ShardingPlan) -> list[dict[str, Any]]:
     ]
 
 
-def page(plan: ShardingPlan, room: Headroom | None, *, interactive: bool = False) -> str:
-    """Return the report of a sharding plan as one HTML file.
-
-    Raises:
-        CaptureError: ``report-plotly`` if plotly is needed and not installed.
-    """
+def page(plan: ShardingPlan, room: Headroom | None) -> str:
+    """Return the report of a sharding plan as one HTML file."""
     below = "Bytes and times are those of one device, by the search's model of costs."
     footer = f"Sharding plan; {below[0].lower()}{below[1:]}"
     table = html_table(HEADER, rows(plan), below)
@@ -139,7 +135,6 @@ def page(plan: ShardingPlan, room: Headroom | None, *, interactive: bool = False
         table,
         _figures(plan) if plan.costs else [],
         footer,
-        interactive=interactive,
     )
 
 

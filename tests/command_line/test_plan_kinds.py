@@ -216,12 +216,9 @@ def test_operators_are_shown(folder, capsys):
         code, text = said(capsys, verb, old)
         assert code == 0 and "plans of earlier versions do not say" in text
     assert "earlier versions" not in said(capsys, "explain", "b.json")[1]
-    pytest.importorskip("plotly")
     assert said(capsys, "report", "b.json", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
     assert all(f'id="{name}"' in page for name in ("at_peak", "resident_bytes")) and "head" in page
-    assert said(capsys, "report", "b.json", "-o", "page.html", "--interactive")[0] == 0
-    assert "Plotly.newPlot" in Path("page.html").read_text()
 
 
 def test_two_plans_are_compared(folder, capsys):

@@ -18,7 +18,6 @@ from timeouts import TIMEOUT_SECONDS
 from capture.cli.explain import changes_lines
 from capture.cli.main import main
 from capture.errors import CaptureError
-from capture.extras import install_command
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.plan.choices import StageChoice
@@ -332,17 +331,6 @@ def test_a_plan_without_a_prediction_is_predicted(files, plan, capsys):
     assert "capture predict PLAN --profile FILE" in error_of(["report", "bare.json"], capsys)
 
 
-def test_a_missing_plotly_is_told_how_to_install(files, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
-    assert error_of(["report", "plan.json", "-o", "report.html", "--interactive"], capsys) == (
-        "error: plotly is not installed, and --interactive draws the page with it: "
-        f"{install_command('report')}. Without --interactive, figures are SVG. "
-        "[report-plotly]\n"
-    )
-    assert not (files / "report.html").exists()
-
-
 def test_a_profile_of_another_target_is_refused(files, capsys):
     planted_profile(8, "cpu").save("cpu.json")
     assert "[profile-target]" in error_of(["report", "plan.json", "--profile", "cpu.json"], capsys)
@@ -388,15 +376,12 @@ def test_wrong_notes_of_a_plan_are_named(plan, edit, message):
     assert message in str(caught.value)
 
 
-def test_the_table_needs_neither_jax_nor_plotly(files):
+def test_the_table_needs_no_jax(files):
     code = (
         "import sys\nfrom capture.cli.main import main\nmain(['report', 'plan.json', '--profile', "
         "'profile.json'])\n"
     )
-    code += (
-        "print(*(name for name in ('jax', 'sklearn', 'plotly') if name in sys.modules), "
-        "file=sys.stderr)"
-    )
+    code += "print(*(name for name in ('jax', 'sklearn') if name in sys.modules), file=sys.stderr)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.run(
         [sys.executable, "-c", code],

@@ -25,7 +25,6 @@ def test_a_figure_is_drawn_only_where_there_are_facts(facts):
         "stages",
         "peaks",
         "treemap",
-        "errors",
         "memory",
         "schedule",
         "front",
