@@ -1,7 +1,7 @@
 """What remat ``cheap`` (a minimum cut) keeps, and what it costs, beside the other modes.
 
     python -m benchmarks.keep_less -o benchmarks/results/2026-01-31-keep-less.json
-    python -m benchmarks.keep_less --parts peaks --models "GPT-3 1.3B" --remats none cheap 2% full
+    python -m benchmarks.keep_less --parts peaks --models "GPT-3 1.3B" --remats none cheap dots full
 
 Three questions (``--parts``):
 

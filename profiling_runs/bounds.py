@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from capture import environment
-from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.memo import memo
-from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
+from capture.plan.choices import StageChoice, measured_choices
 from capture.step.times import TimeModel
 from profiling_runs.batch import Progress
 from profiling_runs.measurements import Measurements
@@ -82,18 +81,7 @@ class ModelBounds:
         self._learn(asked, longest=2 if self.facts.needs_pairs else 1)
 
     def at(self, choices: Sequence[StageChoice], microbatch_size: int) -> Bounds:
-        """Return lower and upper bounds of all stages with these choices, at a micro-batch size.
-
-        Raises:
-            ProfileError: ``profile-remat`` for a part of the time, whose bounds are not known.
-        """
-        if timed := [choice.remat for choice in choices if remat_time_fraction(choice.remat)]:
-            raise ProfileError.of(
-                f"remat={timed[0]!r}: what a longer stage recomputes in so much time does not "
-                "follow from what its layers do, so it has no bounds; name another, or leave out "
-                "--algorithm bounds-first.",
-                "profile-remat",
-            )
+        """Return lower and upper bounds of all stages with these choices, at a micro-batch size."""
         facts, measured = self.facts, measured_choices(choices)
         with environment.without_collecting():
             self._learn([(choice, microbatch_size) for choice in measured])

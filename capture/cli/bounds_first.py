@@ -21,7 +21,7 @@ from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.memo import memo
 from capture.options import Option, options_of
-from capture.plan.choices import StageChoice, measured_choices, remat_time_fraction
+from capture.plan.choices import StageChoice, measured_choices
 from capture.plan.prediction import StepTime
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
@@ -90,8 +90,6 @@ def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tu
         given["mode"] = options.mode
     if not SCHEDULES[options.schedule].is_plain:
         given["schedule"] = options.schedule
-    if any(map(remat_time_fraction, of_profile.remat)):  # has no bounds
-        given["remat"] = options.remat
     asked = tuple(_typed(name, value) for name, value in given.items())
     names = (*(each.name for each in OPTIONS), "fix")
     own = [name for name in names if getattr(options, name) not in (None, False)]

@@ -58,8 +58,8 @@ def remat_or(*others: str) -> Callable[[str], str]:
     """Return the type of the option for activation checkpointing, which also takes other words.
 
     Example:
-        >>> remat_or("auto")("auto"), remat_or()("2%")
-        ('auto', '2%')
+        >>> remat_or("auto")("auto"), remat_or()("full:2")
+        ('auto', 'full:2')
     """
 
     def read(text: str) -> str:
@@ -100,9 +100,8 @@ MICROBATCHES = replace(
 REMAT = Option(
     "remat",
     f"activation checkpointing, what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; "
-    "full:K, full for the first K layers of a stage and cheap (selective recomputation) for the "
-    "others; or X%%, to keep the fewest bytes for so much more time (default: cheap; none in the "
-    "paper's mode)",
+    "or full:K, full for the first K layers of a stage and cheap (selective recomputation) for the "
+    "others (default: cheap; none in the paper's mode)",
     read=remat_or(),
     metavar="MODE",
 )

@@ -40,7 +40,7 @@ EVERYDAY = {
     "objective": "throughput: the fastest plan that fits; memory: the lowest peak; pareto: the "
     "front of both (default: throughput where the target has rates)",
     "microbatches": "",
-    "remat": "activation checkpointing: none, cheap, dots, full, full:K, X%% or auto (default: "
+    "remat": "activation checkpointing: none, cheap, dots, full, full:K or auto (default: "
     "searched; without times cheap)",
     "shard_params": "FSDP, ZeRO-3: parameters, gradients and optimizer state split over replicas "
     "(default: searched; without times not)",

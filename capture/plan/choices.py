@@ -9,26 +9,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 Remat = str
-"""A name of ``REMAT_POLICIES``; a mixture such as ``"full:3"``: the first three layers of the stage
-as with ``"full"``, the others as with ``"cheap"``; or how much more time both passes may take, such
-as ``"2%"``."""
+"""A name of ``REMAT_POLICIES``, or a mixture such as ``"full:3"``: the first three layers of the
+stage as with ``"full"``, the others as with ``"cheap"``."""
 #: From what keeps most to what keeps least.
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "cheap", "dots", "full")
 
 #: Ways in which parameters are split by tensor parallelism, and each part over replicas.
 ParamSplit = tuple[int, int]
-
-
-def remat_time_fraction(remat: Remat) -> float | None:
-    """Return the part of both passes' time that recomputation may take; None if no percentage.
-
-    Example:
-        >>> remat_time_fraction("2.5%"), remat_time_fraction("cheap"), remat_time_fraction("0%")
-        (0.025, None, None)
-    """
-    if not re.fullmatch(r"(0|[1-9][0-9]?)(\.[0-9]*[1-9])?%", remat):
-        return None
-    return float(remat[:-1]) / 100 or None
 
 
 def num_full_layers(remat: Remat) -> int:
@@ -55,18 +42,16 @@ def remat_of_layers(remat: Remat, num_layers: int) -> Remat:
 
 
 def is_remat(remat: Remat) -> bool:
-    """Return whether ``remat`` is a name, a mixture of 1 or more layers, or a percentage above 0
-    and below 100, without needless zeros."""
+    """Return whether ``remat`` is a name, or a mixture of 1 or more layers."""
     return is_cut(remat) or remat in REMAT_POLICIES
 
 
 def is_cut(remat: Remat) -> bool:
     """Return whether what is kept is a minimum cut, and not what ``jax.checkpoint`` leaves."""
-    named = remat == "cheap" or num_full_layers(remat) > 0
-    return named or remat_time_fraction(remat) is not None
+    return remat == "cheap" or num_full_layers(remat) > 0
 
 
-REMAT_TEXT = f"{', '.join(REMAT_POLICIES)}, full:K for K layers, or a percentage such as 2%"
+REMAT_TEXT = f"{', '.join(REMAT_POLICIES)}, or full:K for K layers"
 
 
 @dataclass(frozen=True, order=True)

@@ -30,7 +30,7 @@ from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice, is_cut, remat_of_layers, remat_time_fraction
+from capture.plan.choices import StageChoice, is_cut, remat_of_layers
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.runtime.programs import StagePrograms
@@ -52,8 +52,6 @@ PINNED_VERSION = 3
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
 CUT_VERSION = 1
-#: The same of a percentage of time.
-BUDGET_VERSION = 2
 #: Bump when other values are split along the sequence for the same model.
 SEQUENCE_VERSION = "sequence 3"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
@@ -237,7 +235,6 @@ class CompileBackend:
                     *(["layers", LAYERS_VERSION] if several else []),
                     *self._sequence_split(config),
                     *([CUT_VERSION] if is_cut(remat) else []),
-                    *([BUDGET_VERSION] if remat_time_fraction(remat) else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [

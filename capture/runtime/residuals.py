@@ -2,15 +2,15 @@
 
 ``jax.vjp`` says what the backward pass reads. What follows from parameters and constants alone
 (casts of weights, masks) is made again in any case, so that it is not kept once per micro-batch. Of
-the others, remat ``cheap`` keeps a minimum cut, a percentage the one that fits so much more time;
-the other modes keep all, and say to ``jax.vjp`` what it may save.
+the others, remat ``cheap`` keeps a minimum cut; the other modes keep all, and say to ``jax.vjp``
+what it may save.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,16 +18,11 @@ from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
 from capture.partition.spread import Spread
-from capture.partition.walk import product_dim
-from capture.plan.choices import Remat, is_cut, remat_time_fraction
+from capture.plan.choices import Remat, is_cut
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.fusion import MULTIPLY
 from capture.tracing.jaxprs import is_variable, several
-from capture.tracing.mincut import least_kept, least_kept_within
-from capture.tracing.recompute import product_bytes, recompute_bytes
-
-#: Of a forward pass, what both passes take: a backward pass twice as long.
-_PASSES = 3
+from capture.tracing.mincut import least_kept
+from capture.tracing.recompute import recompute_bytes
 
 
 class SavedPass:
@@ -110,21 +105,7 @@ class Residuals:
         read = map(split.before_gather, filter(is_variable, self._read))
         kept = [v for v in dict.fromkeys(read) if v in from_data]
         if is_cut(remat):
-            cheap = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
-            fraction = remat_time_fraction(remat)
-            kept = (
-                cheap
-                if fraction is None
-                else least_kept_within(
-                    flow,
-                    kept,
-                    from_data,
-                    split.nbytes,
-                    partial(split.recompute_bytes, products=True),
-                    fraction * _PASSES * split.pass_bytes(),
-                    cheap,
-                )
-            )
+            kept = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
         made = flow.outputs[:num_outputs] if returns_outputs else []
         self.inputs = _places(kept, data[:num_inputs])
         self.batch = _places(kept, data[num_inputs:])
@@ -286,26 +267,15 @@ class ValueSplit:
             found = self._least[value] = -(-self._flow.nbytes(value) // parts)
         return found
 
-    def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:
+    def recompute_bytes(self, equation: Any) -> float | None:
         """Return the bytes that a device moves to recompute an equation; None if that is not cheap,
-        or devices would exchange data. With ``products``, matrix products have a cost, too."""
+        or devices would exchange data."""
         cost = recompute_bytes(equation)
-        if products and equation.primitive.name in MULTIPLY:
-            cost = product_bytes(equation)
         if equation.primitive.name == "sharding_constraint":
             return cost
         if cost is None or any(_exchanges(equation, axis) for axis in self.axes):
             return None
         return cost / max(map(self._parts, (*equation.invars, *equation.outvars)))
-
-    def pass_bytes(self) -> float:
-        """Return the bytes of memory traffic that the program is worth, per device."""
-        total = 0.0
-        for equation in self._flow.jaxpr.eqns:
-            cost = recompute_bytes(equation)
-            whole = product_bytes(equation) if cost is None else cost
-            total += whole / max(map(self._parts, (*equation.invars, *equation.outvars)))
-        return total
 
 
 def _dims_of(spec: PartitionSpec, axis: str) -> list[int]:
@@ -324,20 +294,7 @@ def _exchanges(equation: Any, axis: SplitAxis) -> bool:
     for operand, atom in enumerate(equation.invars):
         dim = _dim(dims, atom)
         if dim is not None and (
-            result is None or _made_of(equation, operand, dim, degree) != result
+            result is None or dim_flow(equation, operand, degree)[dim] != result
         ):
             return True
     return False
-
-
-def _made_of(equation: Any, operand: int, dim: int, degree: int) -> int | None:
-    """Return the result's dimension that an operand's becomes; None where it is summed over."""
-    name = equation.primitive.name
-    if name == "dot_general":
-        contract, _ = equation.params["dimension_numbers"]
-        return None if dim in contract[operand] else product_dim(equation, operand, dim)
-    if name == "conv_general_dilated":
-        numbers = equation.params["dimension_numbers"]
-        stays = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
-        return numbers.out_spec[operand] if dim == stays else None
-    return dim_flow(equation, operand, degree)[dim]

@@ -26,11 +26,6 @@ from capture.tracing.recompute import recompute_bytes
 #: many micro-batches as are in flight; a pass over memory is over at once.
 TRAFFIC_PER_KEPT_BYTE = 16
 
-#: Of a kept byte, between which a budget looks for one, and how many it tries: to within 9 %.
-PRICES, NUM_PRICES = (2.0, 2.0**14), 7
-#: What is kept is written by one pass and read by the other; below this price nothing takes longer.
-_MOVED_PER_KEPT_BYTE = 2
-
 #: Sum of all finite capacities, at most: the solver counts in 32 bits.
 _MOST_UNITS = 2**29
 _SOURCE, _SINK = 0, 1
@@ -42,7 +37,6 @@ def least_kept(
     from_data: Collection[Any],
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None] = recompute_bytes,
-    traffic_per_kept_byte: float = TRAFFIC_PER_KEPT_BYTE,
 ) -> list[Any]:
     """Return the values to keep by a minimum cut, in program order; never more bytes than the
     required ones.
@@ -53,7 +47,6 @@ def least_kept(
         from_data: Variables that depend on more than parameters; the others are made again.
         nbytes: What keeping a variable costs.
         recompute: What running an equation again costs, in bytes of traffic; None: never.
-        traffic_per_kept_byte: What a byte that is not kept may cost.
     """
 
     def depends(atom: Any) -> bool:
@@ -75,7 +68,7 @@ def least_kept(
         if equation is None or cost is None:
             network.never(network.value(v))
             continue
-        run = network.run_of(equation, flow.order(v), cost / traffic_per_kept_byte)
+        run = network.run_of(equation, flow.order(v), cost / TRAFFIC_PER_KEPT_BYTE)
         network.join(run, network.value(v))
         for operand in filter(depends, equation.invars):
             network.join(network.output(operand), run)
@@ -83,48 +76,6 @@ def least_kept(
     reaching = network.sink_side()
     kept = {v for v in seen if not reaching[network.value(v)] and reaching[network.output(v)]}
     return [v for v in flow.values if v in kept]
-
-
-def least_kept_within(
-    flow: DataFlow,
-    required: Sequence[Any],
-    from_data: Collection[Any],
-    nbytes: Callable[[Any], int],
-    recompute: Callable[[Any], float | None],
-    budget: float,
-    known: Sequence[Any],
-) -> list[Any]:
-    """Return values with few bytes to keep so that running operations again stays within a budget.
-    The traffic saved by values that are not kept is added to the budget. Candidates are minimum
-    cuts, one for every price of a kept byte, and ``known``.
-
-    Between two cuts there may be other sets of values, with fewer bytes within the budget, which no
-    price makes a minimum cut.
-
-    Args:
-        flow, required, from_data, nbytes, recompute: The arguments of ``least_kept``.
-        budget: Bytes of traffic.
-        known: Values that are enough, such as a cut of fewer operations.
-    """
-    best, low, high = list(dict.fromkeys(required)), *PRICES
-    all_bytes = sum(map(nbytes, filter(is_variable, best)))
-
-    def is_within(kept: Sequence[Any]) -> bool:
-        again = flow.needed(required, set(kept))
-        costs = [recompute(e) for e in again if any(v in from_data for v in e.outvars)]
-        unmoved = _MOVED_PER_KEPT_BYTE * (all_bytes - sum(map(nbytes, kept)))
-        return sum(cost for cost in costs if cost is not None) - unmoved <= budget
-
-    for _ in range(NUM_PRICES):
-        price = (low * high) ** 0.5
-        kept = least_kept(flow, required, from_data, nbytes, recompute, price)
-        if is_within(kept):
-            best, low = kept, price
-        else:
-            high = price
-    if sum(map(nbytes, known)) < sum(map(nbytes, best)) and is_within(known):
-        return list(known)
-    return best
 
 
 class _Network:

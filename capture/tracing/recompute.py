@@ -23,9 +23,6 @@ from capture.tracing.keys import is_key
 #: Element-wise operations that this many make up for one byte read or written: accelerators of
 #: today do 16 to 32 in single precision (H100: 67 TFLOP/s, 3.35 TB/s).
 FLOPS_PER_BYTE = 20
-#: The same of products, by the bytes of an element (H100: 989 TFLOP/s in 16 bits, half of it in
-#: TF32).
-PRODUCT_FLOPS_PER_BYTE = {1: 590, 2: 295, 4: 148}
 
 
 def _names(text: str) -> frozenset[str]:
@@ -141,23 +138,6 @@ def recompute_bytes(equation: Any) -> float | None:
     )
     moved = equation.outvars if name in MOVES else equation.invars if name in REDUCTIONS else ()
     return flops / FLOPS_PER_BYTE + sum(map(aval_bytes, moved))
-
-
-def product_bytes(equation: Any) -> float:
-    """Return the bytes of memory traffic that a product, a loop or another program is worth: its
-    arithmetic, or what it reads and writes where that is more.
-
-    Example:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> jaxpr = jax.make_jaxpr(lambda x: x @ x)(jnp.ones((1000, 1000)))
-        >>> [round(product_bytes(e) / 1e6, 1) for e in jaxpr.eqns]
-        [13.5]
-    """
-    atoms = [*equation.invars, *equation.outvars]
-    sizes = [v.aval.dtype.itemsize for v in atoms if hasattr(v.aval, "dtype")]
-    rate = PRODUCT_FLOPS_PER_BYTE.get(max(sizes, default=4), FLOPS_PER_BYTE)
-    return max(equation_flops(equation) / rate, sum(map(aval_bytes, atoms)))
 
 
 def _splits_alike(equation: Any) -> bool:

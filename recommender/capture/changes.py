@@ -204,9 +204,9 @@ def _changes(
     if measuring is not None:
         if not measuring.shard_optimizer:
             yield Change("--shard-optimizer", question, {"shard_optimizer": True})
-        # Where a percentage stands on the scale is not known; a mixture, right before "full".
+        # A mixture stands right before "full".
         named = ["dots" if num_full_layers(one) else one for one in measuring.remat]
-        places = [REMAT_POLICIES.index(one) for one in named if one in REMAT_POLICIES]
+        places = map(REMAT_POLICIES.index, named)
         for remat in REMAT_POLICIES[max(places, default=0) + 1 :]:
             freed = replace(question, remat=None)
             yield Change(f"--remat {remat}", freed, {"remat": (remat,)})

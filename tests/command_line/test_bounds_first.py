@@ -183,7 +183,6 @@ def asks_for_bounds(text):
             (option, False)
             for option in (
                 "--profile p.json",
-                "--remat 2%",
                 "--algorithm minmax",
                 "--target h100 --algorithm autostage",
                 "--mode paper",

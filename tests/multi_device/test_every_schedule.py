@@ -20,7 +20,7 @@ from capture.runtime.meter import measure_step
 
 WIDTH, LENGTH, NUM_LAYERS = 16, 4, 4
 
-REMATS = (*REMAT_POLICIES, "20%")
+REMATS = REMAT_POLICIES
 
 #: Of a schedule that no other test executes.
 SAMPLE = ("zb-h1", "cheap", True)

@@ -24,7 +24,6 @@ from capture.predictor import AdditivePredictor, mixture
 from capture.predictor.alike import Kinds, empty_stages
 from capture.predictor.mixture import Mixed
 from capture.predictor.times import TimePredictor
-from profiling_runs.bounds import bounds
 from profiling_runs.question import ProfileQuestion
 from recommender.capture.posed import stage_choices
 from recommender.capture.recommendation import recommend
@@ -189,4 +188,3 @@ def test_what_is_measured_for_a_mixture_are_its_parts():
     assert {choice.remat for choice in asked.stage_choices} == {"full:2"}
     assert {choice.remat for choice in asked.profiled_choices} == {"cheap", "full"}
     assert code_of(lambda: replace(asked, paper=("1f1b", 4))) == "profile-remat"
-    assert code_of(lambda: bounds(replace(asked, remat=("2%",)), None)) == "profile-remat"
