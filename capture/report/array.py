@@ -12,7 +12,6 @@ from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.figure import (
-    IN_BARS,
     OVERLAID,
     Figure,
     bytes_unit,
@@ -186,11 +185,10 @@ def _step(facts: ArrayFacts) -> Figure:
     traces = list(by_kind(shown, kinds, unit, said))
     for trace in traces:
         words = [_short(item) for _, item, *_ in shown if item.kind == trace["name"]]
-        trace.update(width=0.7, text=words, **IN_BARS)
+        trace.update(width=0.7, text=words)
     layout = {
         "height": 300,
         **OVERLAID,
-        "uniformtext": {"mode": "hide", "minsize": 9},
         "xaxis": {"title": {"text": f"{unit.name} into the step"}, "rangemode": "tozero"},
         "yaxis": lanes(LANES),
     }
@@ -222,7 +220,6 @@ def _memory(facts: ArrayFacts) -> Figure:
             line={"shape": "hv", "color": INK, "width": 1.5},
             fill="tozeroy",
             fillcolor="rgba(86, 180, 233, 0.35)",
-            hovertemplate=f"%{{y:.4g}} {unit.name} at %{{x:.4g}} {clock.name}<extra></extra>",
         )
     ]
     lines = [("peak of the plan", peak, INK)]
@@ -231,7 +228,7 @@ def _memory(facts: ArrayFacts) -> Figure:
     for name, nbytes, color in lines:
         dashed, y = {"color": color, "dash": "dash", "width": 1.5}, [nbytes / unit.scale] * 2
         named = f"{name}: {format_bytes(nbytes)}"
-        traces.append(scatter("lines", named, [0, end], y, line=dashed, hoverinfo="name"))
+        traces.append(scatter("lines", named, [0, end], y, line=dashed))
     layout = {
         "height": 320,
         "xaxis": {"title": {"text": f"{clock.name} into the step"}},
@@ -253,14 +250,12 @@ def _saturation(plan: ArrayPlan) -> Figure:
         sizes = [one.models for one in own]
         rates = [one.models * task.batch_size / one.seconds if one.seconds else 0.0 for one in own]
         of = f" of {task}" if len(tasks) > 1 else ""
-        hover = "%{x} fused: %{y:.4g} examples/s<extra></extra>"
+        said = [f"{x} fused: {y:.4g} examples/s" for x, y in zip(sizes, rates, strict=True)]
         every, alone = f"all models of a sub-array{of}", f"one alone{of}"
         ends, dashed = [sizes[0], sizes[-1]], {"color": OTHER, "dash": "dash"}
         traces += [
-            scatter(
-                "lines+markers", every, sizes, rates, line={"color": color}, hovertemplate=hover
-            ),
-            scatter("lines", alone, ends, [rates[0]] * 2, line=dashed, hoverinfo="name"),
+            scatter("lines+markers", every, sizes, rates, line={"color": color}, said=said),
+            scatter("lines", alone, ends, [rates[0]] * 2, line=dashed),
         ]
     layout = {
         "height": 320,

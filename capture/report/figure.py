@@ -1,5 +1,5 @@
-"""One drawing of a report, as plotly.js takes it, and the parts that several drawings have: traces,
-axes, a limit, and one readable unit for all numbers of an axis."""
+"""One drawing of a report as plain data, which ``capture.report.svg`` draws, and the parts that
+several drawings have: traces, axes, a limit, and one readable unit for all numbers of an axis."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3))
 #: A limit that lies so many times above everything else is said and not drawn.
 FAR_LIMIT = 5
-#: Of a trace: what stands under the pointer is its ``customdata`` alone.
-SAID = "%{customdata}<extra></extra>"
-#: The words of a bar stand in its middle.
-IN_BARS = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
 #: Of a figure of bars in lanes.
-OVERLAID = {"barmode": "overlay", "bargap": 0, "hovermode": "closest"}
+OVERLAID = {"barmode": "overlay", "bargap": 0}
 
-#: Of a figure, in the language of plotly.js.
+#: Of a figure; ``said`` is what stands under the pointer, by mark.
 Trace = dict[str, Any]
 
 
@@ -32,7 +28,7 @@ class Figure:
     Attributes:
         name: Identifier of its element in the page, stable.
         title, caption: Title and caption in words; the caption says what is simulated.
-        traces, layout: Traces and layout as plotly.js takes them.
+        traces, layout: Traces and layout of the drawing.
     """
 
     name: str
@@ -69,7 +65,6 @@ def lanes(names: Sequence[str]) -> dict[str, Any]:
         "ticktext": list(names),
         "range": [len(names) - 0.5, -0.5],
         "showgrid": False,
-        "zeroline": False,
     }
 
 
@@ -94,13 +89,11 @@ def limit_line(axis: str, limit: int | None, scale: float, largest: float) -> di
     }
     words = {
         "text": f"limit {format_bytes(limit)}",
-        "showarrow": False,
         "font": {"color": LIMIT},
-        "bgcolor": "rgba(255,255,255,0.8)",
     }
-    place = {"x": 0, "xref": "paper", "xanchor": "left", "y": limit / scale, "yanchor": "bottom"}
+    place = {"x": 0, "xref": "paper", "y": limit / scale}
     if axis == "x":
-        place = {"x": limit / scale, "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "top"}
+        place = {"x": limit / scale, "y": 1, "yref": "paper"}
     return {"shapes": [line], "annotations": [{**words, **place}]}
 
 

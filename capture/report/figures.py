@@ -1,5 +1,4 @@
-"""The figures of a report of one plan, as plotly.js takes them: traces and layouts in plain data;
-no plotting library is imported."""
+"""The figures of a report of one plan, as plain data (``capture.report.figure``)."""
 
 from __future__ import annotations
 
@@ -7,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from capture.plan.strategy import of_devices
-from capture.quantities import counted, format_bytes, format_seconds, signed_bytes
+from capture.quantities import counted, format_bytes, signed_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import (
     FAR_LIMIT,
-    IN_BARS,
     Figure,
     Trace,
     Unit,
@@ -25,14 +23,12 @@ from capture.report.figure import (
     spans,
 )
 from capture.report.front_figure import front
-from capture.report.palette import INK, category_color, in_order, stage_colors, text_on
+from capture.report.palette import INK, category_color, in_order, stage_colors
 from capture.report.schedule_figure import schedule
 from capture.report.words import CLOCKS
 
 #: Points per stage of the memory over time: three per bucket at most.
 MEMORY_BUCKETS = 400
-#: What stands under the pointer of a prediction.
-_PREDICTED = "predicted %{customdata}<extra>%{x}</extra>"
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
@@ -65,24 +61,20 @@ def stage_map(facts: ReportFacts) -> Figure:
         choice, split = stage.stage.choice, of_devices(stage.stage.choice)
         if len(facts.stages) > 1:
             split = f"dp {choice.replicas_text} x tp {choice.tensor_parallel}"
-        about = f"layers {stage.layers_text}<br>{split}"
-        named = f"<b>stage {stage.stage_id}</b>"
-        hover = (
-            f"{named}<br>devices {stage.devices_text}<br>{about}<br>remat "
-            f"{stage.stage.remat_text}<br>"
-            f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
+        said = (
+            f"stage {stage.stage_id}\ndevices {stage.devices_text}\nlayers {stage.layers_text}\n"
+            f"{split}\nremat {stage.stage.remat_text}\n{format_bytes(stage.peak_bytes)} per device"
         )
         traces.append(
             spans(
                 list(of_node),
                 [min(places) - 0.5 for places in of_node.values()],
                 [max(places) - min(places) + 1 for places in of_node.values()],
-                text=[f"{named}<br>{about}"] * len(of_node),
-                **IN_BARS,
-                insidetextfont={"color": text_on(color), "size": 13},
+                text=[f"stage {stage.stage_id}\nlayers {stage.layers_text}\n{split}"]
+                * len(of_node),
                 marker=edged(color, 2),
                 width=0.9,
-                hovertemplate=hover,
+                said=[said] * len(of_node),
             )
         )
     num_nodes, widest = len(cluster.nodes), max(cluster.nodes)
@@ -95,7 +87,6 @@ def stage_map(facts: ReportFacts) -> Figure:
             "range": [-0.5, widest - 0.5],
             "dtick": max(1, widest // 16),
             "showgrid": False,
-            "zeroline": False,
         },
         "yaxis": lanes([f"node {node}" for node in range(num_nodes)]),
     }
@@ -117,9 +108,8 @@ def peaks(facts: ReportFacts) -> Figure:
             category,
             names,
             [stage.parts.get(category, 0) / unit.scale for stage in stages],
-            customdata=[format_bytes(stage.parts.get(category, 0)) for stage in stages],
+            said=[f"{category}: {format_bytes(stage.parts.get(category, 0))}" for stage in stages],
             marker=edged(category_color(category)),
-            hovertemplate=f"{category}: %{{customdata}}<extra>%{{x}}</extra>",
         )
         for category in in_order([category for stage in stages for category in stage.parts])
     ]
@@ -132,7 +122,6 @@ def peaks(facts: ReportFacts) -> Figure:
         "height": 440,
         "barmode": "stack",
         "bargap": 0.35,
-        "xaxis": {"type": "category", "automargin": True},
         "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
         **limit_line("y", limit, unit.scale, max(stage.interval_bytes[1] for stage in stages)),
     }
@@ -150,31 +139,25 @@ def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -
     top = [stage.predicted_bytes / unit.scale for stage in stages]
     low, high = zip(*(stage.interval_bytes for stage in stages), strict=True)
     errors = {
-        "type": "data",
-        "symmetric": False,
         "array": [end / unit.scale - y for end, y in zip(high, top, strict=True)],
         "arrayminus": [y - end / unit.scale for end, y in zip(low, top, strict=True)],
-        "color": INK,
-        "width": 5,
     }
     return scatter(
         "markers",
         "predicted, with interval",
         names,
         top,
-        customdata=list(map(_interval_text, stages)),
+        said=[f"predicted {_interval_text(stage)}" for stage in stages],
         marker={"color": INK, "size": 5},
         error_y=errors,
-        hovertemplate=_PREDICTED,
     )
 
 
 def _verified(names: Sequence[str], y: Sequence[float], said: Sequence[str]) -> Trace:
     """Return the marks of compiled peaks."""
-    marker = {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}}
-    hover = "verified %{customdata}<extra>%{x}</extra>"
-    name = "verified (compiled)"
-    return scatter("markers", name, names, y, customdata=said, marker=marker, hovertemplate=hover)
+    marker = {"symbol": "diamond-open", "size": 12, "color": INK}
+    named = [f"verified {each}" for each in said]
+    return scatter("markers", "verified (compiled)", names, y, said=named, marker=marker)
 
 
 class _Area(NamedTuple):
@@ -215,30 +198,16 @@ def treemap(facts: ReportFacts) -> Figure:
     """Return the figure of stages, their layers, and what each is for: areas are bytes of one
     device of each stage."""
     areas = [area for stage in facts.stages for area in _areas(stage)]
-    colors = [area.color for area in areas]
     trace = {
         "type": "treemap",
         "ids": [area.key for area in areas],
         "labels": [area.label for area in areas],
         "parents": [area.parent for area in areas],
         "values": [area.nbytes for area in areas],
-        "branchvalues": "total",
-        "customdata": [f"{area.about}: {format_bytes(area.nbytes)}" for area in areas],
-        "marker": {
-            "colors": colors,
-            "line": {"color": "white", "width": 1},
-            "pad": {"t": 20, "l": 2, "r": 2, "b": 2},
-        },
-        "hovertemplate": "%{customdata}<extra></extra>",
-        "insidetextfont": {"size": 12, "color": [text_on(color) for color in colors]},
-        "pathbar": {"visible": True, "thickness": 22},
-        "tiling": {"packing": "squarify", "pad": 1},
-        "sort": False,
+        "said": [f"{area.about}: {format_bytes(area.nbytes)}" for area in areas],
+        "marker": {"colors": [area.color for area in areas]},
     }
-    layout = {
-        "height": 240 + 60 * min(8, len(facts.stages)),
-        "margin": {"l": 4, "r": 4, "t": 26, "b": 4},
-    }
+    layout = {"height": 240 + 60 * min(8, len(facts.stages))}
     return Figure(
         "treemap",
         "Memory by layer and category",
@@ -257,16 +226,14 @@ def memory_over_time(facts: ReportFacts) -> Figure:
     largest = max(nbytes for points in shown for _, nbytes in points)
     unit, clock = bytes_unit(largest), seconds_unit(float(facts.schedule.simulation.seconds))
     in_seconds = facts.schedule.in_seconds
-    scale, time_of = (clock.scale, format_seconds) if in_seconds else (1.0, _units)
+    scale = clock.scale if in_seconds else 1.0
     traces = [
         scatter(
             "lines",
             f"stage {s}",
             [float(seconds) / scale for seconds, _ in points],
             [nbytes / unit.scale for _, nbytes in points],
-            customdata=[f"{format_bytes(n)} at {time_of(float(at))}" for at, n in points],
             line={"shape": "hv", "width": 1.5, "color": color},
-            hovertemplate=f"%{{customdata}}<extra>stage {s}</extra>",
         )
         for s, (points, color) in enumerate(zip(shown, stage_colors(len(shown)), strict=True))
     ]
@@ -306,7 +273,3 @@ def _stage_name(stage: StageFacts) -> str:
 def _interval_text(stage: StageFacts) -> str:
     low, high = map(format_bytes, stage.interval_bytes)
     return f"{format_bytes(stage.predicted_bytes)} ({low} to {high})"
-
-
-def _units(number: float) -> str:
-    return f"unit time {number:g}"

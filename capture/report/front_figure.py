@@ -11,7 +11,7 @@ from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.data import ReportFacts
-from capture.report.figure import SAID, Figure, Trace, bytes_unit, limit_line, scatter, seconds_unit
+from capture.report.figure import Figure, Trace, bytes_unit, limit_line, scatter, seconds_unit
 from capture.report.palette import INK
 
 #: Values that lie so many times apart are drawn along a logarithmic axis.
@@ -44,9 +44,8 @@ def front(facts: ReportFacts) -> Figure:
                 "this plan (simulated)",
                 [x_of(peak / unit.scale)],
                 [y_of(step / clock.scale)],
-                customdata=[f"{format_bytes(peak)}, {format_seconds(step)}"],
+                said=[f"this plan: {format_bytes(peak)}, {format_seconds(step)}"],
                 marker={"symbol": "star", "size": 16, "color": "#D55E00"},
-                hovertemplate=f"this plan: {SAID}",
             )
         )
     # Within the peak of a point no plan is faster than the bound of that point.
@@ -55,7 +54,7 @@ def front(facts: ReportFacts) -> Figure:
         x = list(map(x_of, corners if len(values) > 1 else ends))
         y = [y_of(value / clock.scale) for value in values for _ in range(2)]
         line_of = {"color": color, "width": 1.5, "dash": "dash"}
-        traces.append(scatter("lines", name, x, y, line=line_of, hoverinfo="skip"))
+        traces.append(scatter("lines", name, x, y, line=line_of))
     layout = {"height": 400, "showlegend": True, "xaxis": x_axis, "yaxis": y_axis, **line}
     return Figure("front", "Peak memory against step time", _front_words(facts), traces, layout)
 
@@ -63,7 +62,7 @@ def front(facts: ReportFacts) -> Figure:
 def _line(points: Sequence[FrontPoint], x: Sequence[float], y: Sequence[float]) -> Trace:
     """Return the trace of the plans of a front, with their names."""
     said = [
-        f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}<br>"
+        f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}\n"
         f"{_stages_text(point.stages)}"
         for point in points
     ]
@@ -73,11 +72,9 @@ def _line(points: Sequence[FrontPoint], x: Sequence[float], y: Sequence[float]) 
         x,
         y,
         text=[point.name for point in points],
-        textposition="top right",
-        customdata=said,
+        said=said,
         line={"shape": "hv", "color": "#0072B2", "width": 1.5},
         marker={"size": 9, "color": "#0072B2"},
-        hovertemplate=SAID,
     )
 
 
@@ -148,7 +145,7 @@ def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], floa
 
 def _stages_text(stages: Sequence[Stage]) -> str:
     """Return a line per stage: its layers and its dp x tp."""
-    return "<br>".join(
+    return "\n".join(
         (
             f"layers {stage.first}-{stage.stop - 1} ({stage.choice.data_parallel} x "
             f"{stage.choice.tensor_parallel})"

@@ -10,7 +10,6 @@ from capture.quantities import format_seconds
 from capture.report.data import ScheduleFacts
 from capture.report.figure import (
     OVERLAID,
-    SAID,
     Trace,
     Unit,
     edged,
@@ -104,15 +103,14 @@ def by_kind(
                 [start / unit.scale for *_, start, _ in mine],
                 [seconds / unit.scale for *_, seconds in mine],
                 name=kind,
-                customdata=list(map(said, mine)),
+                said=list(map(said, mine)),
                 marker=edged(KINDS.get(kind, OTHER)),
-                hovertemplate=SAID,
             )
 
 
 def _bars(rows: list[Row], facts: ScheduleFacts, unit: Unit) -> list[Trace]:
     def said(row: Row) -> str:
-        return f"{row[1].label}<br>{_span(facts, *row[2:])}"
+        return f"{row[1].label}\n{_span(facts, *row[2:])}"
 
     traces = list(by_kind(rows, (*_COMPUTES, "transfer"), unit, said))
     for trace in traces:
@@ -136,17 +134,11 @@ def _image(facts: ScheduleFacts, unit: Unit) -> list[Trace]:
     image = {
         "type": "heatmap",
         "z": [[None if kind is None else _COMPUTES.index(kind) for kind in row] for row in grid],
-        "x0": width / 2,
         "dx": width,
         "y": list(range(len(facts.lanes))),
-        "zmin": -0.5,
-        "zmax": len(_COMPUTES) - 0.5,
         "colorscale": steps,
-        "showscale": False,
         "ygap": 4,
         "text": labels,
-        "hovertemplate": "%{text}<extra></extra>",
-        "hoverongaps": False,
     }
     used = {kind for row in grid for kind in row if kind is not None}
     square = {"symbol": "square", "size": 12}

@@ -1,15 +1,13 @@
 """Draws a figure as SVG: what a page shows without a script.
 
-A figure is what plotly.js takes (``capture.report.figure``); of that language this module knows
-what the figures of this package use: bars (stacked or not, upright or lying), lines and markers
-with error bars, heat maps of categories and treemaps. What plotly shows under the pointer is the
-mark's title.
+Of the language of ``capture.report.figure`` this module knows what the figures of this package use:
+bars (stacked or not, upright or lying), lines and markers with error bars, heat maps of categories
+and treemaps. What is said of a mark is its title.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -72,7 +70,7 @@ class _Chart:
     """The drawing of one figure.
 
     Args:
-        traces, layout: Traces and layout as plotly.js takes them.
+        traces, layout: Traces and layout of the drawing.
         height: Height in pixels.
     """
 
@@ -189,10 +187,10 @@ class _Chart:
             yield (
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" '
                 f'height="{max(height, 0.3):.1f}" fill="{color}"{stroke}>'
-                f"{_title(trace, i, where, size)}</rect>"
+                f"{_title(trace, i)}</rect>"
             )
             if texts:
-                lines = [_plain(line) for line in texts[i].split("<br>") if line]
+                lines = [line for line in texts[i].split("\n") if line]
                 if lines and width > _CHARACTER * max(map(len, lines)) and height > 14 * len(lines):
                     begin = y + height / 2 + 4 - 7.5 * (len(lines) - 1)
                     for n, line in enumerate(lines):
@@ -230,7 +228,7 @@ class _Chart:
                 bottom = self._y.at(trace["y"][i] - error["arrayminus"][i])
                 yield _line(x, top, x, bottom, INK)
                 yield _line(x - 5, top, x + 5, top, INK) + _line(x - 5, bottom, x + 5, bottom, INK)
-            yield _symbol(marker, x, y, _title(trace, i, trace["x"][i], trace["y"][i]))
+            yield _symbol(marker, x, y, _title(trace, i))
             if "text" in trace["mode"] and trace["text"][i]:
                 yield _text(x + 8, y - 8, trace["text"][i], anchor="start", halo=True)
 
@@ -365,21 +363,10 @@ def _symbol(marker: Mapping[str, Any], x: float, y: float, title: str) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{half:g}" fill="{color}">{title}</circle>'
 
 
-def _title(trace: Mapping[str, Any], i: int, x: Any, y: Any) -> str:
-    """Return the text that is shown under the pointer, from the template of plotly.js."""
-    template = re.sub(r"<extra>.*?</extra>", "", trace.get("hovertemplate", ""))
-    values = {"customdata": (trace.get("customdata") or [""] * (i + 1))[i], "x": x, "y": y}
-
-    def value(match: re.Match[str]) -> str:
-        found = values.get(match[1], "")
-        return format(found, match[2][1:]) if match[2] else str(found)
-
-    said = re.sub(r"%\{(\w+)(:[^}]*)?\}", value, template)
-    return f"<title>{escape(_plain(said))}</title>" if said else ""
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"</?b>", "", text.replace("<br>", "\n"))
+def _title(trace: Mapping[str, Any], i: int) -> str:
+    """Return the element with the text that is shown under the pointer."""
+    said = trace.get("said")
+    return f"<title>{escape(said[i])}</title>" if said else ""
 
 
 def _text(

@@ -15,7 +15,7 @@ _HEAD, _GAP = 16.0, 1.5
 
 
 def treemap(trace: Mapping[str, Any], width: float, height: float) -> Iterator[str]:
-    """Yield the SVG of a treemap as plotly.js takes it: ids, parents, labels, values."""
+    """Yield the SVG of a treemap: ids, parents, labels, values."""
     children: dict[str, list[int]] = {}
     for i, parent in enumerate(trace["parents"]):
         children.setdefault(parent, []).append(i)
@@ -29,7 +29,7 @@ def treemap(trace: Mapping[str, Any], width: float, height: float) -> Iterator[s
             yield (
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(w - 1, 0):.1f}" '
                 f'height="{max(h - 1, 0):.1f}" fill="{color}">'
-                f"<title>{escape(trace['customdata'][i])}</title></rect>"
+                f"<title>{escape(trace['said'][i])}</title></rect>"
             )
             letters = int((w - 6) / 6.5)
             if h > 14 and letters >= 3:

@@ -140,8 +140,8 @@ def test_the_gantt_has_a_bar_per_program_where_the_simulation_puts_it(facts):
     )
     bar = next(
         i
-        for i, about in enumerate(traces["backward"]["customdata"])
-        if about.startswith("backward 3 on stage 2<br>")
+        for i, about in enumerate(traces["backward"]["said"])
+        if about.startswith("backward 3 on stage 2\n")
     )
     assert traces["backward"]["base"][bar] == pytest.approx(1e3 * first.starts[at]), "milliseconds"
     assert traces["backward"]["x"][bar] == pytest.approx(1e3 * (first.ends[at] - first.starts[at]))
@@ -187,7 +187,7 @@ def test_the_slots_of_a_schedule_in_clocks():
 def test_the_front_has_its_points_and_this_plan(facts):
     figure = drawn(facts)["front"]
     curve, here = figure.traces
-    assert curve["customdata"][1] == "22 GB, 1.3 s<br>layers 0-3 (4 x 1)<br>layers 4-7 (2 x 2)"
+    assert curve["said"][1] == "22 GB, 1.3 s\nlayers 0-3 (4 x 1)\nlayers 4-7 (2 x 2)"
     assert figure.caption.startswith(
         "4 plans: a sample of those that no other plan beats both in memory and in time, with "
         "both ends."
