@@ -42,3 +42,9 @@ def memo(
         return found
 
     return kept
+
+
+def forget(owner: object) -> None:
+    """Drop what an object keeps of its methods (``memo``)."""
+    for name in [name for name in vars(owner) if "." in name]:
+        del vars(owner)[name]

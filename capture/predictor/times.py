@@ -31,10 +31,10 @@ class StageTable:
     backward_inputs: np.ndarray
     backward_weights: np.ndarray
 
-    def at(self, first: int, stop: int) -> StageTimes:
+    def at(self, *place: int) -> StageTimes:
         return StageTimes(
             **{
-                f"{field.name}_seconds": float(getattr(self, field.name)[first, stop])
+                f"{field.name}_seconds": float(getattr(self, field.name)[place])
                 for field in fields(self)
             }
         )

@@ -12,6 +12,7 @@ from math import inf
 import numpy as np
 
 from capture.plan.choices import StageChoice
+from capture.predictor.alike import Kinds
 from recommender.capture import grouped
 from recommender.capture.counted import fed_seconds, sends_seconds, with_sends
 from recommender.capture.lowest_peak import between, expected, nearness
@@ -96,17 +97,29 @@ def _moved(part: OpenPart, of: Callable[..., np.ndarray]) -> Mapping[int, np.nda
 def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchProblem:
     """Return the problem with the bytes and seconds that stages are estimated to need, or the most
     bytes with ``at_most``, and what is sent and fed. Compiled stages keep theirs."""
-    problem, other = together(part.once(posed), part.once(posed_at_most))
-    assert other.seconds is not None, "it has times"
+    problem, own = part.once(_expected, at_most)
+    assert problem.seconds is not None, "it has times"
     seconds = {
-        d: other.seconds[d] * np.array(of_choices)[:, None]
+        d: problem.seconds[d] + (np.array(of_choices)[:, None] - 1) * own[d]
         for d, of_choices in zip(problem.choices, ratios, strict=True)
     }
+    return replace(problem, seconds=seconds)
+
+
+def _expected(part: OpenPart, at_most: bool) -> tuple[SearchProblem, Mapping[int, np.ndarray]]:
+    """Return the problem of ``estimates`` with the seconds that tracing expects, and these of the
+    passes of stages that are not compiled, (num_choices, S): the bytes, which are most of it, are
+    the same of all ratios."""
+    problem, other = together(part.once(posed), part.once(posed_at_most))
+    assert other.seconds is not None, "it has times"
+    own = {d: np.where(np.isfinite(table), table, 0.0) for d, table in other.seconds.items()}
     for d, choice, kind in compiled_in(problem, part):
-        seconds[d][choice, kind] = other.seconds[d][choice, kind]
-    estimated = other if at_most else between(problem, other, part.once(nearness))
-    estimated = replace(estimated, seconds=seconds, update_seconds=other.update_seconds)
-    return with_sends(estimated, part.once(_moved, sends_seconds), part.once(_moved, fed_seconds))
+        own[d][choice, kind] = 0.0
+    found = other if at_most else between(problem, other, part.once(nearness))
+    found = replace(found, seconds=other.seconds, update_seconds=other.update_seconds)
+    whole = with_sends(found, part.once(_moved, sends_seconds), part.once(_moved, fed_seconds))
+    kinds = Kinds(whole.kinds)
+    return whole, {d: kinds.renumber(table, found.kinds) for d, table in own.items()}
 
 
 def proposed(

@@ -24,7 +24,7 @@ from capture.predictor.times import StageTable, TimePredictor
 from capture.step.times import StageTimes
 from recommender.capture.counted import fed_seconds
 from recommender.capture.lowest_peak import expected, least_in_groups
-from recommender.capture.parts import Found, OpenPart
+from recommender.capture.parts import Found, OpenPart, posed
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
@@ -83,6 +83,14 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
     """Return the least seconds of a step on stages of so many devices one after the other, however
     layers are cut. Two programs of a backward pass take no less than the whole: no product runs
     twice, and each reads and makes what is its own."""
+    if part.is_plain:
+        problem = part.once(posed)
+        if num_devices not in problem.used_degrees:
+            return inf
+        assert problem.seconds is not None and problem.update_seconds is not None, "it has times"
+        steps = part.question.num_microbatches * problem.seconds[num_devices]
+        steps = (steps + problem.update_seconds[num_devices]).min(axis=0)
+        return _least_cut(problem.spread(steps))[0]
     num_layers = part.known.graph.num_layers
     stage = np.full((num_layers, num_layers + 1), inf)
     # Its tables are not kept: they are of all choices.

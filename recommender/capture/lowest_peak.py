@@ -61,7 +61,7 @@ class LowestPeak(Policy):
     def corner(self, nbytes: int, seconds: float) -> Corner:
         return float(nbytes), 0.0
 
-    def corners(self, part: OpenPart) -> Sequence[Corner]:
+    def corners(self, search: Search, part: OpenPart) -> Sequence[Corner]:
         return [self.corner(part.once(_least_peak), 0.0)] if part.is_plain else []
 
     def is_bounded(self, part: Part) -> bool:

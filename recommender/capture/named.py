@@ -33,7 +33,6 @@ from recommender.capture.parts import (
     OpenPart,
     Part,
     compiled_in,
-    num_missed,
     since,
 )
 from recommender.capture.problem import NEVER, SearchProblem
@@ -89,7 +88,7 @@ class Named(Timed):
         """Return a plan that may be faster, then the plans of lowest memory and of the knee; these
         come first once enough candidates for the fastest have failed."""
         ways = [self._next_faster, self._next_name]
-        if num_missed(search.compiled, self._fastest(search)) >= PATIENCE:
+        if search.num_missed(self._fastest(search)) >= PATIENCE:
             ways.reverse()
         return next((found for way in ways if (found := way(search, look)) is not None), None)
 
@@ -133,6 +132,25 @@ class Named(Timed):
             return [layer for layers in islice(rounds, _ROUNDS_AHEAD) for layer in layers]
         return self._named(search, KNEE if LOWEST in self._asked and search.fitting else LOWEST)
 
+    def first(self, search: Search, found: Found) -> Sequence[StageConfig]:
+        """Return stages of a plan that may be faster than the best one, of each use of devices the
+        slowest: if estimates were too low, they show it, and the others need no compiler."""
+        part, known = found.part, found.part.known.verified
+        if not search.fitting or not search.effort.within_fraction or self._is_named(found):
+            return ()
+        seconds, of = part.expected.microbatch_seconds, dict[StageChoice, StageConfig]()
+        slowest = sorted((each for each in found.configs if each not in known), key=seconds)[::-1]
+        # Those that are expected to take as long are mostly the same program.
+        unlike = {(each.choice, f"{seconds(each):.6g}") for each in slowest}
+        if len(unlike) <= search.effort.at_once:
+            return ()
+        for each in slowest:
+            of.setdefault(each.choice, each)
+        return [*of.values()][: search.effort.at_once]
+
+    def _is_named(self, found: Found) -> bool:
+        return any(found is each for each in self._names.values())
+
     def _faster(self, search: Search, look: Look) -> Found | None:
         """Return the plan that is estimated to be fastest, where that is worth a compile; once the
         fastest seemed to be known, if it is faster by what is asked for. Where the best of all is
@@ -151,7 +169,7 @@ class Named(Timed):
         """Return the plan that is estimated to be fastest of those with other numbers of stages or
         micro-batches than all that were compiled lately, once some of these were not as fast as was
         expected: estimates of plans that are alike are wrong alike. None if none is fast enough."""
-        if num_missed(search.compiled, self._fastest(search)) < PATIENCE:
+        if search.num_missed(self._fastest(search)) < PATIENCE:
             return None
         shapes = set(map(_shape, since(search.compiled, self._fastest(search))))
         plans = (

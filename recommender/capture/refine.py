@@ -28,7 +28,7 @@ from capture.plan.why import Bracket, ByLayers, Proven
 from capture.processor_time import processor_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.compiled import of_compiler, same_model
-from recommender.capture.parts import Found, OpenPart, Part, num_missed
+from recommender.capture.parts import Found, OpenPart, Part, num_missed, since
 from recommender.capture.refuted import Refuted, refuted
 from recommender.question import PlanQuestion
 
@@ -120,9 +120,9 @@ class Policy(ABC):
         """Return the bytes and seconds of a plan that count; what does not matter is 0."""
 
     @abstractmethod
-    def corners(self, part: OpenPart) -> Sequence[Corner]:
-        """Return lower bounds of a part: every plan of it that matters is at least as large and as
-        slow as one of them."""
+    def corners(self, search: Search, part: OpenPart) -> Sequence[Corner]:
+        """Return lower bounds of a part, beside its floor: every plan of it that matters is at
+        least as large and as slow as one of them."""
 
     def beforehand(self, search: Search) -> Bracket | None:
         """Return the bracket that is known before any part is open; None if nothing is."""
@@ -147,10 +147,15 @@ class Policy(ABC):
         them; None if nothing."""
         return None
 
+    def first(self, search: Search, found: Found) -> Sequence[StageConfig]:
+        """Return the stages of a plan to compile before it is looked at again, as they may show
+        that it is not worth the others; () if none."""
+        return ()
+
     def gives_up(self, search: Search, best: Found | None, most: int) -> bool:
         """Return whether so many plans were compiled in vain that no more are: since the best one,
         or of which none is good. Never where the best of all is asked for."""
-        if not search.effort.within_fraction or num_missed(search.compiled, best) < most:
+        if not search.effort.within_fraction or search.num_missed(best) < most:
             return False
         self.nothing_left = "missed"
         return True
@@ -233,6 +238,8 @@ class Search:
         self.compiled, self._trail = list[Found](), list[Bracket]()
         self._asked, self._refuted = dict[Plan, Found](), list[Refuted]()
         self._early: Found | None = None  # its stages are compiled while parts are opened
+        #: Plans of which some stages were compiled first, after so many compiled plans.
+        self._begun = list[tuple[Found, int]]()
         self._profiles = dict[int, Profile]()  # of a micro-batch size, with what is compiled
         self._start, self._spent = time.perf_counter(), processor_seconds()
 
@@ -269,12 +276,18 @@ class Search:
             return ""
         chosen = self._policy.next(self, look)
         if isinstance(chosen, Probe):
-            count, known = self._compiler.probe(chosen.configs, chosen.part.known)
-            self.num_compiled += count
-            self._learn(chosen.part.size, known)
+            self._probe(chosen)
+        elif chosen is not None and (first := self._policy.first(self, chosen)):
+            self._begun.append((chosen, len(self.compiled)))
+            self._probe(Probe(chosen.part, first))
         elif chosen is not None:
             self._compile(chosen)
         return "" if chosen else self._policy.nothing_left
+
+    def _probe(self, probe: Probe) -> None:
+        count, known = self._compiler.probe(probe.configs, probe.part.known)
+        self.num_compiled += count
+        self._learn(probe.part.size, known)
 
     def _see(self) -> Look:
         """Look at what is known now, and tell the bracket once all unopened parts have floors."""
@@ -430,7 +443,7 @@ class Search:
         """Return lower bounds of an open part: every plan of it that fits is at least as large and
         as slow as one of them. None is below the part's floor, though bounds of stages may be."""
         nbytes, seconds = self.floor(number)
-        found = self._policy.corners(self.parts[number])
+        found = self._policy.corners(self, self.parts[number])
         return [(max(each[0], nbytes), max(each[1], seconds)) for each in found]
 
     @property
@@ -471,6 +484,13 @@ class Search:
             and self._policy.is_promising(self, self._all[number])
         ]
         return min(left)[-1] if left else None
+
+    def num_missed(self, best: Found | None) -> int:
+        """Count the plans since the best one for which a stage was compiled, whether all of theirs
+        were or the first ones showed that no more are worth it; all, before one is the best."""
+        before = len(self.compiled) - max(len(since(self.compiled, best)) - 1, 0)
+        begun = [found for found, at in self._begun if best is None or at >= before]
+        return num_missed(self.compiled, best) + sum(not self.is_asked(each) for each in begun)
 
     def is_asked(self, found: Found) -> bool:
         """Return whether the compiler was asked for a plan; True without a plan."""

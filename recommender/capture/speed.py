@@ -75,9 +75,9 @@ class Timed(Policy):
         self._candidate: Found | None = None
         #: Of a front, whether other schedules were looked at.
         self._knows_others = False
-        #: By schedule that is not plain, what the best plan of each part takes over what equal
-        #: stages would, and whether it was looked for to the end; if not, it takes more.
-        self._beyond = defaultdict[str, dict[OpenPart, tuple[float, bool]]](dict)
+        #: By schedule, what the best plan of each part takes over what is expected before it is
+        #: open, and whether it was looked for to the end; if not, it takes more.
+        self._beyond = defaultdict[str, dict[Part | OpenPart, tuple[float, bool]]](dict)
         #: Those of which a plan is estimated to be faster than all plain ones and other rivals
         #: before.
         self.rivals = set[OpenPart]()
@@ -85,8 +85,12 @@ class Timed(Policy):
     def corner(self, nbytes: int, seconds: float) -> Corner:
         return float(nbytes) * self._has_front, seconds
 
-    def corners(self, part: OpenPart) -> Sequence[Corner]:
-        return part.once(_corners) if self.is_bounded(part) else []
+    def corners(self, search: Search, part: OpenPart) -> Sequence[Corner]:
+        if not self.is_bounded(part):
+            return []
+        if not part.is_plain and any(each.size == part.size for each in search.plain_parts):
+            return [(0.0, part.least_seconds)]  # its floor has what that part says of it
+        return part.once(_corners)
 
     def is_bounded(self, part: Part | OpenPart) -> bool:
         """Return whether answers are proven of a part: bounds of a front need plain schedules."""
@@ -121,18 +125,21 @@ class Timed(Policy):
         is_sure = self._has_front or (part.is_plain and not search.effort.within_fraction)
         if is_sure or not part.expected_seconds or not search.open_corners:
             return True
-        seconds = part.expected_seconds if part.is_plain else self.hoped(search, part)
+        seconds = self.hoped(search, part)
 
         def is_faster(than: Iterable[Found]) -> bool:
             return seconds < (1 - self.nearly(search)) * min(map(seconds_of, than), default=inf)
 
-        return is_faster(search.fitting) and is_faster(self._points(search))
+        return is_faster(search.fitting) and is_faster(filter(_may_fit, self._points(search)))
 
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
-        """Return the seconds that the best plan of a part whose schedule is not plain may take:
-        those of equal stages, and more the more parts of the schedule, since the best of them, took
-        more than that."""
-        known = [*self._beyond[part.question.schedule].values()]
+        """Return the seconds that the best plan of a part may take: as many as when it was last
+        looked for, or those expected, and more the more parts of its schedule, since the best of
+        them, took more than that."""
+        of_parts = self._beyond[part.question.schedule]
+        if (own := of_parts.get(part)) is not None:
+            return least_slowness(search) * own[0] * part.expected_seconds
+        known = [*of_parts.values()]
         found = [each for each in known if each[1]]
         best = min(found) if found else max(known, default=(1.0, False))
         share = 1 - 0.5 ** (len(known) - known.index(best) if found else len(known))
@@ -213,14 +220,18 @@ class Timed(Policy):
         """Return the front as it is estimated, or the fastest plan alone, by ascending peak."""
         of_part, points = estimated_front if self._has_front else proposed, list[Found]()
         self.rivals.clear()
-        for part in sorted(
-            search.parts.values(), key=lambda e: (not e.is_plain, _least_seconds(e))
-        ):
+
+        def least(part: OpenPart) -> float:
+            if not self.is_bounded(part):
+                return part.least_seconds
+            return min((seconds for _, seconds in self.corners(search, part)), default=inf)
+
+        for part in sorted(search.parts.values(), key=lambda e: (not e.is_plain, least(e))):
             best = inf if self._has_front else min(map(seconds_of, points), default=inf)
-            least = _least_seconds(part)
-            if least == inf or least >= best:
+            if least(part) == inf or least(part) >= best:
                 continue
-            if not part.is_plain and self.hoped(search, part) >= best:
+            worth = (1 - self.nearly(search)) * best
+            if not part.is_plain and self.hoped(search, part) >= worth:
                 continue
             enough = [best] if best < inf and not part.is_plain else []
             is_last = search.effort.compiles == 0
@@ -229,10 +240,11 @@ class Timed(Policy):
                 *map(search.known, part.once(of_part, self.ratios(search, part), is_last, *enough))
             ]
             points += plans
-            if equal := least_slowness(search) * part.expected_seconds * (not part.is_plain):
-                fastest = min(map(seconds_of, plans), default=best)
-                self._beyond[part.question.schedule][part] = fastest / equal, bool(plans)
-                self.rivals |= {part} if fastest < best else set()
+            fit = [seconds_of(found) for found in plans if _may_fit(found)]
+            fastest, hoped = min(fit, default=best), least_slowness(search) * part.expected_seconds
+            if hoped and fastest < inf:
+                self._beyond[part.question.schedule][part] = fastest / hoped, bool(fit)
+            self.rivals |= {part} if fastest < best and not part.is_plain else set()
         if search.effort.compiles == 0:
             points = [found for found in points if _may_fit(found)] or points
         front = _undominated(points)
@@ -382,10 +394,6 @@ def _corners(part: OpenPart) -> Sequence[Corner]:
     return [(0, seconds)] if seconds < inf else []
 
 
-def _least_seconds(part: OpenPart) -> float:
-    return min((seconds for _, seconds in part.once(_corners)), default=inf)
-
-
 def _next_possible(search: Search) -> Found | None:
     """Return a plan of a plain schedule that bounds do not rule out and that was not compiled;
     parts where one may be are opened."""
@@ -412,7 +420,7 @@ def _possible(search: Search) -> Iterator[Found]:
         for n, part in search.parts.items()
         if part.is_plain and far(search.floor(n), known) > 0
     ]
-    for part in sorted(may_be, key=_least_seconds):
+    for part in sorted(may_be, key=lambda part: min(part.once(_corners), default=(0.0, inf))[1]):
         problem, below = part.once(posed), inf
         for limit, slower in zip(limits, [*(seconds for _, seconds in known), 0.0], strict=True):
             most = int(min(limit, problem.limit_bytes))

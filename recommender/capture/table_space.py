@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, reduce
 from itertools import combinations, pairwise
 from math import comb
@@ -20,6 +20,8 @@ import numpy as np
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES, Occupancy, Schedule, make_schedule
 from capture.predictor import AdditivePredictor
+from capture.predictor.alike import Kinds
+from capture.predictor.formula import StageMemory
 from capture.predictor.step_time import CountedSteps, send_seconds
 from capture.predictor.times import StageTable
 from capture.step.times import StageTimes, TableTimes
@@ -80,22 +82,16 @@ class TableSpace:
             question.schedule, question.cluster.num_devices // self._d, question.num_microbatches
         )
         size = question.microbatch_size
-        memories = [predictor.memory(choice, size) for choice in choices]
+        rows = [_rows(predictor.memory(choice, size)) for choice in choices]
+        tables = [] if steps is None else [steps.times.table(choice, size) for choice in choices]
+        times = [np.stack([getattr(t, name) for name in _TIMES]) for t in tables]
+        kinds = Kinds(np.zeros(rows[0].shape[1:]))
+        kinds.look(*rows, *times)
+        #: The number of every stage in the tables, which hold stages that are alike once.
+        self._of, self._num_layers = kinds.of, len(kinds.of)
+        sums = np.stack([*map(kinds.once, rows)])
         #: Per choice and part, of every stage.
-        self._parts = np.stack(
-            [
-                np.stack(
-                    [
-                        *(np.broadcast_to(getattr(m, name), m.kept.shape) for name in _PARTS),
-                        m.gradients,
-                        m.state,
-                    ]
-                )
-                for m in memories
-            ]
-        )
-        self._losses = np.stack([m.losses for m in memories])
-        self._ends = np.stack([m.end - m.gradients for m in memories])
+        self._parts, self._losses, self._ends = sums[:, :-2], sums[:, -2], sums[:, -1]
         # Stages of a group share it.
         self._layout = np.array([2 * c.data_parallel + c.sequence_parallel for c in choices])
         graph = predictor.graph(size)
@@ -110,9 +106,8 @@ class TableSpace:
             for moments in self.schedule.moments
         ]
         self._busy = np.zeros(self._ends.shape)
-        self._times: list[StageTable] = []
+        self._times = [StageTable(*kinds.once(each)) for each in times]
         if steps is not None:
-            self._times = [steps.times.table(choice, size) for choice in choices]
             self._busy = np.stack(
                 [
                     _busy(t, self.schedule) + t.update / question.num_microbatches
@@ -150,7 +145,7 @@ class TableSpace:
         self, group: int, ranges: Ranges, arrives: Sequence[tuple[int, ...]], limit: int | None
     ) -> _Group:
         """Return the best of a group's combinations of choices; arrays have one axis per stage."""
-        n = len(ranges)
+        n, kinds = len(ranges), [self._of[first, stop] for first, stop in ranges]
 
         def along(of_stage: Sequence[np.ndarray]) -> list[np.ndarray]:
             return [
@@ -158,16 +153,16 @@ class TableSpace:
                 for i, each in enumerate(of_stage)
             ]
 
-        parts = [self._parts[:, :, first, stop].T for first, stop in ranges]
+        parts = [self._parts[:, :, kind].T for kind in kinds]
         instants = sum(along([c @ p for c, p in zip(self._counts[group], parts, strict=True)]))
         state = sum(along([p[-2:].sum(axis=0) for p in parts]))
-        ends = [self._ends[:, first, stop] for first, stop in ranges]
-        losses = along([self._losses[:, first, stop] for first, stop in ranges])[-1]
+        ends = [self._ends[:, kind] for kind in kinds]
+        losses = along([self._losses[:, kind] for kind in kinds])[-1]
         end = state + losses * self.schedule.num_microbatches + reduce(np.maximum, along(ends))
         if self._shared:
             end = end + sum(along([self._param_bytes @ counts for counts in arrives]))
         peaks = np.maximum(np.asarray(instants).max(axis=0), end)
-        seconds = sum(along([self._busy[:, first, stop] for first, stop in ranges]))
+        seconds = sum(along([self._busy[:, kind] for kind in kinds]))
         layouts = along([self._layout] * n)
         alike = np.broadcast_to(
             reduce(np.logical_and, [each == layouts[0] for each in layouts]), peaks.shape
@@ -213,8 +208,8 @@ class TableSpace:
         """Return the seconds of a step, or of as many first micro-batches as the table has."""
         assert self._times, "times are known"
         times = [
-            self._times[i].at(first, stop)
-            for i, (first, stop) in zip(self._chosen(cuts, limit), pairwise(cuts), strict=True)
+            self._times[i].at(int(self._of[place]))
+            for i, place in zip(self._chosen(cuts, limit), pairwise(cuts), strict=True)
         ]
         sends = send_seconds(self.stages(cuts, limit), self._links, self._graph)
         return self._table_times.seconds(times, sends)
@@ -254,11 +249,11 @@ class TableSpace:
     def is_small(self) -> bool:
         """Whether all ways to cut the layers are looked at."""
         num_borders = self.schedule.num_stages - 1
-        return comb(self._parts.shape[2] - 1, num_borders) <= MOST_ENUMERATED
+        return comb(self._num_layers - 1, num_borders) <= MOST_ENUMERATED
 
     def least(self, key: Callable[[Cuts], tuple[float, ...]]) -> tuple[Cuts, bool, int]:
         """Return the cuts of the least key, whether all were looked at, and how many were."""
-        num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
+        num_layers, num_stages = self._num_layers, self.schedule.num_stages
         if self.is_small:
             every = [
                 (0, *borders, num_layers)
@@ -281,11 +276,11 @@ class TableSpace:
     def starts(self) -> Sequence[Cuts]:
         """The cuts that balance layers, and of the first choice what is kept, state with gradients,
         and seconds."""
-        num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
+        num_layers, num_stages = self._num_layers, self.schedule.num_stages
         layers = np.arange(num_layers)
         rows = [np.ones(num_layers)]
         sizes = (self._parts[0, 0], self._parts[0, -2:].sum(axis=0), self._busy[0])
-        rows += [each[layers, layers + 1] for each in sizes]
+        rows += [each[self._of[layers, layers + 1]] for each in sizes]
         cuts = (balanced(np.asarray(weights, np.float64), num_stages) for weights in rows)
         return [*dict.fromkeys(cuts)]
 
@@ -303,6 +298,17 @@ _PARTS = (
     "backward_inputs",
     "backward_weights",
 )
+
+
+_TIMES = [field.name for field in fields(StageTable)]
+
+
+def _rows(memory: StageMemory) -> np.ndarray:
+    """Return the bytes of all stages with a choice: parts, losses, and what the end of a step needs
+    beside gradients, (14, L, L + 1)."""
+    parts = [*(getattr(memory, name) for name in _PARTS), memory.gradients, memory.state]
+    parts += [memory.losses, memory.end - memory.gradients]
+    return np.stack([np.broadcast_to(each, memory.kept.shape) for each in parts])
 
 
 def _counts(o: Occupancy) -> list[int]:

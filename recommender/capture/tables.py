@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from math import inf
 
 from capture.measured.profile import Profile
+from capture.memo import forget
 from capture.plan.choices import StageChoice, by_degree
 from capture.plan.prediction import Prediction
 from capture.plan.schedule import SCHEDULES
@@ -116,10 +117,14 @@ class TableSearch:
         for choice in self.choices:
             alike.setdefault((choice.data_parallel, choice.tensor_parallel), []).append(choice)
         alternatives = [*map(tuple, alike.values()), *by_degree(self.choices).values()]
-        return [
+        spaces = [
             TableSpace(self.predictor, self.steps, choices, self.question)
             for choices in dict.fromkeys(alternatives)
         ]
+        forget(self.predictor)  # of a deep model, tables of all stages are hundreds of megabytes
+        if self.steps is not None:
+            forget(self.steps.times)
+        return spaces
 
     def least_peak(self) -> TablePlan | None:
         """Find the plan of least peak; of equal ones, that of least peaks of other devices."""

@@ -97,7 +97,7 @@ def test_what_fails_of_ours_is_no_reason_to_skip():
 def test_the_meter_of_all_libraries_sees_what_our_ledger_books(compared, monkeypatch):
     *_, trainer = compared
     # Programs are bound again, and then pass the meter; what is alive before it does not count.
-    del trainer.pipeline.__dict__["_bound"]
+    del trainer.pipeline.__dict__["bound"]
     trainer.state = None
 
     def make(case):

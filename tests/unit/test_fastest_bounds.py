@@ -91,9 +91,13 @@ class Timed:
     def attempt(self, plan: Plan, known):
         said, _ = self.compiler(plan, known)
         configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+        new, known = self.probe(configs, known)
+        return replace(said, num_stages_compiled=new), known
+
+    def probe(self, configs, known):
         verified = {**known.verified, **{config: self.cost(config) for config in configs}}
         new = len(set(configs) - known.verified.keys())
-        return replace(said, num_stages_compiled=new), replace(known, verified=verified)
+        return new, replace(known, verified=verified)
 
     def begin(self, configs):
         self.begun = [*getattr(self, "begun", []), *configs]

@@ -6,7 +6,7 @@ import gc
 import weakref
 from dataclasses import dataclass, replace
 
-from capture.memo import memo
+from capture.memo import forget, memo
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,10 @@ def test_what_is_kept_ends_with_the_object():
     del one
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_kept_can_be_forgotten():
+    one = Squares(1, [])
+    assert one.of(3) == 9
+    forget(one)
+    assert one.of(3) == 9 and one.asked == [(3, 2), (3, 2)] and one.factor == 1

@@ -15,12 +15,13 @@ from capture.cli.output import other_plans
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
+from capture.predictor.times import TimePredictor
 from capture.quantities import format_bytes
 from recommender.capture import estimates, lowest_peak, named, speed
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
-from recommender.capture.parts import Part
+from recommender.capture.parts import OpenPart, Part, num_missed, posed
 from recommender.capture.posed import _Predicting, search_problem
-from recommender.capture.refine import ROUNDING, Effort, refine
+from recommender.capture.refine import ROUNDING, Effort, Search, refine
 from recommender.capture.speed import Timed
 
 
@@ -215,7 +216,11 @@ def test_what_compiled_plans_of_other_names_say_may_show_a_faster_one(
 
     other, best, policy = found(seconds), found(1.0), Named()
     search = SimpleNamespace(
-        fitting=[best], compiled=[best], effort=Effort(within_fraction=0.05), parts={}
+        fitting=[best],
+        compiled=[best],
+        effort=Effort(within_fraction=0.05),
+        parts={},
+        num_missed=lambda best: 0,
     )
     monkeypatch.setattr(Timed, "next", lambda self, search, look: other)
     monkeypatch.setattr(Timed, "within", lambda self, search: None)
@@ -266,6 +271,7 @@ def test_what_stages_of_one_size_take_beyond_their_estimate_is_no_doubt_of_anoth
 
 def test_other_names_come_before_many_plans_that_are_not_faster(monkeypatch):
     """Here nothing is learned of estimates that are too low, so that every plan seems faster."""
+    monkeypatch.setattr(Named, "first", lambda self, search, found: ())
     monkeypatch.setattr(named, "slowness", lambda part: {})
     monkeypatch.setattr(speed, "slowness", lambda part: {})
     found = {}
@@ -297,6 +303,7 @@ def test_other_names_come_before_many_plans_that_are_not_faster(monkeypatch):
 
 def test_of_a_small_model_more_plans_are_tried(monkeypatch):
     """Its stages compile in seconds, and estimates of latencies are rough."""
+    monkeypatch.setattr(Named, "first", lambda self, search, found: ())
     monkeypatch.setattr(named, "slowness", lambda part: {})
     monkeypatch.setattr(speed, "slowness", lambda part: {})
     monkeypatch.setattr(named, "MOST_MISSED", 2)
@@ -308,6 +315,86 @@ def test_of_a_small_model_more_plans_are_tried(monkeypatch):
         seconds = [value for _, value in planted.values(planted.compiler.compiled)]
         missed.append(len(seconds) - 1 - seconds.index(min(seconds)))
     assert missed[0] < missed[1]
+
+
+def test_the_slowest_stages_of_a_plan_are_compiled_first():
+    """Where they show that it is not faster, its others are not compiled."""
+    kinds = [StageChoice(1, 2), StageChoice(2, 1), StageChoice(1, 2, "full")]
+    configs = [StageConfig(n, n + 1, kinds[n % 3], 8) for n in range(5)]
+    seconds = dict(zip(configs, (1.0, 4.0, 3.0, 2.0, 5.0), strict=True))
+    known = SimpleNamespace(verified={})
+    expected = SimpleNamespace(microbatch_seconds=seconds.__getitem__)
+    found = SimpleNamespace(
+        part=SimpleNamespace(known=known, expected=expected), configs=configs, answer=None
+    )
+    search = SimpleNamespace(fitting=[object()], effort=Effort(within_fraction=0.05, at_once=2))
+    policy = Named()
+    assert policy.first(search, found) == [configs[4], configs[2]], "of two choices"
+    known.verified = dict.fromkeys(configs[:2])
+    assert policy.first(search, found) == [configs[4], configs[2]]
+    seconds[configs[3]] = seconds[configs[0]] = 9.0
+    known.verified = dict.fromkeys(configs[1:3])
+    assert policy.first(search, found) == (), "two of the same choice are one program"
+    known.verified = {}
+    policy._names[KNEE] = found
+    assert policy.first(search, found) == (), "it is compiled whatever it takes"
+    del policy._names[KNEE]
+    search.fitting = []
+    assert policy.first(search, found) == (), "there is nothing to be faster than"
+
+
+def test_a_plan_that_its_first_stages_rule_out_is_a_miss():
+    search = Search(Named(), [], None, Effort(), lambda bracket: None)
+    best, worse, begun = (SimpleNamespace(configs=[n], answer=SimpleNamespace()) for n in range(3))
+    search.compiled, asked = [worse, best], set[int]()
+    search.is_asked = lambda found: id(found) in asked
+    search._begun = [(begun, 2), (worse, 1)]
+    assert search.num_missed(best) == 1, "what was begun before the best one is none"
+    assert search.num_missed(None) == 4
+    asked.add(id(begun))
+    assert search.num_missed(best) == 0, "it was compiled: not counted twice"
+
+
+def test_estimates_with_other_ratios_share_their_bytes():
+    """These are most of what a search keeps in memory: of 80 layers, 60 MB per part."""
+    planted = NamedPlans(0, 0.0)
+    part = OpenPart(replace(QUESTION, objective="throughput"), Bounds(planted.least, planted.all))
+    compiled = dict(islice(planted.all.verified.items(), 0, None, 3))
+    part.known = replace(part.known, verified=compiled)
+    once, twice = (
+        part.once(
+            estimates.estimates,
+            tuple(tuple(factor for _ in of) for of in part.once(posed).choices.values()),
+        )
+        for factor in (1.0, 2.0)
+    )
+    own = TimePredictor(part.most, 2)
+    for d, choices in once.choices.items():
+        assert once.cost[d] is twice.cost[d]
+        for c, choice in enumerate(choices):
+            for first, stop in ((0, 1), (1, 3), (2, 4)):
+                kind = once.kinds[first, stop]
+                more = own.table(choice, part.size).at(first, stop).microbatch_seconds
+                if StageConfig(first, stop, choice, part.size) in compiled:
+                    more = 0.0
+                found = twice.seconds[d][c, kind] - once.seconds[d][c, kind]
+                assert found == pytest.approx(more), "what is sent, and compiled, is no ratio"
+
+
+def test_a_part_is_hoped_to_take_what_it_took_when_it_was_last_looked_for():
+    policy, search = Timed(), SimpleNamespace(plain_parts=[])
+    asked = replace(QUESTION, schedule="zb-h1", num_microbatches=4)
+    parts = [
+        Part(asked, lambda: None, least_bytes, expected_seconds=seconds)
+        for least_bytes, seconds in enumerate((1.0, 1.0, 2.0))
+    ]
+    known = policy._beyond["zb-h1"]
+    known[parts[0]] = 1.5, True
+    assert policy.hoped(search, parts[0]) == 1.5
+    assert policy.hoped(search, parts[2]) == 2 * 1.25
+    known[parts[1]] = 3.0, False
+    assert policy.hoped(search, parts[1]) == 3.0, "and not what the best one of its schedule did"
+    assert policy.hoped(search, parts[2]) == 2 * 1.375
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -374,6 +461,7 @@ def test_after_misses_a_plan_of_another_shape_is_next():
         compiled=[found(parts[1], 2, 0.95), fastest, *missed],
         fitting=[fastest],
         is_asked=lambda each: False,
+        num_missed=lambda best: num_missed(search.compiled, best),
     )
     other = parts[1].proposed[0]
     assert Named()._of_another_shape(search, 0.9) is other
