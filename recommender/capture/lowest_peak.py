@@ -283,8 +283,19 @@ def _expected(part: OpenPart) -> StageAnswer:
 
 
 def likely(part: OpenPart) -> SearchProblem:
-    """Return the problem of a part with the bytes that stages are expected to need."""
-    return between(part.once(posed), part.once(posed_at_most), part.once(nearness))
+    """Return the problem of a part with the bytes that stages are expected to need: of choices of
+    which layers were compiled alone, what these add up to."""
+    most = part.once(posed_at_most)
+    found = between(part.once(posed), most, part.once(nearness))
+    if not part.measured:
+        return found
+    found, most = together(found, most)
+    of = {d: [*map(part.is_measured, choices)] for d, choices in found.choices.items()}
+    cost = {
+        d: np.where(np.array(of[d])[:, None, None], most.cost[d], table)
+        for d, table in found.cost.items()
+    }
+    return replace(found, cost=cost)
 
 
 def between(problem: SearchProblem, other: SearchProblem, nearness: float = 0.5) -> SearchProblem:
@@ -320,6 +331,7 @@ def nearness(part: OpenPart) -> float:
         config
         for config in part.known.verified
         if config.microbatch_size == part.size
+        and not part.is_measured(config.choice)
         and config.choice in problems[0].choices.get(config.choice.num_devices, ())
     ]
     return min(max(min(map(place, compiled), default=0.0), 0.5), 1.0)

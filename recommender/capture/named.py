@@ -36,10 +36,11 @@ from recommender.capture.parts import (
     since,
 )
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.refine import Look, Search
+from recommender.capture.refine import Look, Probe, Search
 from recommender.capture.speed import (
     NEARLY,
     Timed,
+    is_sure,
     seconds_of,
 )
 from recommender.capture.throughput import throughput
@@ -132,24 +133,28 @@ class Named(Timed):
             return [layer for layers in islice(rounds, _ROUNDS_AHEAD) for layer in layers]
         return self._named(search, KNEE if LOWEST in self._asked and search.fitting else LOWEST)
 
-    def first(self, search: Search, found: Found) -> Sequence[StageConfig]:
-        """Return stages of a plan that may be faster than the best one, of each use of devices the
-        slowest: if estimates were too low, they show it, and the others need no compiler."""
-        part, known = found.part, found.part.known.verified
-        if not search.fitting or not search.effort.within_fraction or self._is_named(found):
-            return ()
+    def first(self, search: Search, found: Found) -> Probe | None:
+        """Return what shows soonest that a plan is not faster than the best one, or does not fit:
+        of long stages, their layers alone; of many, the slowest of each use of devices. None where
+        that is most of it, and of a plan that is compiled whatever it takes."""
+        part, known, effort = found.part, found.part.known.verified, search.effort
+        asks_all = not effort.within_fraction or effort.compiles is not None
+        if asks_all or any(found is each for each in self._names.values()):
+            return None
         seconds, of = part.expected.microbatch_seconds, dict[StageChoice, StageConfig]()
         slowest = sorted((each for each in found.configs if each not in known), key=seconds)[::-1]
         # Those that are expected to take as long are mostly the same program.
-        unlike = {(each.choice, f"{seconds(each):.6g}") for each in slowest}
-        if len(unlike) <= search.effort.at_once:
-            return ()
+        unlike = {(each.choice, f"{seconds(each):.6g}"): each for each in slowest}
+        if search.fitting or not is_sure(found):
+            choices = {one for each in slowest for one in each.choice.measured} - part.rehearsed
+            num_layers = sum(each.num_layers for each in part.windows(choices))
+            if part.is_plain and 0 < num_layers < sum(e.num_layers for e in unlike.values()):
+                return Probe(part, (), choices)
+        if not search.fitting or len(unlike) <= effort.at_once:
+            return None
         for each in slowest:
             of.setdefault(each.choice, each)
-        return [*of.values()][: search.effort.at_once]
-
-    def _is_named(self, found: Found) -> bool:
-        return any(found is each for each in self._names.values())
+        return Probe(part, [*of.values()][: effort.at_once])
 
     def _faster(self, search: Search, look: Look) -> Found | None:
         """Return the plan that is estimated to be fastest, where that is worth a compile; once the

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from capture import interrupts
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.options import Asked, percent
+from capture.plan.choices import StageChoice
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, ByLayers, Proven
@@ -80,10 +82,16 @@ class Effort:
 
 
 class Probe(NamedTuple):
-    """A part and the stages of its plans to compile."""
+    """A part and what to compile of its plans.
+
+    Attributes:
+        configs: The stages.
+        windows: Choices of which all kinds of layers are compiled alone, in their place.
+    """
 
     part: OpenPart
     configs: Sequence[StageConfig]
+    windows: Collection[StageChoice] = ()
 
 
 class Look(NamedTuple):
@@ -147,10 +155,10 @@ class Policy(ABC):
         them; None if nothing."""
         return None
 
-    def first(self, search: Search, found: Found) -> Sequence[StageConfig]:
-        """Return the stages of a plan to compile before it is looked at again, as they may show
-        that it is not worth the others; () if none."""
-        return ()
+    def first(self, search: Search, found: Found) -> Probe | None:
+        """Return what to compile of a plan before it is looked at again, as it may show that the
+        rest is not worth it; None for nothing."""
+        return None
 
     def gives_up(self, search: Search, best: Found | None, most: int) -> bool:
         """Return whether so many plans were compiled in vain that no more are: since the best one,
@@ -238,8 +246,11 @@ class Search:
         self.compiled, self._trail = list[Found](), list[Bracket]()
         self._asked, self._refuted = dict[Plan, Found](), list[Refuted]()
         self._early: Found | None = None  # its stages are compiled while parts are opened
-        #: Plans of which some stages were compiled first, after so many compiled plans.
+        #: Plans of which a part was compiled first, after so many compiled plans.
         self._begun = list[tuple[Found, int]]()
+        #: Of a micro-batch size, layers that were compiled alone, and all choices of which.
+        self._windows = defaultdict[int, Mapping[StageConfig, StageCost]](dict)
+        self._rehearsed = defaultdict[int, set[StageChoice]](set)
         self._profiles = dict[int, Profile]()  # of a micro-batch size, with what is compiled
         self._start, self._spent = time.perf_counter(), processor_seconds()
 
@@ -279,12 +290,19 @@ class Search:
             self._probe(chosen)
         elif chosen is not None and (first := self._policy.first(self, chosen)):
             self._begun.append((chosen, len(self.compiled)))
-            self._probe(Probe(chosen.part, first))
+            self._probe(first)
         elif chosen is not None:
             self._compile(chosen)
         return "" if chosen else self._policy.nothing_left
 
     def _probe(self, probe: Probe) -> None:
+        if probe.windows:
+            size, configs = probe.part.size, probe.part.windows(probe.windows)
+            self._windows[size] = {**self._windows[size], **self.layers(probe.part, configs)}
+            self._rehearsed[size] |= {*probe.windows}
+            for part in self.parts.values():
+                self._measure(part)
+            return
         count, known = self._compiler.probe(probe.configs, probe.part.known)
         self.num_compiled += count
         self._learn(probe.part.size, known)
@@ -379,6 +397,7 @@ class Search:
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:
             self._learn(part.size, self._profiles[part.size])
+        self._measure(part)
 
     def _learn(self, size: int, profile: Profile) -> None:
         """Learn what was compiled. A kind of bound that it refutes is used no longer, and nothing
@@ -484,6 +503,13 @@ class Search:
             and self._policy.is_promising(self, self._all[number])
         ]
         return min(left)[-1] if left else None
+
+    def _measure(self, part: OpenPart) -> None:
+        """Let a part expect what layers that were compiled alone say; nobody looks at those of a
+        backward pass in two programs."""
+        asked = self._rehearsed[part.size]
+        if part.is_plain and not asked <= part.rehearsed:
+            part.measure(asked, self._windows[part.size])
 
     def num_missed(self, best: Found | None) -> int:
         """Count the plans since the best one for which a stage was compiled, whether all of theirs

@@ -196,9 +196,7 @@ class Timed(Policy):
         return self._farthest(search, [p for p in self._points(search) if not p.part.is_plain])
 
     def early(self, search: Search, look: Look) -> Found | None:
-        headroom = look.found.answer.headroom
-        is_sure = headroom is None or headroom.verdict == "fits"
-        return look.found if look.bracket is not None and is_sure else None
+        return look.found if look.bracket is not None and is_sure(look.found) else None
 
     def within(self, search: Search) -> float | None:
         """Return how near compiled plans are to all (``Proven.within_fraction``), or None."""
@@ -456,6 +454,12 @@ def least_slowness(search: Search) -> float:
     """Return the least ratio of compiled to expected seconds of any choice; 1 if unknown."""
     known = [found for part in search.plain_parts for found in part.once(slowness).values()]
     return min(known, default=1.0)
+
+
+def is_sure(found: Found) -> bool:
+    """Return whether a plan is expected to fit, however much it needs."""
+    headroom = found.answer.headroom
+    return headroom is None or headroom.verdict == "fits"
 
 
 def _may_fit(found: Found) -> bool:
