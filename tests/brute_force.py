@@ -11,10 +11,12 @@ import numpy as np
 
 from capture.plan.why import Bracket, FrontPoint
 from recommender.answer import StageAnswer
+from recommender.capture.effort import Effort
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.named import Named
+from recommender.capture.nearness import ROUNDING
 from recommender.capture.parts import Part
-from recommender.capture.refine import ROUNDING, Effort, Policy, refine
+from recommender.capture.refine import Policy, refine
 from recommender.capture.speed import Timed
 from recommender.question import PlanQuestion
 from tests.small_spaces import Compiled, Compiler, SmallSpace

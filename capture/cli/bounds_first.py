@@ -36,6 +36,7 @@ from profiling_runs.verify import PlanCompiler, verify
 from recommender.answer import StageAnswer
 from recommender.capture import grouped
 from recommender.capture.changes import FittingChange, cheapest_change
+from recommender.capture.effort import Effort
 from recommender.capture.extent import (
     Attempt,
     check_limited,
@@ -48,7 +49,7 @@ from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.named import Named
 from recommender.capture.parts import Part
 from recommender.capture.recommendation import recommend
-from recommender.capture.refine import Effort, Policy, refine
+from recommender.capture.refine import Policy, refine
 from recommender.capture.speed import Timed
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 from recommender.whole import WholeQuestion

@@ -28,9 +28,10 @@ from profiling_runs import ProfileQuestion
 from profiling_runs.bounds import bounds
 from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, baseline_plan
+from recommender.capture.effort import Effort
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
-from recommender.capture.refine import Effort, refine
+from recommender.capture.refine import refine
 
 WORKLOAD = "capture.cli.tiny_gpt:gpt"
 CLUSTER = "2x4"

@@ -15,7 +15,7 @@ from capture.plan.choices import StageChoice
 from capture.predictor.alike import Kinds
 from recommender.capture import grouped
 from recommender.capture.counted import fed_seconds, sends_seconds, with_sends
-from recommender.capture.lowest_peak import expected, likely
+from recommender.capture.lowest_peak import between, expected, nearness
 from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart, compiled_in, posed, posed_at_most
 from recommender.capture.problem import SearchProblem, together
@@ -29,17 +29,13 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     """Return by choice the ratio of compiled to expected seconds, over the compiled stages of the
     part's micro-batch size; without one, over layers that were compiled alone."""
     known, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
-    for config, cost in part.known.verified.items():
-        times = part.expected.model.stage_times(cost)
-        if config.microbatch_size == part.size and times is not None:
+    stages = {c: cost for c, cost in part.known.verified.items() if c.microbatch_size == part.size}
+    choices = {config.choice for config in stages}
+    stages |= {c: cost for c, cost in part.alone.items() if c.choice not in choices}
+    for config, cost in stages.items():
+        if (times := part.expected.model.stage_times(cost)) is not None:
             known[config.choice] += part.expected.microbatch_seconds(config)
             real[config.choice] += times.microbatch_seconds
-    for choice in part.measured - known.keys():
-        for config in part.windows([choice]):
-            times = part.expected.model.stage_times(part.most.measurements[config])
-            if times is not None:
-                known[choice] += part.expected.microbatch_seconds(config)
-                real[choice] += times.microbatch_seconds
     return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
 
 
@@ -113,17 +109,15 @@ def estimates(part: OpenPart, ratios: Ratios, at_most: bool = False) -> SearchPr
 
 
 def _expected(part: OpenPart, at_most: bool) -> tuple[SearchProblem, Mapping[int, np.ndarray]]:
-    """Return the problem of ``estimates`` with the seconds that are expected, and these of the
-    passes of which tracing alone expects them, (num_choices, S): the bytes, which are most of it,
-    are the same of all ratios."""
+    """Return the problem of ``estimates`` with the seconds that tracing expects, and these of the
+    passes of stages that are not compiled, (num_choices, S): the bytes, which are most of it, are
+    the same of all ratios."""
     problem, other = together(part.once(posed), part.once(posed_at_most))
     assert other.seconds is not None, "it has times"
     own = {d: np.where(np.isfinite(table), table, 0.0) for d, table in other.seconds.items()}
     for d, choice, kind in compiled_in(problem, part):
         own[d][choice, kind] = 0.0
-    for d, choices in problem.choices.items():
-        own[d][[*map(part.is_measured, choices)]] = 0.0
-    found = other if at_most else likely(part)
+    found = other if at_most else between(problem, other, part.once(nearness))
     found = replace(found, seconds=other.seconds, update_seconds=other.update_seconds)
     whole = with_sends(found, part.once(_moved, sends_seconds), part.once(_moved, fed_seconds))
     kinds = Kinds(whole.kinds)

@@ -20,10 +20,11 @@ from capture.plan.why import CompiledPlans
 from capture.quantities import counted
 from recommender.answer import StageAnswer
 from recommender.capture.compiled import of_compiler, same_model
+from recommender.capture.effort import Effort, StageCompiler
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
 from recommender.capture.recommendation import recommend
-from recommender.capture.refine import Effort, StageCompiler, refine
+from recommender.capture.refine import refine
 from recommender.question import PlanQuestion
 
 #: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile

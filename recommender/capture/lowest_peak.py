@@ -14,6 +14,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
+from recommender.capture.nearness import Corner, above
 from recommender.capture.parts import Found, OpenPart, Part, posed, posed_at_most, posed_bounds
 from recommender.capture.posed import plan_of, search_problem
 from recommender.capture.problem import NEVER, SearchProblem, together
@@ -22,7 +23,7 @@ from recommender.capture.recommendation import (
     predict_plan,
     recommend,
 )
-from recommender.capture.refine import Corner, Look, Policy, Probe, Search, above
+from recommender.capture.refine import Look, Policy, Probe, Search
 from recommender.capture.result import SearchResult
 from recommender.capture.search import search as search_plan
 from recommender.capture.searched import searched
@@ -283,19 +284,8 @@ def _expected(part: OpenPart) -> StageAnswer:
 
 
 def likely(part: OpenPart) -> SearchProblem:
-    """Return the problem of a part with the bytes that stages are expected to need: of choices of
-    which layers were compiled alone, what these add up to."""
-    most = part.once(posed_at_most)
-    found = between(part.once(posed), most, part.once(nearness))
-    if not part.measured:
-        return found
-    found, most = together(found, most)
-    of = {d: [*map(part.is_measured, choices)] for d, choices in found.choices.items()}
-    cost = {
-        d: np.where(np.array(of[d])[:, None, None], most.cost[d], table)
-        for d, table in found.cost.items()
-    }
-    return replace(found, cost=cost)
+    """Return the problem of a part with the bytes that stages are expected to need."""
+    return between(part.once(posed), part.once(posed_at_most), part.once(nearness))
 
 
 def between(problem: SearchProblem, other: SearchProblem, nearness: float = 0.5) -> SearchProblem:
@@ -331,7 +321,6 @@ def nearness(part: OpenPart) -> float:
         config
         for config in part.known.verified
         if config.microbatch_size == part.size
-        and not part.is_measured(config.choice)
         and config.choice in problems[0].choices.get(config.choice.num_devices, ())
     ]
     return min(max(min(map(place, compiled), default=0.0), 0.5), 1.0)

@@ -146,7 +146,8 @@ class Named(Timed):
         # Those that are expected to take as long are mostly the same program.
         unlike = {(each.choice, f"{seconds(each):.6g}"): each for each in slowest}
         if search.fitting or not is_sure(found):
-            choices = {one for each in slowest for one in each.choice.measured} - part.rehearsed
+            choices = {one for each in slowest for one in each.choice.measured}
+            choices = choices.difference(part.rehearsed)
             num_layers = sum(each.num_layers for each in part.windows(choices))
             if part.is_plain and 0 < num_layers < sum(e.num_layers for e in unlike.values()):
                 return Probe(part, (), choices)

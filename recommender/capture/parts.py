@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,9 @@ from recommender.capture.refuted import without_bounds
 from recommender.question import PlanQuestion
 
 T = TypeVar("T")
+
+#: Layers, or pairs of them, that occur so often are compiled alone, to know more of a long stage.
+_OFTEN = 4
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,9 @@ class OpenPart:
         meanwhile: Callable[[], None] = lambda: None,
     ):
         self.question, self.known, self._most = question, between.least, between.most
-        #: What stages are expected to need, before layers of them were compiled alone.
-        self._traced = between.most
-        #: Choices of which these were asked for, and those of which all compile.
-        self.rehearsed, self.measured = set[StageChoice](), set[StageChoice]()
+        #: Layers that were compiled alone, and the choices of which they were asked for.
+        self.alone: Mapping[StageConfig, StageCost] = {}
+        self.rehearsed: Collection[StageChoice] = ()
         self.expected_seconds, self.meanwhile = expected_seconds, meanwhile
         self.least_seconds = least_seconds
         self._said: dict[tuple[Hashable, ...], object] = {}
@@ -106,8 +109,8 @@ class OpenPart:
 
     @cached_property
     def expected(self) -> TimePredictor:
-        """The predictor of the seconds that tracing expects of stages."""
-        return TimePredictor(self._traced, max(self.question.cluster.nodes))
+        """The predictor of the seconds expected of stages, without what is compiled."""
+        return TimePredictor(self._most, max(self.question.cluster.nodes))
 
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
         """Return a function's value for the part, kept until a compiled stage concerns it."""
@@ -145,30 +148,19 @@ class OpenPart:
         return new
 
     def windows(self, choices: Collection[StageChoice]) -> list[StageConfig]:
-        """Return one of the windows of one or two layers of every kind there is with some choices:
-        of those, what a stage needs is a sum."""
-        known = self._traced.measurements
-        kinds = {id(cost): config for config, cost in known.items() if config.choice in choices}
-        return [*kinds.values()]
+        """Return one of the windows of one or two layers of every kind that a model has often, with
+        some choices: what most of a long stage is made of."""
+        known = self._most.measurements
+        some = [(id(cost), config) for config, cost in known.items() if config.choice in choices]
+        counts = Counter(kind for kind, _ in some)
+        return [*{kind: config for kind, config in some if counts[kind] >= _OFTEN}.values()]
 
-    def measure(
-        self, choices: Collection[StageChoice], windows: Mapping[StageConfig, StageCost]
+    def rehearse(
+        self, choices: Collection[StageChoice], alone: Mapping[StageConfig, StageCost]
     ) -> None:
-        """Expect of stages with some choices what their windows, compiled alone, add up to. A
-        choice of which one did not compile stays as it was."""
-        known = self._traced.measurements
-        missing = {c.choice for c in self.windows(choices) if c not in windows}
-        self.rehearsed |= {*choices}
-        self.measured |= {*choices} - missing
-        alike = {id(known[c]): cost for c, cost in windows.items() if c.choice in self.measured}
-        measured = {c: alike[id(cost)] for c, cost in known.items() if id(cost) in alike}
-        self._most = replace(self._most, measurements={**self._most.measurements, **measured})
+        """Learn what layers with some choices take, compiled alone."""
+        self.rehearsed, self.alone = frozenset(choices), alone
         self._said.clear()
-        self._bases.pop(_expectations, None)
-
-    def is_measured(self, choice: StageChoice) -> bool:
-        """Return whether what stages with a choice are expected to need is of compiled windows."""
-        return self.measured.issuperset(choice.measured)
 
     def trust_no(self, kinds: Collection[str]) -> None:
         """Drop bounds of some kinds: they are relied upon no longer."""

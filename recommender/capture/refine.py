@@ -16,69 +16,23 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple, Protocol
+from dataclasses import replace
+from typing import NamedTuple
 
 from capture import interrupts
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
-from capture.options import Asked, percent
 from capture.plan.choices import StageChoice
-from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, ByLayers, Proven
 from capture.processor_time import processor_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.compiled import of_compiler, same_model
+from recommender.capture.effort import Effort, StageCompiler
+from recommender.capture.nearness import Corner, far
 from recommender.capture.parts import Found, OpenPart, Part, num_missed, since
 from recommender.capture.refuted import Refuted, refuted
 from recommender.question import PlanQuestion
-
-#: Of sums of the same numbers in another order.
-ROUNDING = 1e-9
-
-
-class StageCompiler(Protocol):
-    """A compiler of stages that knows them from then on; of one that is refused, that no memory
-    suffices for it."""
-
-    def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
-        """Compile a plan's stages; return what the compiler says (None if it refuses one) and the
-        profile that knows it now."""
-        ...
-
-    def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
-        """Compile stages; return how many were not known, and the profile that knows them now."""
-        ...
-
-    def begin(self, configs: Sequence[StageConfig]) -> bool:
-        """Begin to compile stages, these and those begun before, where workers are idle, without
-        waiting for any. Return whether all are done."""
-        ...
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The conditions on which a search may end before it has proven the best plan.
-
-    Attributes:
-        within_fraction: End once no plan is better than the best compiled one by more (default on
-            the command line: 5%; 0%: prove the best of all).
-        compiles: Compile the stages of no further plan after so many stages; 0 compiles nothing.
-        seconds: Compile the stages of no further plan once this process and its workers on this
-            machine have computed for so long, however busy it is (without /proc: this process
-            alone).
-        below_bytes: Once no plan needs less than so much.
-        any_that_fits: Once a compiled plan fits.
-        at_once: Stages that are compiled side by side: as many as there are workers.
-    """
-
-    within_fraction: Annotated[float, Asked("within", "PART", read=percent)] = 0.0
-    compiles: Annotated[int | None, Asked(metavar="N", least=0)] = None
-    seconds: Annotated[float | None, Asked(metavar="S", least=1)] = None
-    below_bytes: int | None = None
-    any_that_fits: bool = False
-    at_once: int = 2
 
 
 class Probe(NamedTuple):
@@ -106,10 +60,6 @@ class Look(NamedTuple):
     found: Found
     bracket: Bracket | None
     reasons: Mapping[str, bool]
-
-
-#: What counts of the bytes and seconds of a plan, or of the least ones of several.
-Corner = tuple[float, float]
 
 
 class Policy(ABC):
@@ -248,9 +198,10 @@ class Search:
         self._early: Found | None = None  # its stages are compiled while parts are opened
         #: Plans of which a part was compiled first, after so many compiled plans.
         self._begun = list[tuple[Found, int]]()
-        #: Of a micro-batch size, layers that were compiled alone, and all choices of which.
-        self._windows = defaultdict[int, Mapping[StageConfig, StageCost]](dict)
-        self._rehearsed = defaultdict[int, set[StageChoice]](set)
+        #: Of a micro-batch size, layers that were compiled alone, and the choices asked for.
+        self._alone = defaultdict[
+            int, tuple[Mapping[StageConfig, StageCost], Collection[StageChoice]]
+        ](lambda: ({}, ()))
         self._profiles = dict[int, Profile]()  # of a micro-batch size, with what is compiled
         self._start, self._spent = time.perf_counter(), processor_seconds()
 
@@ -296,16 +247,18 @@ class Search:
         return "" if chosen else self._policy.nothing_left
 
     def _probe(self, probe: Probe) -> None:
-        if probe.windows:
-            size, configs = probe.part.size, probe.part.windows(probe.windows)
-            self._windows[size] = {**self._windows[size], **self.layers(probe.part, configs)}
-            self._rehearsed[size] |= {*probe.windows}
-            for part in self.parts.values():
-                self._measure(part)
+        part, size = probe.part, probe.part.size
+        if not probe.windows:
+            count, known = self._compiler.probe(probe.configs, part.known)
+            self.num_compiled += count
+            self._learn(size, known)
             return
-        count, known = self._compiler.probe(probe.configs, probe.part.known)
-        self.num_compiled += count
-        self._learn(probe.part.size, known)
+        alone, choices = self._alone[size]
+        alone = {**alone, **self.layers(part, part.windows(probe.windows))}
+        self._alone[size] = alone, {*choices, *probe.windows}
+        for each in self.parts.values():
+            if each.size == size:
+                each.rehearse(*self._alone[size][::-1])
 
     def _see(self) -> Look:
         """Look at what is known now, and tell the bracket once all unopened parts have floors."""
@@ -397,7 +350,7 @@ class Search:
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:
             self._learn(part.size, self._profiles[part.size])
-        self._measure(part)
+        part.rehearse(*self._alone[part.size][::-1])
 
     def _learn(self, size: int, profile: Profile) -> None:
         """Learn what was compiled. A kind of bound that it refutes is used no longer, and nothing
@@ -504,13 +457,6 @@ class Search:
         ]
         return min(left)[-1] if left else None
 
-    def _measure(self, part: OpenPart) -> None:
-        """Let a part expect what layers that were compiled alone say; nobody looks at those of a
-        backward pass in two programs."""
-        asked = self._rehearsed[part.size]
-        if part.is_plain and not asked <= part.rehearsed:
-            part.measure(asked, self._windows[part.size])
-
     def num_missed(self, best: Found | None) -> int:
         """Count the plans since the best one for which a stage was compiled, whether all of theirs
         were or the first ones showed that no more are worth it; all, before one is the best."""
@@ -531,16 +477,3 @@ class Search:
     def proven(self, within: float | None, ended: str) -> Proven:
         said = dict.fromkeys(map(str, self._refuted))
         return Proven(within, tuple(self._trail), ended, tuple(said), self.by_layers)
-
-
-def far(corner: Corner, values: Iterable[Corner]) -> float:
-    """Return the part by which the nearest plan is larger or slower than a corner, or infinity."""
-    return min((max(map(above, value, corner)) for value in values), default=math.inf)
-
-
-def above(value: float, least: float) -> float:
-    """Return the part of ``least`` by which a value is above it; 0 within ``ROUNDING``, and
-    infinite above nothing."""
-    if value <= least * (1 + ROUNDING):
-        return 0.0
-    return value / least - 1 if least > 0 else math.inf

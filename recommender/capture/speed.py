@@ -39,6 +39,7 @@ from recommender.capture.lowest_peak import (
     open_others,
     peak_of,
 )
+from recommender.capture.nearness import ROUNDING, Corner, above, far
 from recommender.capture.pareto import undominated
 from recommender.capture.parts import (
     Found,
@@ -50,7 +51,7 @@ from recommender.capture.parts import (
 from recommender.capture.posed import plan_of
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.recommendation import predict_plan
-from recommender.capture.refine import ROUNDING, Corner, Look, Policy, Search, above, far
+from recommender.capture.refine import Look, Policy, Search
 from recommender.capture.refuted import Refuted
 from recommender.capture.result import PlacedStage
 from recommender.capture.result import found as placed_plan

@@ -34,9 +34,10 @@ from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler, verify
 from recommender import PlanQuestion, recommend
+from recommender.capture.effort import Effort
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
-from recommender.capture.refine import Effort, refine
+from recommender.capture.refine import refine
 from recommender.question import BOUNDS_FIRST
 from tests import user_models
 from tests.pipeline_models import mlp, tied

@@ -18,9 +18,10 @@ from capture.plan.why import Why
 from capture.quantities import format_bytes
 from recommender import PlanQuestion, recommend
 from recommender.capture import lowest_peak
+from recommender.capture.effort import Effort
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
-from recommender.capture.refine import Effort, refine
+from recommender.capture.refine import refine
 
 QUESTION = PlanQuestion(Cluster((2, 2)), 8 * MICROBATCH_SIZE, 8)
 FIVE = Cluster((1,) * 5)

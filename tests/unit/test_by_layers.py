@@ -12,10 +12,10 @@ from test_fastest_bounds import EXPECTED, QUESTION, Timed
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from recommender.capture.by_layers import LayerProof, _Ratios
+from recommender.capture.effort import Effort
 from recommender.capture.parts import OpenPart
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import together
-from recommender.capture.refine import Effort
 
 #: By tensor parallelism, what programs take over what they are expected to.
 OVER = {1: 0.9, 2: 1.3}

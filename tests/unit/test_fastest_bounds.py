@@ -23,10 +23,12 @@ from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion, recommend
+from recommender.capture.effort import Effort
+from recommender.capture.nearness import ROUNDING
 from recommender.capture.parts import Part
 from recommender.capture.posed import plan_of, search_problem
 from recommender.capture.recommendation import predict_plan
-from recommender.capture.refine import ROUNDING, Effort, refine
+from recommender.capture.refine import refine
 from recommender.capture.speed import Timed as Policy
 
 TARGET = "a100-40g"

@@ -12,8 +12,10 @@ from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.why import Why
+from recommender.capture.effort import Effort
+from recommender.capture.nearness import ROUNDING
 from recommender.capture.parts import Part
-from recommender.capture.refine import ROUNDING, Effort, refine
+from recommender.capture.refine import refine
 from recommender.capture.speed import Timed as Policy
 
 WHOLE = Effort()

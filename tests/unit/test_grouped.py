@@ -32,10 +32,11 @@ from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
 from recommender import PlanQuestion
 from recommender.capture import grouped, named, speed, table_space
+from recommender.capture.effort import Effort
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.parts import OpenPart, Part
-from recommender.capture.refine import Effort, refine
+from recommender.capture.refine import refine
 from recommender.capture.speed import Timed as Policy
 from recommender.capture.tables import several_groups
 

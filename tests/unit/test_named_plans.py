@@ -17,11 +17,14 @@ from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.predictor.times import TimePredictor
 from capture.quantities import format_bytes
-from recommender.capture import estimates, lowest_peak, named, speed
+from recommender.capture import estimates, lowest_peak, named, parts, speed
+from recommender.capture.effort import Effort
+from recommender.capture.lowest_peak import likely
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
+from recommender.capture.nearness import ROUNDING
 from recommender.capture.parts import OpenPart, Part, num_missed, posed
 from recommender.capture.posed import _Predicting, search_problem
-from recommender.capture.refine import ROUNDING, Effort, Search, refine
+from recommender.capture.refine import Search, refine
 from recommender.capture.speed import Timed
 
 
@@ -125,7 +128,6 @@ def test_what_compilers_add_to_every_program_is_learned(monkeypatch):
     nums = []
     for learns in (True, False):
         if not learns:
-            monkeypatch.setattr(estimates, "nearness", lambda part: 0.5)
             monkeypatch.setattr(lowest_peak, "nearness", lambda part: 0.5)
         nums.append(0)
         for seed in range(6):
@@ -317,30 +319,98 @@ def test_of_a_small_model_more_plans_are_tried(monkeypatch):
     assert missed[0] < missed[1]
 
 
+def to_look_at(configs, seconds, num_windows=0, **known):
+    """A plan of stages, of which so many windows may be compiled alone, and a search that has a
+    plan that fits."""
+    part = SimpleNamespace(
+        known=SimpleNamespace(verified={}),
+        expected=SimpleNamespace(microbatch_seconds=seconds.__getitem__),
+        windows=lambda choices: configs[:1] * num_windows * len(choices),
+        rehearsed=set(),
+        is_plain=True,
+    )
+    found = SimpleNamespace(part=part, configs=configs, answer=SimpleNamespace(headroom=None))
+    effort = Effort(within_fraction=0.05, at_once=2, **known)
+    return found, SimpleNamespace(fitting=[object()], effort=effort)
+
+
 def test_the_slowest_stages_of_a_plan_are_compiled_first():
     """Where they show that it is not faster, its others are not compiled."""
     kinds = [StageChoice(1, 2), StageChoice(2, 1), StageChoice(1, 2, "full")]
     configs = [StageConfig(n, n + 1, kinds[n % 3], 8) for n in range(5)]
     seconds = dict(zip(configs, (1.0, 4.0, 3.0, 2.0, 5.0), strict=True))
-    known = SimpleNamespace(verified={})
-    expected = SimpleNamespace(microbatch_seconds=seconds.__getitem__)
-    found = SimpleNamespace(
-        part=SimpleNamespace(known=known, expected=expected), configs=configs, answer=None
-    )
-    search = SimpleNamespace(fitting=[object()], effort=Effort(within_fraction=0.05, at_once=2))
-    policy = Named()
-    assert policy.first(search, found) == [configs[4], configs[2]], "of two choices"
+    found, search = to_look_at(configs, seconds)
+    known, policy = found.part.known, Named()
+    assert policy.first(search, found).configs == [configs[4], configs[2]], "of two choices"
     known.verified = dict.fromkeys(configs[:2])
-    assert policy.first(search, found) == [configs[4], configs[2]]
+    assert policy.first(search, found).configs == [configs[4], configs[2]]
     seconds[configs[3]] = seconds[configs[0]] = 9.0
     known.verified = dict.fromkeys(configs[1:3])
-    assert policy.first(search, found) == (), "two of the same choice are one program"
+    assert policy.first(search, found) is None, "two of the same choice are one program"
     known.verified = {}
     policy._names[KNEE] = found
-    assert policy.first(search, found) == (), "it is compiled whatever it takes"
+    assert policy.first(search, found) is None, "it is compiled whatever it takes"
     del policy._names[KNEE]
     search.fitting = []
-    assert policy.first(search, found) == (), "there is nothing to be faster than"
+    assert policy.first(search, found) is None, "there is nothing to be faster than"
+    for asked in ({"within_fraction": 0.0}, {"compiles": 3}):
+        search = SimpleNamespace(fitting=[object()], effort=replace(Effort(0.05), **asked))
+        assert policy.first(search, found) is None
+
+
+def test_layers_alone_are_compiled_before_a_long_stage():
+    choice, mixture = StageChoice(1, 2, "full"), StageChoice(1, 2, "full:9")
+    stage = StageConfig(0, 24, mixture, 8)
+    found, search = to_look_at([stage], {stage: 1.0})
+    assert Named().first(search, found) is None, "no layer is there often"
+    found.part.windows = lambda choices: [StageConfig(1, 3, each, 8) for each in choices]
+    assert Named().first(search, found).windows == {*mixture.measured}
+    search.fitting = []
+    assert Named().first(search, found) is None, "it is the first one, and expected to fit"
+    found.answer.headroom = SimpleNamespace(verdict="may not fit")
+    assert Named().first(search, found).windows == {*mixture.measured}
+    found.part.rehearsed = {*mixture.measured}
+    assert Named().first(search, found) is None, "they were asked for"
+    found.configs[:] = [StageConfig(0, 3, choice, 8)]
+    found.part.rehearsed = set()
+    found.part.windows = lambda choices: [
+        StageConfig(1, 2, choice, 8),
+        StageConfig(1, 3, choice, 8),
+    ]
+    found.part.expected.microbatch_seconds = lambda config: 1.0
+    assert Named().first(search, found) is None, "they are no less than the stage"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_layers_alone_need_is_what_stages_are_expected_to_need(monkeypatch, refused):
+    monkeypatch.setattr(parts, "_OFTEN", 2)
+    planted, (one, other) = NamedPlans(0, 0.0), (StageChoice(1, 2), StageChoice(2, 1))
+    most = planted.bounds("most")
+    of = {
+        c: most.measurements[replace(c, first=1, stop=1 + c.num_layers)]
+        for c in most.measurements
+        if 0 < c.first and c.stop < most.graph.num_layers
+    }
+    most = replace(most, measurements={**most.measurements, **of})  # inner layers are alike
+    part = OpenPart(replace(QUESTION, objective="throughput"), Bounds(planted.least, most))
+    windows = part.windows([one])
+    assert [(each.num_layers, each.choice) for each in windows] == [(1, one), (2, one)]
+    before, none = part.once(likely), part.once(estimates.slowness)
+
+    def compiled(config):
+        cost = most.measurements[config]
+        work = replace(cost.forward_work, flops=9 * cost.forward_work.flops)
+        return replace(cost, forward_bytes=9 * cost.forward_bytes, forward_work=work)
+
+    part.measure([one], {each: compiled(each) for each in windows[: 1 if refused else 2]})
+    assert part.rehearsed == {one} and part.measured == (set() if refused else {one})
+    after, ratio = part.once(likely), part.once(estimates.slowness)
+    for d, choices in after.choices.items():
+        for c, choice in enumerate(choices):
+            was, now = (each.cost[d][c, 0, each.kinds[0, 4]] for each in (before, after))
+            assert now > 2 * was if choice in part.measured else now == was, (choice, other)
+    assert none == {} and ratio.keys() == part.measured
+    assert all(each > 2 for each in ratio.values()), "other sizes and choices like it learn of it"
 
 
 def test_a_plan_that_its_first_stages_rule_out_is_a_miss():

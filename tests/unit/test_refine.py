@@ -20,9 +20,10 @@ from capture.measured.bounds import Bounds
 from capture.plan.headroom import Headroom
 from capture.processor_time import processor_seconds
 from recommender import recommend
+from recommender.capture.effort import Effort
 from recommender.capture.lowest_peak import LowestPeak
 from recommender.capture.parts import Part
-from recommender.capture.refine import Effort, refine
+from recommender.capture.refine import refine
 from recommender.capture.speed import Timed as ForSpeed
 
 SIZES = (MICROBATCH_SIZE, 2 * MICROBATCH_SIZE)
