@@ -105,7 +105,8 @@ class Named(Timed):
         has_missed = self._has_missed(search)
         if (known := self._of_compiled_stages(search)) is not None:
             return known
-        found = None if has_missed else self._faster(search, look)
+        found = self._sure(search) if search.compiled and not search.fitting else None
+        found = found or (None if has_missed else self._faster(search, look))
         self._knows_fastest |= found is None and bool(has_missed or search.fitting)
         return found
 
@@ -126,36 +127,49 @@ class Named(Timed):
 
     def beside(self, search: Search) -> Found | Sequence[StageConfig] | None:
         """Return what to compile beside the next plan: that of lowest memory beside one that may be
-        fastest, then the knee, and beside the knee the layers that are compiled alone after it."""
+        fastest, then the knee, and beside the knee the layers that are compiled alone after it.
+        Beside one that may not fit it is the fastest that fits whatever it needs."""
         if KNEE in self._asked:
             knee = self._names[KNEE]
             rounds = self.layer_proof(search).ahead(knee.configs if knee else ())
             return [layer for layers in islice(rounds, _ROUNDS_AHEAD) for layer in layers]
-        return self._named(search, KNEE if LOWEST in self._asked and search.fitting else LOWEST)
+        may_fit = search.fitting or is_sure(self._points(search)[-1])
+        sure = None if may_fit else self._sure(search)
+        name = KNEE if LOWEST in self._asked and search.fitting else LOWEST
+        return sure or self._named(search, name)
 
     def first(self, search: Search, found: Found) -> Probe | None:
-        """Return what shows soonest that a plan is not faster than the best one, or does not fit:
-        of long stages, their layers alone; of many, the slowest of each use of devices. None where
-        that is most of it, and of a plan that is compiled whatever it takes."""
+        """Return what shows soonest that a plan is not faster than the best one: of long stages,
+        their layers alone; of many, the slowest of each use of devices. None where that is most of
+        it, and of a plan that is compiled whatever it takes."""
         part, known, effort = found.part, found.part.known.verified, search.effort
         asks_all = not effort.within_fraction or effort.compiles is not None
-        if asks_all or any(found is each for each in self._names.values()):
+        if asks_all or not search.fitting or any(found is each for each in self._names.values()):
             return None
         seconds, of = part.expected.microbatch_seconds, dict[StageChoice, StageConfig]()
         slowest = sorted((each for each in found.configs if each not in known), key=seconds)[::-1]
         # Those that are expected to take as long are mostly the same program.
         unlike = {(each.choice, f"{seconds(each):.6g}"): each for each in slowest}
-        if search.fitting or not is_sure(found):
-            choices = {one for each in slowest for one in each.choice.measured}
-            choices = choices.difference(part.rehearsed)
-            num_layers = sum(each.num_layers for each in part.windows(choices))
-            if part.is_plain and 0 < num_layers < sum(e.num_layers for e in unlike.values()):
-                return Probe(part, (), choices)
-        if not search.fitting or len(unlike) <= effort.at_once:
+        choices = {one for each in slowest for one in each.choice.measured} - {*part.rehearsed}
+        num_layers = sum(each.num_layers for each in part.windows(choices))
+        if part.is_plain and 0 < num_layers < sum(each.num_layers for each in unlike.values()):
+            return Probe(part, (), choices)
+        if len(unlike) <= effort.at_once:
             return None
         for each in slowest:
             of.setdefault(each.choice, each)
         return Probe(part, [*of.values()][: effort.at_once])
+
+    def _sure(self, search: Search) -> Found | None:
+        """Return the plan that is estimated to be fastest of those that fit however much they need;
+        None without one."""
+        plans = (
+            found
+            for part in search.plain_parts
+            for found in part.once(proposed, self.ratios(search, part), True)
+            if is_sure(found) and not search.is_asked(found)
+        )
+        return min(plans, key=seconds_of, default=None)
 
     def _faster(self, search: Search, look: Look) -> Found | None:
         """Return the plan that is estimated to be fastest, where that is worth a compile; once the

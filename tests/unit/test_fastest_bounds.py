@@ -93,7 +93,7 @@ class Timed:
     def attempt(self, plan: Plan, known):
         said, _ = self.compiler(plan, known)
         configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
-        new, known = self.probe(configs, known)
+        new, known = Timed.probe(self, configs, known)
         return replace(said, num_stages_compiled=new), known
 
     def probe(self, configs, known):

@@ -198,7 +198,8 @@ def test_workers_get_what_waits_for_them_whenever_something_is_worked_out():
 
 def test_the_more_parts_took_longer_than_equal_stages_the_more_is_expected_of_the_next():
     def part(schedule):
-        return SimpleNamespace(expected_seconds=2.0, question=SimpleNamespace(schedule=schedule))
+        asked = replace(FOR_SPEED, schedule=schedule, num_microbatches=8)
+        return Part(asked, lambda: None, expected_seconds=2.0)
 
     policy, search = ForSpeed(), SimpleNamespace(plain_parts=[])
     assert policy.hoped(search, part("zb-v")) == 2.0
