@@ -154,6 +154,12 @@ def fastest(
     return _found(part, part.once(_tables, ratios).fastest(limit, enough))
 
 
+def given_up_seconds(part: OpenPart, ratios: tuple[float, ...], enough: float) -> float:
+    """Return the seconds that the fastest plan of a part takes that fits, if its stages are equal,
+    where ``fastest`` found none; infinite if none fits."""
+    return part.once(_tables, ratios).given_up[part.question.limit_bytes, enough]
+
+
 def smallest(part: OpenPart, ratios: tuple[float, ...]) -> Sequence[Found]:
     """Return the open part's plan that is expected to need least; arguments as of ``fastest``."""
     steps, found = part.once(_tables, ratios).steps, part.once(least_in_groups)

@@ -196,8 +196,8 @@ class Search:
         self.compiled, self._trail = list[Found](), list[Bracket]()
         self._asked, self._refuted = dict[Plan, Found](), list[Refuted]()
         self._early: Found | None = None  # its stages are compiled while parts are opened
-        #: Plans of which a part was compiled first, after so many compiled plans.
-        self._begun = list[tuple[Found, int]]()
+        #: Plans of which a part was compiled first, and after how many compiled plans.
+        self._begun = dict[Plan, int]()
         #: Of a micro-batch size, layers that were compiled alone, and the choices asked for.
         self._alone = defaultdict[
             int, tuple[Mapping[StageConfig, StageCost], Collection[StageChoice]]
@@ -240,7 +240,7 @@ class Search:
         if isinstance(chosen, Probe):
             self._probe(chosen)
         elif chosen is not None and (first := self._policy.first(self, chosen)):
-            self._begun.append((chosen, len(self.compiled)))
+            self._begun.setdefault(self._key(chosen), len(self.compiled))
             self._probe(first)
         elif chosen is not None:
             self._compile(chosen)
@@ -297,7 +297,7 @@ class Search:
             self.num_compiled += said.num_stages_compiled
             found = Found(part, of_compiler(found.answer, said, part.known))
             self.compiled.append(found)
-        self._asked[same_model(plan, part.known)] = found
+        self._asked[self._key(found)] = found
 
     @property
     def _may_begin(self) -> bool:
@@ -459,20 +459,24 @@ class Search:
 
     def num_missed(self, best: Found | None) -> int:
         """Count the plans since the best one for which a stage was compiled, whether all of theirs
-        were or the first ones showed that no more are worth it; all, before one is the best."""
+        were or what was compiled first showed that the rest is not worth it; all, before one is
+        the best. The last of the second kind may still be worth it."""
         before = len(self.compiled) - max(len(since(self.compiled, best)) - 1, 0)
-        begun = [found for found, at in self._begun if best is None or at >= before]
-        return num_missed(self.compiled, best) + sum(not self.is_asked(each) for each in begun)
+        begun = [*self._begun.items()][:-1]
+        late = [plan for plan, at in begun if best is None or at >= before]
+        return num_missed(self.compiled, best) + sum(plan not in self._asked for plan in late)
 
     def is_asked(self, found: Found) -> bool:
         """Return whether the compiler was asked for a plan; True without a plan."""
-        plan = found.answer.plan
-        return plan is None or same_model(plan, found.part.known) in self._asked
+        return found.answer.plan is None or self._key(found) in self._asked
 
     def known(self, found: Found) -> Found:
         """Return a plan as it was compiled; as it was found if it was not."""
-        plan = found.answer.plan
-        return found if plan is None else self._asked.get(same_model(plan, found.part.known), found)
+        return found if found.answer.plan is None else self._asked.get(self._key(found), found)
+
+    def _key(self, found: Found) -> Plan:
+        assert found.answer.plan is not None, "a plan was found"
+        return same_model(found.answer.plan, found.part.known)
 
     def proven(self, within: float | None, ended: str) -> Proven:
         said = dict.fromkeys(map(str, self._refuted))

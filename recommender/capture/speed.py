@@ -140,7 +140,7 @@ class Timed(Policy):
         of_parts = self._beyond[part.question.schedule]
         if (own := of_parts.get(part)) is not None:
             return least_slowness(search) * own[0] * part.expected_seconds
-        known = [*of_parts.values()]
+        known = [each for each in of_parts.values() if each[0] < inf]
         found = [each for each in known if each[1]]
         best = min(found) if found else max(known, default=(1.0, False))
         share = 1 - 0.5 ** (len(known) - known.index(best) if found else len(known))
@@ -241,7 +241,9 @@ class Timed(Policy):
             points += plans
             fit = [seconds_of(found) for found in plans if _may_fit(found)]
             fastest, hoped = min(fit, default=best), least_slowness(search) * part.expected_seconds
-            if hoped and fastest < inf:
+            if enough and not plans:
+                fastest = grouped.given_up_seconds(part, self.ratios(search, part)[0], *enough)
+            if hoped and (fit or enough):
                 self._beyond[part.question.schedule][part] = fastest / hoped, bool(fit)
             self.rivals |= {part} if fastest < best and not part.is_plain else set()
         if search.effort.compiles == 0:

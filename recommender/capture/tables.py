@@ -14,6 +14,7 @@ what it sends (``capture.predictor.step_time.CountedSteps``).
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -96,6 +97,9 @@ class TableSearch:
         self.predictor = AdditivePredictor(profile)
         self.predictor.check_split(question.schedule)
         self._of = stage_choices(profile, question.remat) if of is None else of
+        #: By what ``fastest`` was asked, the least seconds of plans that fit and that it gave up,
+        #: if their stages are equal.
+        self.given_up = defaultdict[tuple[int | None, float], float](lambda: inf)
 
     @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
@@ -143,8 +147,9 @@ class TableSearch:
 
     def fastest(self, limit: int | None, enough: float = inf) -> TablePlan | None:
         """Find the plan of least step time within a limit; the smallest one where none is. None
-        where no plan fits that may be faster than ``enough`` seconds, if its stages are equal."""
-        num_microbatches = self.question.num_microbatches
+        where no plan fits that may be faster than ``enough`` seconds, if its stages are equal
+        (``given_up``)."""
+        num_microbatches, asked = self.question.num_microbatches, (limit, enough)
 
         def floor(known: tuple[float, ...], gain: float = 1.0) -> tuple[float, ...]:
             above, seconds, peak = known
@@ -163,7 +168,12 @@ class TableSearch:
 
         def is_hopeless(begun: _Begun) -> bool:
             above, seconds = begun.floor
-            return (above, seconds * begun.space.length / num_microbatches) >= (0, enough)
+            step = seconds * begun.space.length / num_microbatches
+            if (above, step) < (0, enough):
+                return False
+            if not above:
+                self.given_up[asked] = min(self.given_up[asked], step)
+            return True
 
         end = partial(self._improved, limit=limit)
         return self._best(hoped, begin, end, rank, is_hopeless if enough < inf else None)

@@ -445,13 +445,12 @@ def test_beside_a_plan_that_may_not_fit_one_is_compiled_that_does(monkeypatch):
 
 def test_a_plan_that_its_first_stages_rule_out_is_a_miss():
     search = Search(Named(), [], None, Effort(), lambda bracket: None)
-    best, worse, begun = (SimpleNamespace(configs=[n], answer=SimpleNamespace()) for n in range(3))
-    search.compiled, asked = [worse, best], set[int]()
-    search.is_asked = lambda found: id(found) in asked
-    search._begun = [(begun, 2), (worse, 1)]
-    assert search.num_missed(best) == 1, "what was begun before the best one is none"
+    best, worse = (SimpleNamespace(configs=[n], answer=SimpleNamespace()) for n in range(2))
+    search.compiled = [worse, best]
+    search._begun = {"before": 1, "first": 2, "last": 2}
+    assert search.num_missed(best) == 1, "neither what was before the best one, nor the last"
     assert search.num_missed(None) == 4
-    asked.add(id(begun))
+    search._asked["first"] = worse
     assert search.num_missed(best) == 0, "it was compiled: not counted twice"
 
 
