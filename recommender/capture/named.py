@@ -40,7 +40,7 @@ from recommender.capture.refine import Look, Probe, Search
 from recommender.capture.speed import (
     NEARLY,
     Timed,
-    is_sure,
+    may_fit,
     seconds_of,
 )
 from recommender.capture.throughput import throughput
@@ -133,8 +133,8 @@ class Named(Timed):
             knee = self._names[KNEE]
             rounds = self.layer_proof(search).ahead(knee.configs if knee else ())
             return [layer for layers in islice(rounds, _ROUNDS_AHEAD) for layer in layers]
-        may_fit = search.fitting or is_sure(self._points(search)[-1])
-        sure = None if may_fit else self._sure(search)
+        is_risky = not search.fitting and not may_fit(self._points(search)[-1])
+        sure = self._sure(search) if is_risky else None
         name = KNEE if LOWEST in self._asked and search.fitting else LOWEST
         return sure or self._named(search, name)
 
@@ -167,7 +167,7 @@ class Named(Timed):
             found
             for part in search.plain_parts
             for found in part.once(proposed, self.ratios(search, part), True)
-            if is_sure(found) and not search.is_asked(found)
+            if may_fit(found) and not search.is_asked(found)
         )
         return min(plans, key=seconds_of, default=None)
 

@@ -34,6 +34,9 @@ from recommender.capture.parts import Found, OpenPart, Part, num_missed, since
 from recommender.capture.refuted import Refuted, refuted
 from recommender.question import PlanQuestion
 
+#: A plan of which layers alone were compiled counts as this part of one.
+_OF_LAYERS = 1 / 3
+
 
 class Probe(NamedTuple):
     """A part and what to compile of its plans.
@@ -196,8 +199,9 @@ class Search:
         self.compiled, self._trail = list[Found](), list[Bracket]()
         self._asked, self._refuted = dict[Plan, Found](), list[Refuted]()
         self._early: Found | None = None  # its stages are compiled while parts are opened
-        #: Plans of which a part was compiled first, and after how many compiled plans.
-        self._begun = dict[Plan, int]()
+        #: Plans of which a part was compiled first: after how many compiled plans, and how much
+        #: of a plan that was (``num_missed``).
+        self._begun = dict[Plan, tuple[int, float]]()
         #: Of a micro-batch size, layers that were compiled alone, and the choices asked for.
         self._alone = defaultdict[
             int, tuple[Mapping[StageConfig, StageCost], Collection[StageChoice]]
@@ -240,7 +244,8 @@ class Search:
         if isinstance(chosen, Probe):
             self._probe(chosen)
         elif chosen is not None and (first := self._policy.first(self, chosen)):
-            self._begun.setdefault(self._key(chosen), len(self.compiled))
+            share = _OF_LAYERS if first.windows else 1.0
+            self._begun[self._key(chosen)] = len(self.compiled), share
             self._probe(first)
         elif chosen is not None:
             self._compile(chosen)
@@ -457,14 +462,15 @@ class Search:
         ]
         return min(left)[-1] if left else None
 
-    def num_missed(self, best: Found | None) -> int:
-        """Count the plans since the best one for which a stage was compiled, whether all of theirs
-        were or what was compiled first showed that the rest is not worth it; all, before one is
-        the best. The last of the second kind may still be worth it."""
+    def num_missed(self, best: Found | None) -> float:
+        """Count the plans since the best one for which a stage was compiled, and as a part of one
+        those of which layers alone, or some stages, showed that the rest is not worth it; all,
+        before one is the best. The last of the second kind may still be worth it."""
         before = len(self.compiled) - max(len(since(self.compiled, best)) - 1, 0)
-        begun = [*self._begun.items()][:-1]
-        late = [plan for plan, at in begun if best is None or at >= before]
-        return num_missed(self.compiled, best) + sum(plan not in self._asked for plan in late)
+        begun = [(plan, *known) for plan, known in self._begun.items()][:-1]
+        given_up = [of for of in begun if of[0] not in self._asked]
+        shares = (share for _, at, share in given_up if best is None or at >= before)
+        return num_missed(self.compiled, best) + sum(shares)
 
     def is_asked(self, found: Found) -> bool:
         """Return whether the compiler was asked for a plan; True without a plan."""

@@ -131,7 +131,7 @@ class Timed(Policy):
         def is_faster(than: Iterable[Found]) -> bool:
             return seconds < (1 - self.nearly(search)) * min(map(seconds_of, than), default=inf)
 
-        return is_faster(search.fitting) and is_faster(filter(_may_fit, self._points(search)))
+        return is_faster(search.fitting) and is_faster(filter(may_fit, self._points(search)))
 
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
         """Return the seconds that the best plan of a part may take: as many as when it was last
@@ -197,7 +197,7 @@ class Timed(Policy):
         return self._farthest(search, [p for p in self._points(search) if not p.part.is_plain])
 
     def early(self, search: Search, look: Look) -> Found | None:
-        return look.found if look.bracket is not None and is_sure(look.found) else None
+        return look.found if look.bracket is not None and may_fit(look.found) else None
 
     def within(self, search: Search) -> float | None:
         """Return how near compiled plans are to all (``Proven.within_fraction``), or None."""
@@ -239,7 +239,7 @@ class Timed(Policy):
                 *map(search.known, part.once(of_part, self.ratios(search, part), is_last, *enough))
             ]
             points += plans
-            fit = [seconds_of(found) for found in plans if _may_fit(found)]
+            fit = [seconds_of(found) for found in plans if may_fit(found)]
             fastest, hoped = min(fit, default=best), least_slowness(search) * part.expected_seconds
             if enough and not plans:
                 fastest = grouped.given_up_seconds(part, self.ratios(search, part)[0], *enough)
@@ -247,7 +247,7 @@ class Timed(Policy):
                 self._beyond[part.question.schedule][part] = fastest / hoped, bool(fit)
             self.rivals |= {part} if fastest < best and not part.is_plain else set()
         if search.effort.compiles == 0:
-            points = [found for found in points if _may_fit(found)] or points
+            points = [found for found in points if may_fit(found)] or points
         front = _undominated(points)
         return front if self._has_front else front[-1:]
 
@@ -459,12 +459,8 @@ def least_slowness(search: Search) -> float:
     return min(known, default=1.0)
 
 
-def is_sure(found: Found) -> bool:
-    """Return whether a plan is expected to fit, however much it needs."""
-    headroom = found.answer.headroom
-    return headroom is None or headroom.verdict == "fits"
-
-
-def _may_fit(found: Found) -> bool:
+def may_fit(found: Found) -> bool:
+    """Return whether a plan fits if it needs what is expected of it at most, which is mostly more
+    than it does."""
     headroom = found.answer.headroom
     return headroom is None or headroom.verdict != "does not fit"

@@ -417,7 +417,7 @@ def test_beside_a_plan_that_may_not_fit_one_is_compiled_that_does(monkeypatch):
         return SimpleNamespace(answer=answer, configs=[])
 
     risky, sure, slower, lowest = map(
-        found, (1.0, 2.0, 3.0, 9.0), ("may not fit", "fits", "fits", "fits")
+        found, (1.0, 2.0, 3.0, 9.0), ("does not fit", "fits", "may not fit", "fits")
     )
     parts = [
         SimpleNamespace(once=lambda function, ratios, is_last, of=of: [of if is_last else risky])
@@ -447,11 +447,11 @@ def test_a_plan_that_its_first_stages_rule_out_is_a_miss():
     search = Search(Named(), [], None, Effort(), lambda bracket: None)
     best, worse = (SimpleNamespace(configs=[n], answer=SimpleNamespace()) for n in range(2))
     search.compiled = [worse, best]
-    search._begun = {"before": 1, "first": 2, "last": 2}
-    assert search.num_missed(best) == 1, "neither what was before the best one, nor the last"
-    assert search.num_missed(None) == 4
+    search._begun = {"before": (1, 1.0), "first": (2, 1.0), "layers": (2, 0.5), "last": (2, 1.0)}
+    assert search.num_missed(best) == 1.5, "neither what was before the best one, nor the last"
+    assert search.num_missed(None) == 4.5
     search._asked["first"] = worse
-    assert search.num_missed(best) == 0, "it was compiled: not counted twice"
+    assert search.num_missed(best) == 0.5, "it was compiled: not counted twice"
 
 
 def test_estimates_with_other_ratios_share_their_bytes():

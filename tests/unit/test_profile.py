@@ -174,7 +174,7 @@ INNER = StageConfig(2, 5, ONE, 16)
 
 
 def test_without_errors_the_interval_is_wide():
-    assert Calibration((), 0, 0).interval(INNER, 10) == (0.75, 1.25)
+    assert Calibration((), 0, 0).interval(INNER, 10) == (0.75, 1.4)
     assert Calibration((), 0, 0).coverage() is None
 
 
