@@ -19,6 +19,7 @@ import numpy as np
 from capture.measured.profile import Profile
 from capture.memo import memo
 from capture.plan.choices import StageChoice
+from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps
 from capture.predictor.times import StageTable, TimePredictor
 from capture.step.times import StageTimes
@@ -28,7 +29,7 @@ from recommender.capture.parts import Found, OpenPart, posed
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
-from recommender.capture.table_space import step_of_equal_stages
+from recommender.capture.table_space import StageRows, step_of_equal_stages
 from recommender.capture.tables import TablePlan, TableSearch, several_groups
 from recommender.question import PlanQuestion
 
@@ -181,8 +182,11 @@ def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
     usable = set(several_groups(part.question, most.graph.num_layers))
     choices = [choice for choice in most.choices if choice.num_devices in usable]
     known = dict(zip(part.known.choices, ratios, strict=True))
-    steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), known))
-    return TableSearch(most, part.question, steps, choices)
+    if ratios not in part.rows:  # what schedules do not change is the same of all
+        steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), known))
+        part.rows[ratios] = StageRows(AdditivePredictor(most), steps, part.size)
+    rows = part.rows[ratios]
+    return TableSearch(most, part.question, rows.steps, choices, rows)
 
 
 def _found(part: OpenPart, found: TablePlan | None) -> Sequence[Found]:

@@ -21,6 +21,7 @@ from recommender.answer import StageAnswer
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.refuted import without_bounds
+from recommender.capture.table_space import StageRows
 from recommender.question import PlanQuestion
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class OpenPart:
         least_seconds: No plan of the part is faster; 0 once a bound was refuted.
         expected_seconds: The same of what plans are expected to take; 0 where that is not known.
         meanwhile: Called before anything is worked out, which may take seconds.
+        rows: Of stages, by what is estimated; parts whose stages are the same share them.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class OpenPart:
         least_seconds: float = 0.0,
         expected_seconds: float = 0.0,
         meanwhile: Callable[[], None] = lambda: None,
+        rows: dict[Hashable, StageRows] | None = None,
     ):
         self.question, self.known, self._most = question, between.least, between.most
         #: Layers that were compiled alone, and the choices of which they were asked for.
         self.alone: Mapping[StageConfig, StageCost] = {}
         self.rehearsed: Collection[StageChoice] = ()
         self.expected_seconds, self.meanwhile = expected_seconds, meanwhile
-        self.least_seconds = least_seconds
+        self.least_seconds, self.rows = least_seconds, {} if rows is None else rows
         self._said: dict[tuple[Hashable, ...], object] = {}
         self._bases: dict[Callable[[OpenPart], SearchProblem], SearchProblem] = {}
 
@@ -145,6 +148,7 @@ class OpenPart:
                 graph=replace(known.graph, value_dims=dims),
             )
             self._said.clear()
+            self.rows.clear()
         return new
 
     def windows(self, choices: Collection[StageChoice]) -> list[StageConfig]:
@@ -161,6 +165,7 @@ class OpenPart:
         """Learn what layers with some choices take, compiled alone."""
         self.rehearsed, self.alone = frozenset(choices), alone
         self._said.clear()
+        self.rows.clear()
 
     def trust_no(self, kinds: Collection[str]) -> None:
         """Drop bounds of some kinds: they are relied upon no longer."""

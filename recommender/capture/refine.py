@@ -15,7 +15,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from capture import interrupts
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, ByLayers, Proven
 from capture.processor_time import processor_seconds
@@ -32,6 +33,7 @@ from recommender.capture.effort import Effort, StageCompiler
 from recommender.capture.nearness import Corner, far
 from recommender.capture.parts import Found, OpenPart, Part, num_missed, since
 from recommender.capture.refuted import Refuted, refuted
+from recommender.capture.table_space import StageRows
 from recommender.question import PlanQuestion
 
 #: A plan of which layers alone were compiled counts as this part of one.
@@ -206,6 +208,7 @@ class Search:
         self._alone = defaultdict[
             int, tuple[Mapping[StageConfig, StageCost], Collection[StageChoice]]
         ](lambda: ({}, ()))
+        self._rows = defaultdict[tuple[int, bool], dict[Hashable, StageRows]](dict)
         self._profiles = dict[int, Profile]()  # of a micro-batch size, with what is compiled
         self._start, self._spent = time.perf_counter(), processor_seconds()
 
@@ -350,7 +353,9 @@ class Search:
         if self._policy.objective is not None:
             question = replace(question, algorithm=None, objective=self._policy.objective)
         known = unopened.least_seconds, unopened.expected_seconds
-        part = OpenPart(question, unopened.open(), *known, self._go_on)
+        splits = SCHEDULES[question.schedule].splits_backward
+        rows = self._rows[question.microbatch_size, splits]
+        part = OpenPart(question, unopened.open(), *known, self._go_on, rows)
         self.parts[number] = part
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:

@@ -16,12 +16,13 @@ approximate front some plan is at most 1 + x times as large and as slow as any g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, PlanNotes, Why
 from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import Answer, StageAnswer
@@ -76,9 +77,9 @@ class Timed(Policy):
         self._candidate: Found | None = None
         #: Of a front, whether other schedules were looked at.
         self._knows_others = False
-        #: By schedule, what the best plan of each part takes over what is expected before it is
-        #: open, and whether it was looked for to the end; if not, it takes more.
-        self._beyond = defaultdict[str, dict[Part | OpenPart, tuple[float, bool]]](dict)
+        #: By kind of schedule, what the best plan of each part takes over what is expected before
+        #: it is open, and whether it was looked for to the end; if not, it takes more.
+        self._beyond = defaultdict[Hashable, dict[Part | OpenPart, tuple[float, bool]]](dict)
         #: Those of which a plan is estimated to be faster than all plain ones and other rivals
         #: before.
         self.rivals = set[OpenPart]()
@@ -135,9 +136,9 @@ class Timed(Policy):
 
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
         """Return the seconds that the best plan of a part may take: as many as when it was last
-        looked for, or those expected, and more the more parts of its schedule, since the best of
-        them, took more than that."""
-        of_parts = self._beyond[part.question.schedule]
+        looked for, or those expected, and more the more parts with such a schedule, since the best
+        of them, took more than that."""
+        of_parts = self._beyond[_kind(part)]
         if (own := of_parts.get(part)) is not None:
             return least_slowness(search) * own[0] * part.expected_seconds
         known = [each for each in of_parts.values() if each[0] < inf]
@@ -244,7 +245,7 @@ class Timed(Policy):
             if enough and not plans:
                 fastest = grouped.given_up_seconds(part, self.ratios(search, part)[0], *enough)
             if hoped and (fit or enough):
-                self._beyond[part.question.schedule][part] = fastest / hoped, bool(fit)
+                self._beyond[_kind(part)][part] = fastest / hoped, bool(fit)
             self.rivals |= {part} if fastest < best and not part.is_plain else set()
         if search.effort.compiles == 0:
             points = [found for found in points if may_fit(found)] or points
@@ -457,6 +458,12 @@ def least_slowness(search: Search) -> float:
     """Return the least ratio of compiled to expected seconds of any choice; 1 if unknown."""
     known = [found for part in search.plain_parts for found in part.once(slowness).values()]
     return min(known, default=1.0)
+
+
+def _kind(part: Part | OpenPart) -> Hashable:
+    """Return what decides how long devices wait for each other, and hold what is kept."""
+    schedule = SCHEDULES[part.question.schedule]
+    return schedule.stages_per_group, schedule.splits_backward
 
 
 def may_fit(found: Found) -> bool:

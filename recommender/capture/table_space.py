@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from capture.memo import forget, memo
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES, Occupancy, Schedule, make_schedule
 from capture.predictor import AdditivePredictor
@@ -57,44 +58,76 @@ class _Group:
     seconds: float
 
 
+class StageRows:
+    """The bytes and seconds of all stages with some choices at a micro-batch size, which do not
+    depend on the schedule.
+
+    Args:
+        predictor: Of bytes.
+        steps: Of seconds; None for no times.
+        microbatch_size: Over all replicas.
+    """
+
+    def __init__(
+        self, predictor: AdditivePredictor, steps: CountedSteps | None, microbatch_size: int
+    ):
+        self.predictor, self.steps, self._size = predictor, steps, microbatch_size
+
+    @memo
+    def can_predict(self, choice: StageChoice) -> bool:
+        """Return whether the profile can predict stages with a choice."""
+        return self.predictor.can_predict(choice, self._size)
+
+    @memo
+    def of(
+        self, choices: tuple[StageChoice, ...]
+    ) -> tuple[Kinds, np.ndarray, Sequence[StageTable]]:
+        """Return the kinds of stages, and of each its bytes by choice and part, int64 (num_choices,
+        14, S), and its seconds by choice."""
+        rows = [_rows(self.predictor.memory(choice, self._size)) for choice in choices]
+        tables = []
+        if self.steps is not None:
+            tables = [self.steps.times.table(choice, self._size) for choice in choices]
+        times = [np.stack([getattr(t, name) for name in _TIMES]) for t in tables]
+        kinds = Kinds(np.zeros(rows[0].shape[1:]))
+        kinds.look(*rows, *times)
+        sums = np.stack([*map(kinds.once, rows)])
+        return kinds, sums, [StageTable(*kinds.once(each)) for each in times]
+
+    def forget_tables(self) -> None:
+        """Drop the tables of all stages that rows were made from: of a deep model, hundreds of
+        megabytes."""
+        forget(self.predictor)
+        if self.steps is not None:
+            forget(self.steps.times)
+
+
 class TableSpace:
     """The plans of one number of groups: cuts of the layers, and a choice for every stage.
 
     A limit of 0 asks for the least memory, none for the least time.
 
     Args:
-        predictor: Of bytes.
-        steps: Of seconds; None for no times.
+        rows: Of bytes and seconds.
         choices: Of stages, all of as many devices; those of a group have the same degrees, and
             sequence parallelism all of them or none.
         question: That plans answer.
     """
 
-    def __init__(
-        self,
-        predictor: AdditivePredictor,
-        steps: CountedSteps | None,
-        choices: Sequence[StageChoice],
-        question: PlanQuestion,
-    ):
+    def __init__(self, rows: StageRows, choices: tuple[StageChoice, ...], question: PlanQuestion):
         self._choices, self._d = choices, choices[0].num_devices
         self.schedule = make_schedule(
             question.schedule, question.cluster.num_devices // self._d, question.num_microbatches
         )
-        size = question.microbatch_size
-        rows = [_rows(predictor.memory(choice, size)) for choice in choices]
-        tables = [] if steps is None else [steps.times.table(choice, size) for choice in choices]
-        times = [np.stack([getattr(t, name) for name in _TIMES]) for t in tables]
-        kinds = Kinds(np.zeros(rows[0].shape[1:]))
-        kinds.look(*rows, *times)
+        kinds, sums, self._times = rows.of(choices)
         #: The number of every stage in the tables, which hold stages that are alike once.
         self._of, self._num_layers = kinds.of, len(kinds.of)
-        sums = np.stack([*map(kinds.once, rows)])
         #: Per choice and part, of every stage.
         self._parts, self._losses, self._ends = sums[:, :-2], sums[:, -2], sums[:, -1]
         # Stages of a group share it.
         self._layout = np.array([2 * c.data_parallel + c.sequence_parallel for c in choices])
-        graph = predictor.graph(size)
+        predictor, steps = rows.predictor, rows.steps
+        self._graph = graph = predictor.graph(question.microbatch_size)
         readers = [graph.param_readers(p) for p in range(len(graph.params))]
         self._shared = {p: layers for p, layers in enumerate(readers) if len(layers) > 1}
         self._param_bytes = np.array(
@@ -106,7 +139,6 @@ class TableSpace:
             for moments in self.schedule.moments
         ]
         self._busy = np.zeros(self._ends.shape)
-        self._times = [StageTable(*kinds.once(each)) for each in times]
         if steps is not None:
             self._busy = np.stack(
                 [
@@ -115,7 +147,6 @@ class TableSpace:
                 ]
             )
             self._links = steps.links
-            self._graph = predictor.graph(size)
         self._groups: dict[Any, _Group] = {}
 
     def groups(self, cuts: Cuts, limit: int | None) -> list[_Group]:

@@ -21,7 +21,6 @@ from functools import cached_property, partial
 from math import inf
 
 from capture.measured.profile import Profile
-from capture.memo import forget
 from capture.plan.choices import StageChoice, by_degree
 from capture.plan.prediction import Prediction
 from capture.plan.schedule import SCHEDULES
@@ -31,7 +30,7 @@ from capture.predictor.step_time import CountedSteps
 from recommender.capture.pareto import undominated
 from recommender.capture.posed import plan_of, stage_choices
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
-from recommender.capture.table_space import Cuts, TableSpace
+from recommender.capture.table_space import Cuts, StageRows, TableSpace
 from recommender.question import PlanQuestion
 
 #: The best cuts are taken to be better than balanced ones by no more than so many times.
@@ -80,6 +79,7 @@ class TableSearch:
         question: With a schedule that is not plain.
         steps: Counts those of plans; None searches for least peak alone.
         of: Choices of stages; None for whatever the profile knows.
+        rows: Of the stages, as another schedule with such micro-batches has them; None makes them.
 
     Raises:
         ProfileError: ``profile-split`` if the schedule splits backward passes and the profile was
@@ -92,9 +92,11 @@ class TableSearch:
         question: PlanQuestion,
         steps: CountedSteps | None,
         of: Sequence[StageChoice] | None = None,
+        rows: StageRows | None = None,
     ):
         self.profile, self.question, self.steps = profile, question, steps
         self.predictor = AdditivePredictor(profile)
+        self._rows = rows or StageRows(self.predictor, steps, question.microbatch_size)
         self.predictor.check_split(question.schedule)
         self._of = stage_choices(profile, question.remat) if of is None else of
         #: By what ``fastest`` was asked, the least seconds of plans that fit and that it gave up,
@@ -111,7 +113,7 @@ class TableSearch:
             for choice in self._of
             if choice.num_devices in degrees
             and size % choice.data_parallel == 0
-            and self.predictor.can_predict(choice, size)
+            and self._rows.can_predict(choice)
         )
 
     @cached_property
@@ -122,12 +124,10 @@ class TableSearch:
             alike.setdefault((choice.data_parallel, choice.tensor_parallel), []).append(choice)
         alternatives = [*map(tuple, alike.values()), *by_degree(self.choices).values()]
         spaces = [
-            TableSpace(self.predictor, self.steps, choices, self.question)
+            TableSpace(self._rows, choices, self.question)
             for choices in dict.fromkeys(alternatives)
         ]
-        forget(self.predictor)  # of a deep model, tables of all stages are hundreds of megabytes
-        if self.steps is not None:
-            forget(self.steps.times)
+        self._rows.forget_tables()
         return spaces
 
     def least_peak(self) -> TablePlan | None:

@@ -487,7 +487,7 @@ def test_a_part_is_hoped_to_take_what_it_took_when_it_was_last_looked_for():
         Part(asked, lambda: None, least_bytes, expected_seconds=seconds)
         for least_bytes, seconds in enumerate((1.0, 1.0, 2.0))
     ]
-    known = policy._beyond["zb-h1"]
+    known = policy._beyond[1, True]
     known[parts[0]] = 1.5, True
     assert policy.hoped(search, parts[0]) == 1.5
     assert policy.hoped(search, parts[2]) == 2 * 1.25

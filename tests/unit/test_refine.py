@@ -126,10 +126,10 @@ def test_the_least_floor_of_seconds_is_told_before_anything_is_open():
 
 
 class Doubtful(ForSpeed):
-    """The first plan may not fit."""
+    """The first plan is not expected to fit."""
 
     def early(self, search, look):
-        headroom = Headroom(2, "given", 1, 3, 0.9, False)
+        headroom = Headroom(2, "given", 3, 4, 0.9, False)
         unsure = look.found._replace(answer=replace(look.found.answer, headroom=headroom))
         is_first = len(search.parts) == 1
         return super().early(search, look._replace(found=unsure) if is_first else look)
@@ -205,7 +205,7 @@ def test_the_more_parts_took_longer_than_equal_stages_the_more_is_expected_of_th
     assert policy.hoped(search, part("zb-v")) == 2.0
 
     def hoped(*known):
-        policy._beyond["zb-v"] = {object(): each for each in known}
+        policy._beyond[2, True] = {object(): each for each in known}
         return policy.hoped(search, part("zb-v"))
 
     found = [hoped(*[(1.2, True), (1.4, True), (1.6, True)][:num]) for num in (1, 2, 3)]
