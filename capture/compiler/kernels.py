@@ -1,8 +1,10 @@
 """The kernels of an optimised program, and what each of them computes and moves.
 
 XLA's cost analysis knows what an instruction reads of its operands (a slice, a row), but tells it
-of a whole module only, and nothing of calls of libraries. So every instruction that runs as a
-kernel is analysed as a module of its own; products in libraries are counted by their shapes:
+of a whole module only, and nothing of calls of libraries; of a fusion it takes a slice of a view
+for the whole array. So every instruction that runs as a kernel is analysed as a module of its own;
+what a fusion reads and writes is counted by how its values are used, products in libraries by their
+shapes:
 
     matrix product   2 x elements of the result x elements of a dimension that is summed over
     convolution      2 x elements of the output x elements of the filter / features of the output
@@ -15,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -44,6 +46,13 @@ _NO_KERNELS = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|partition-id|replica-id"
     r"|opt-barrier|add-dependency|.*-(?:done|update)"
 )
+#: They show the bytes of their operand in another shape.
+_VIEWS = ("bitcast", "reshape")
+#: They read of their first operand what they return.
+_SLICES = ("slice", "dynamic-slice", "gather")
+#: The name of an operand, and its index where it is an element of a tuple (``%name#1``).
+_ELEMENT = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
 #: Any computation, and nothing else: an instruction may have the name of one.
@@ -204,6 +213,15 @@ class HloModule:
             result = _WORKSPACE.sub(")", instruction.shape) if instruction.is_product else ""
             read = sum(shape_bytes(shape) for _, shape in instruction.operands)
             return read + shape_bytes(result or instruction.shape)
+        if instruction.op == "fusion":
+            body = self._body_of[_CALLED.findall(instruction.rest)[0]]
+            shapes = {
+                int(m["operands"]): m["shape"]
+                for m in INSTRUCTION.finditer(body)
+                if m["op"] == "parameter"
+            }
+            parameters = [_Value("parameter", shapes[i]) for i in range(len(shapes))]
+            return _moved(parameters, self._result(body, parameters))
         return int(self._costs(instruction).get("bytes accessed", 0))
 
     def flops(self, instruction: Instruction) -> int:
@@ -219,6 +237,31 @@ class HloModule:
         others."""
         found = _product_of_call(instruction) if instruction.op == "custom-call" else None
         return () if found is None else found.shape
+
+    def _result(self, body: str, arguments: Sequence[_Value]) -> _Value:
+        """Return the result of a fusion whose computation has this text."""
+        values: dict[str, _Value] = {}
+        root = ""
+        for m in INSTRUCTION.finditer(body):
+            operands = [
+                values[name].element(index)
+                for name, index in _ELEMENT.findall(m["operands"])
+                if name in values
+            ]
+            if m["op"] == "parameter":
+                value = arguments[int(m["operands"])]
+            elif m["op"] in _VIEWS:
+                value = operands[0]
+            elif m["op"] == "fusion":
+                value = self._result(self._body_of[_CALLED.findall(m["rest"])[0]], operands)
+            elif m["op"] == "get-tuple-element" and operands[0].op == "tuple":
+                value = operands[0].element(_INDEX.findall(m["rest"])[0])
+            else:
+                value = _Value(m["op"], m["shape"], operands)
+            values[m["name"]] = value
+            if m[0].startswith("  ROOT "):
+                root = m["name"]
+        return values[root]
 
     def _costs(self, instruction: Instruction) -> dict[str, float]:
         parameters = "".join(
@@ -243,6 +286,68 @@ class HloModule:
                 if name in self._text_of:
                     found |= dict.fromkeys((*self._called(self._body_of[name]), name))
         return tuple(found)
+
+
+class _Value:
+    """A value inside a fusion, where inner fusions are dissolved and views are what they show.
+
+    Attributes:
+        op, nbytes: Opcode that computes it, and its bytes.
+        operands: The values that it is computed from; of a tuple its elements.
+        uses: The values that are computed from it, each with the position of this operand. A
+            tuple is no use.
+    """
+
+    def __init__(self, op: str, shape: str, operands: Sequence[_Value] = ()):
+        self.op, self.nbytes, self.operands = op, shape_bytes(shape), operands
+        self.uses: list[tuple[_Value, int]] = []
+        if op != "tuple":
+            for place, operand in enumerate(operands):
+                operand.uses.append((self, place))
+
+    def element(self, index: str) -> _Value:
+        """Return an element of a tuple; the value itself if it is no tuple or has no index."""
+        return self.operands[int(index)] if index and self.op == "tuple" else self
+
+    @property
+    def leaves(self) -> list[_Value]:
+        """The arrays of a tuple of tuples, in order."""
+        if self.op != "tuple":
+            return [self]
+        return [leaf for element in self.operands for leaf in element.leaves]
+
+
+def _moved(parameters: Sequence[_Value], root: _Value) -> int:
+    """Return the bytes that a fusion reads and writes.
+
+    Of a parameter that only slices use, the slices are read. A result that updates parts of a
+    parameter, and that the fusion reads no more, is written into that parameter's buffer: only the
+    parts are written.
+    """
+    results = root.leaves
+    _Value("result", "", results)
+    written, in_place = 0, set[_Value]()
+    for result in results:
+        buffer, updates = result, list[_Value]()
+        while buffer.op == "dynamic-update-slice" and len(buffer.uses) == 1:
+            updates.append(buffer)
+            buffer = buffer.operands[0]
+        if updates and buffer.op == "parameter":
+            in_place |= set(updates)
+            written += sum(update.operands[1].nbytes for update in updates)
+        else:
+            written += result.nbytes
+
+    def read(value: _Value) -> int:
+        nbytes = 0
+        for user, place in value.uses:
+            if place == 0 and user.op in _SLICES:
+                nbytes += user.nbytes
+            elif place > 0 or user not in in_place:
+                return value.nbytes
+        return min(nbytes, value.nbytes)
+
+    return written + sum(map(read, parameters))
 
 
 class _Product(NamedTuple):

@@ -54,9 +54,10 @@ SPLIT_VERSION = 1
 CUT_VERSION = 1
 #: Bump when other values are split along the sequence for the same model.
 SEQUENCE_VERSION = "sequence 3"
-#: Bump when more is counted of what programs compute, which only targets with rates are asked for:
-#: 2 counts kernels, 3 knows the shapes of products, 4 sees collectives that are part of a fusion.
-WORK_VERSION = 4
+#: Bump when something else is counted of what programs compute, which only targets with rates are
+#: asked for: 2 counts kernels, 3 knows the shapes of products, 4 sees collectives that are part of
+#: a fusion, 5 counts the slices that a fusion reads or updates through views, not whole arrays.
+WORK_VERSION = 5
 
 
 class CompileBackend:

@@ -174,6 +174,19 @@ def test_work_is_that_of_the_model_split_over_its_devices(measured, name):
         } == {4}
 
 
+def test_an_iteration_over_stacked_layers_reads_the_weights_of_one():
+    """Where the compiler lays the stack out with its layers inside: each device casts its part of two
+    matrices, and reads them whole in products."""
+    require("cuda")
+    num_layers, dim, batch_size = 16, 1024, 8
+    asked = ("h100", *map(str, (num_layers, dim, batch_size)))
+    work = read(json.loads(output_of("scanned_work", *asked)), ProgramWork)
+    in_loop = (kernel for kernel in work.kernels if kernel.count % num_layers == 0)
+    nbytes = sum(kernel.nbytes * kernel.count for kernel in in_loop) / num_layers
+    weight = dim * dim
+    assert nbytes == pytest.approx(2 * (weight // 4 * (4 + 2) + weight * 2), rel=0.03)
+
+
 @pytest.mark.parametrize("name", TARGETS[1:])
 def test_the_provenance_names_the_compiler(measured, name):
     provenance = measured(name)["provenance"]
