@@ -79,12 +79,8 @@ class Server:
         return _load(name)
 
     @classmethod
-    def of(cls, cluster: Cluster, host_memory_bytes: int | None = None) -> Server:
+    def of(cls, cluster: Cluster) -> Server:
         """Return the server that one node of a target's devices makes.
-
-        Args:
-            cluster: One node.
-            host_memory_bytes: None for what the target says.
 
         Raises:
             ClusterError: ``server-nodes`` for more than one node; TargetError: those of
@@ -100,15 +96,12 @@ class Server:
         rates, memory, count = machine.rates, machine.target.memory, cluster.num_devices
         assert memory is not None, "a machine has memory"
         host = machine.target.host
-        of_host = replace(host.memory_bytes, value=host.memory_bytes.value * count)
-        if host_memory_bytes is not None:
-            of_host = Sourced(host_memory_bytes, "given")
         return cls(
             f"{cluster.target}-x{count}",
             Sourced(count, "the cluster"),
             memory.capacity_bytes,
             Sourced(memory.usable_bytes, str(memory)),
-            of_host,
+            replace(host.memory_bytes, value=host.memory_bytes.value * count),
             rates.host.to_device.bytes_per_second,
             rates.intra_node.bytes_per_second,
             host.message_bytes_per_second,
@@ -127,30 +120,16 @@ class Server:
     @property
     def assumed(self) -> dict[str, str]:
         """Numbers that nobody measured, specified or gave, and where they are from."""
-        found = {name: getattr(self, name) for name in vars(self)}
         return {
             name: f"{format_quantity(name, number.value)}: {number.source.removeprefix(ASSUMED)}"
-            for name, number in found.items()
+            for name, number in vars(self).items()
             if isinstance(number, Sourced) and number.source.startswith(ASSUMED)
         }
 
-    def with_(
-        self,
-        *,
-        num_devices: int | None = None,
-        usable_bytes: int | None = None,
-        host_memory_bytes: int | None = None,
-    ) -> Server:
-        """Return the server with other sizes; None keeps one."""
-        given = {
-            "num_devices": num_devices,
-            "usable_bytes": usable_bytes,
-            "host_memory_bytes": host_memory_bytes,
-        }
-        changed: dict[str, Any] = {
-            key: Sourced(value, "given") for key, value in given.items() if value is not None
-        }
-        return replace(self, **changed)
+    def with_(self, **sizes: int | None) -> Server:
+        """Return the server with other sizes, by the names of their fields; None keeps one."""
+        given = {name: Sourced(n, "given") for name, n in sizes.items() if n is not None}
+        return replace(self, **given)  # type: ignore[arg-type]
 
     def _violations(self) -> Iterator[Violation]:
         devices = self.num_devices.value

@@ -40,7 +40,7 @@ def test_every_shipped_server_is_read():
 
 
 def test_a_target_makes_one():
-    server = Server.of(Cluster.parse("1x2", "h100"), 10**12)
+    server = Server.of(Cluster.parse("1x2", "h100")).with_(host_memory_bytes=10**12)
     assert (server.name, server.devices, server.host_memory_bytes.value) == ("h100-x2", 2, 10**12)
     assert server.usable_bytes.value < server.memory_bytes.value
     assert set(server.assumed) == {"message_bytes_per_second", "delete_seconds"}
@@ -57,7 +57,7 @@ def test_a_target_says_what_its_host_has(tmp_path):
     server = Server.of(Cluster.parse("1x4", str(path)))
     assert server.host_memory_bytes == Sourced(4 * 10**11, "its data sheet")
     assert set(server.assumed) == {"message_bytes_per_second", "delete_seconds"}
-    assert Server.of(Cluster.parse("1x4", str(path)), 7).host_memory_bytes.value == 7
+    assert server.with_(host_memory_bytes=7, usable_bytes=None).host_memory_bytes.value == 7
 
 
 def test_a_file_goes_in_and_out(tmp_path):
