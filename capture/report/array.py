@@ -12,7 +12,6 @@ from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.figure import (
-    OVERLAID,
     Figure,
     bytes_unit,
     lanes,
@@ -188,8 +187,7 @@ def _step(facts: ArrayFacts) -> Figure:
         trace.update(width=0.7, text=words)
     layout = {
         "height": 300,
-        **OVERLAID,
-        "xaxis": {"title": {"text": f"{unit.name} into the step"}, "rangemode": "tozero"},
+        "xaxis": {"title": f"{unit.name} into the step", "from_zero": True},
         "yaxis": lanes(LANES),
     }
     caption = (
@@ -218,8 +216,7 @@ def _memory(facts: ArrayFacts) -> Figure:
             [float(seconds) / clock.scale for seconds, _ in use.samples],
             [nbytes / unit.scale for _, nbytes in use.samples],
             line={"shape": "hv", "color": INK, "width": 1.5},
-            fill="tozeroy",
-            fillcolor="rgba(86, 180, 233, 0.35)",
+            fill="rgba(86, 180, 233, 0.35)",
         )
     ]
     lines = [("peak of the plan", peak, INK)]
@@ -231,8 +228,8 @@ def _memory(facts: ArrayFacts) -> Figure:
         traces.append(scatter("lines", named, [0, end], y, line=dashed))
     layout = {
         "height": 320,
-        "xaxis": {"title": {"text": f"{clock.name} into the step"}},
-        "yaxis": {"title": {"text": f"{unit.name} of the device"}, "rangemode": "tozero"},
+        "xaxis": {"title": f"{clock.name} into the step"},
+        "yaxis": {"title": f"{unit.name} of the device", "from_zero": True},
     }
     caption = (
         "What the device holds at each time. The plan's peak is that of its instructions, which no "
@@ -259,8 +256,8 @@ def _saturation(plan: ArrayPlan) -> Figure:
         ]
     layout = {
         "height": 320,
-        "xaxis": {"title": {"text": "models that are fused"}, "dtick": max(1, largest // 16)},
-        "yaxis": {"title": {"text": "examples per second"}, "rangemode": "tozero"},
+        "xaxis": {"title": "models that are fused", "dtick": max(1, largest // 16)},
+        "yaxis": {"title": "examples per second", "from_zero": True},
     }
     caption = (
         "Where the curve is flat, the device is full, and fusing more is worth nothing: by "

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from capture.quantities import format_bytes
-from capture.report.palette import LIMIT
 
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3))
 #: A limit that lies so many times above everything else is said and not drawn.
 FAR_LIMIT = 5
-#: Of a figure of bars in lanes.
-OVERLAID = {"barmode": "overlay", "bargap": 0}
 
 #: Of a figure; ``said`` is what stands under the pointer, by mark.
 Trace = dict[str, Any]
@@ -60,12 +57,8 @@ def scatter(
 
 def lanes(names: Sequence[str]) -> dict[str, Any]:
     """Return an upright axis of named rows, the first on top."""
-    return {
-        "tickvals": list(range(len(names))),
-        "ticktext": list(names),
-        "range": [len(names) - 0.5, -0.5],
-        "showgrid": False,
-    }
+    ends = (len(names) - 0.5, -0.5)
+    return {"names": list(enumerate(names)), "range": ends, "showgrid": False}
 
 
 def edged(color: str, width: float = 0.5) -> dict[str, Any]:
@@ -77,24 +70,7 @@ def limit_line(axis: str, limit: int | None, scale: float, largest: float) -> di
     """Return a dashed line at the limit, if it is near enough not to squeeze the rest."""
     if limit is None or limit > FAR_LIMIT * largest:
         return {}
-    along, other = ("y", "x") if axis == "y" else ("x", "y")
-    line = {
-        "type": "line",
-        f"{along}0": limit / scale,
-        f"{along}1": limit / scale,
-        f"{other}ref": "paper",
-        f"{other}0": 0,
-        f"{other}1": 1,
-        "line": {"color": LIMIT, "width": 2, "dash": "dash"},
-    }
-    words = {
-        "text": f"limit {format_bytes(limit)}",
-        "font": {"color": LIMIT},
-    }
-    place = {"x": 0, "xref": "paper", "y": limit / scale}
-    if axis == "x":
-        place = {"x": limit / scale, "y": 1, "yref": "paper"}
-    return {"shapes": [line], "annotations": [{**words, **place}]}
+    return {"limit": (axis, limit / scale, f"limit {format_bytes(limit)}")}
 
 
 @dataclass(frozen=True)

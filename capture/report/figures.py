@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from capture.plan.strategy import of_devices
 from capture.quantities import counted, format_bytes, signed_bytes
@@ -25,6 +24,7 @@ from capture.report.figure import (
 from capture.report.front_figure import front
 from capture.report.palette import INK, category_color, in_order, stage_colors
 from capture.report.schedule_figure import schedule
+from capture.report.treemap import Area
 from capture.report.words import CLOCKS
 
 #: Points per stage of the memory over time: three per bucket at most.
@@ -80,11 +80,9 @@ def stage_map(facts: ReportFacts) -> Figure:
     num_nodes, widest = len(cluster.nodes), max(cluster.nodes)
     layout = {
         "height": 90 + 70 * num_nodes,
-        "barmode": "overlay",
-        "showlegend": False,
         "xaxis": {
-            "title": {"text": "device of its node"},
-            "range": [-0.5, widest - 0.5],
+            "title": "device of its node",
+            "range": (-0.5, widest - 0.5),
             "dtick": max(1, widest // 16),
             "showgrid": False,
         },
@@ -120,9 +118,9 @@ def peaks(facts: ReportFacts) -> Figure:
         traces.append(_verified(names, tops, list(map(format_bytes, compiled))))
     layout = {
         "height": 440,
-        "barmode": "stack",
+        "stacked": True,
         "bargap": 0.35,
-        "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
+        "yaxis": {"title": f"{unit.name} per device", "from_zero": True},
         **limit_line("y", limit, unit.scale, max(stage.interval_bytes[1] for stage in stages)),
     }
     return Figure(
@@ -137,11 +135,6 @@ def peaks(facts: ReportFacts) -> Figure:
 def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> Trace:
     """Return the marks of the predicted peaks, with their intervals."""
     top = [stage.predicted_bytes / unit.scale for stage in stages]
-    low, high = zip(*(stage.interval_bytes for stage in stages), strict=True)
-    errors = {
-        "array": [end / unit.scale - y for end, y in zip(high, top, strict=True)],
-        "arrayminus": [y - end / unit.scale for end, y in zip(low, top, strict=True)],
-    }
     return scatter(
         "markers",
         "predicted, with interval",
@@ -149,7 +142,7 @@ def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -
         top,
         said=[f"predicted {_interval_text(stage)}" for stage in stages],
         marker={"color": INK, "size": 5},
-        error_y=errors,
+        intervals=[[end / unit.scale for end in stage.interval_bytes] for stage in stages],
     )
 
 
@@ -160,22 +153,7 @@ def _verified(names: Sequence[str], y: Sequence[float], said: Sequence[str]) -> 
     return scatter("markers", "verified (compiled)", names, y, said=named, marker=marker)
 
 
-class _Area(NamedTuple):
-    """A rectangle of a treemap, in another one or in none (``""``)."""
-
-    parent: str
-    name: str
-    label: str
-    nbytes: int
-    color: str
-    about: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.parent}/{self.name}"
-
-
-def _areas(stage: StageFacts) -> Iterator[_Area]:
+def _areas(stage: StageFacts) -> Iterator[Area]:
     """Yield the areas of a stage, its layers, and what each layer's bytes are for."""
     first, rest = stage.stage.first, dict[str, int]()
     for category, nbytes in stage.parts.items():
@@ -185,35 +163,26 @@ def _areas(stage: StageFacts) -> Iterator[_Area]:
     groups.append(("of no one layer", rest))
     name, total = _stage_name(stage), sum(sum(parts.values()) for _, parts in groups)
     each = f"{name}: devices {stage.devices_text}, {format_bytes(stage.predicted_bytes)} each"
-    yield (whole := _Area("", name, each, total, "#E4E7EB", f"{name}, per device"))
+    yield (whole := Area("", name, each, total, "#E4E7EB", f"{name}, per device"))
     for name, parts in groups:
         if not any(parts.values()):
             continue
-        yield (inner := _Area(whole.key, name, name, sum(parts.values()), "#F5F7FA", name))
+        yield (inner := Area(whole.key, name, name, sum(parts.values()), "#F5F7FA", name))
         for c in in_order([category for category, nbytes in parts.items() if nbytes]):
-            yield _Area(inner.key, c, c, parts[c], category_color(c), f"{name}, {c}")
+            yield Area(inner.key, c, c, parts[c], category_color(c), f"{name}, {c}")
 
 
 def treemap(facts: ReportFacts) -> Figure:
     """Return the figure of stages, their layers, and what each is for: areas are bytes of one
     device of each stage."""
     areas = [area for stage in facts.stages for area in _areas(stage)]
-    trace = {
-        "type": "treemap",
-        "ids": [area.key for area in areas],
-        "labels": [area.label for area in areas],
-        "parents": [area.parent for area in areas],
-        "values": [area.nbytes for area in areas],
-        "said": [f"{area.about}: {format_bytes(area.nbytes)}" for area in areas],
-        "marker": {"colors": [area.color for area in areas]},
-    }
     layout = {"height": 240 + 60 * min(8, len(facts.stages))}
     return Figure(
         "treemap",
         "Memory by layer and category",
         "One device of each stage at its predicted peak; areas are bytes. What passes between "
         "stages counts to the layer at the border.",
-        [trace],
+        [{"type": "treemap", "areas": areas}],
         layout,
     )
 
@@ -240,8 +209,8 @@ def memory_over_time(facts: ReportFacts) -> Figure:
     limit = None if facts.headroom is None else facts.headroom.limit_bytes
     layout = {
         "height": 420,
-        "xaxis": {"title": {"text": f"{clock.name} into the step" if in_seconds else "unit times"}},
-        "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
+        "xaxis": {"title": f"{clock.name} into the step" if in_seconds else "unit times"},
+        "yaxis": {"title": f"{unit.name} per device", "from_zero": True},
         **limit_line("y", limit, unit.scale, largest),
     }
     note = " Thinned out; highs and lows are kept." if thinned else ""

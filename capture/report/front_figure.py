@@ -33,8 +33,9 @@ def front(facts: ReportFacts) -> Figure:
     x_of, x_axis = _scaled(f"peak per device, {unit.name}", [*peaks, *ends])
     low = [value / clock.scale for _, _, values in bounds for value in values]
     y_of, y_axis = _scaled(f"step, {clock.name}", [*seconds, *low])
-    for each in (*line.get("shapes", ()), *line.get("annotations", ())):
-        each.update({key: x_of(value) for key, value in each.items() if key in ("x", "x0", "x1")})
+    if line:
+        axis, at, words = line["limit"]
+        line["limit"] = axis, x_of(at), words
     traces = [_line(points, list(map(x_of, peaks)), list(map(y_of, seconds)))]
     if step is not None:
         peak = facts.fullest.peak_bytes
@@ -132,15 +133,12 @@ def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], floa
     apart."""
     low, high = min(values), max(values)
     if low <= 0 or high < LOG_RATIO * low:
-        return lambda value: value, {"title": {"text": title}}
+        return lambda value: value, {"title": title}
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     ticks = [n * 10.0**power for power in powers for n in (1, 2, 5)]
     shown = [tick for tick in ticks if low <= tick <= high]
-    return log10, {
-        "title": {"text": f"{title} (logarithmic)"},
-        "tickvals": list(map(log10, shown)),
-        "ticktext": [f"{tick:g}" for tick in shown],
-    }
+    names = [(log10(tick), f"{tick:g}") for tick in shown]
+    return log10, {"title": f"{title} (logarithmic)", "names": names}
 
 
 def _stages_text(stages: Sequence[Stage]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from capture.quantities import format_seconds
 from capture.report.data import ScheduleFacts
 from capture.report.figure import (
-    OVERLAID,
     Trace,
     Unit,
     edged,
@@ -48,11 +47,10 @@ def schedule(facts: ScheduleFacts) -> tuple[list[Trace], dict[str, Any], str]:
     )
     layout: dict[str, Any] = {
         "height": 130 + max(26, 60 - 2 * num_stages) * num_stages,
-        **OVERLAID,
         "showlegend": True,
         "xaxis": {
-            "title": {"text": f"{unit.name} into the step" if facts.in_seconds else unit.name},
-            "range": [0, float(facts.simulation.seconds) / unit.scale],
+            "title": f"{unit.name} into the step" if facts.in_seconds else unit.name,
+            "range": (0, float(facts.simulation.seconds) / unit.scale),
         },
         "yaxis": lanes(list(facts.lanes.values())),
     }
@@ -123,23 +121,10 @@ def _bars(rows: list[Row], facts: ScheduleFacts, unit: Unit) -> list[Trace]:
 
 
 def _image(facts: ScheduleFacts, unit: Unit) -> list[Trace]:
-    """Return a heat map whose values are kinds of programs; ``None`` where a stage mostly waits."""
+    """Return a heat map of kinds of programs; ``None`` where a stage mostly waits."""
     grid, labels = slots(facts, NUM_SLOTS)
     width = float(facts.simulation.seconds) / NUM_SLOTS / unit.scale
-    steps = [
-        [edge, KINDS[kind]]
-        for i, kind in enumerate(_COMPUTES)
-        for edge in (i / len(_COMPUTES), (i + 1) / len(_COMPUTES))
-    ]
-    image = {
-        "type": "heatmap",
-        "z": [[None if kind is None else _COMPUTES.index(kind) for kind in row] for row in grid],
-        "dx": width,
-        "y": list(range(len(facts.lanes))),
-        "colorscale": steps,
-        "ygap": 4,
-        "text": labels,
-    }
+    image = {"type": "heatmap", "kinds": grid, "dx": width, "text": labels}
     used = {kind for row in grid for kind in row if kind is not None}
     square = {"symbol": "square", "size": 12}
     legend = [

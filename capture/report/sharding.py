@@ -151,7 +151,7 @@ def _figures(plan: ShardingPlan) -> list[Figure]:
             "y": [value / unit.scale for value in values],
             "text": [str(mode) for mode in plan.modes],
         }
-        axes = {"xaxis": {"tickangle": -45}, "yaxis": {"title": {"text": unit.name}}}
+        axes = {"xaxis": {"tickangle": -45}, "yaxis": {"title": unit.name}}
         words = field.replace("_", " ").capitalize()
         found.append(Figure(field, words, f"Per operator: {what}.", [trace], axes))
     return found
@@ -170,11 +170,7 @@ def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
         )
         for part in parts
     ]
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"tickangle": -45},
-        "yaxis": {"title": {"text": unit.name}},
-    }
+    layout = {"stacked": True, "xaxis": {"tickangle": -45}, "yaxis": {"title": unit.name}}
     caption = (
         f"Per operator, its part of the {format_bytes(plan.peak_bytes)} that a device is estimated "
         "to need at the peak of the step."

@@ -14,7 +14,7 @@ from html import escape
 from typing import Any
 
 from capture.report.figure import Figure
-from capture.report.palette import INK, OTHER, text_on
+from capture.report.palette import INK, KINDS, LIMIT, OTHER, text_on
 from capture.report.treemap import treemap
 
 WIDTH = 1110
@@ -80,7 +80,7 @@ class _Chart:
 
     def elements(self) -> Iterator[str]:
         if self._traces and self._traces[0]["type"] == "treemap":
-            yield from treemap(self._traces[0], WIDTH, self._height)
+            yield from treemap(self._traces[0]["areas"], WIDTH, self._height)
             return
         top = 8 + _LINE * (1 + max((row for row, *_ in self._legend), default=-1))
         self._x, self._y = self._axes(top)
@@ -90,7 +90,7 @@ class _Chart:
             yield from {"bar": self._bars, "scatter": self._scatter, "heatmap": self._heatmap}[
                 trace["type"]
             ](trace, stacked)
-        yield from self._lines_and_words()
+        yield from self._limit_line()
         for row, x, trace in self._legend:
             y = 11 + _LINE * row
             yield _swatch(trace, x, y)
@@ -116,13 +116,12 @@ class _Chart:
         sums: dict[Any, float] = {}
         for trace in self._traces:
             values = [v for v in trace.get(axis, ()) if v is not None]
-            if trace["type"] == "heatmap":
-                size = len(trace["z"][0]) * trace["dx"] if axis == "x" else 0
-                values = [0.0, size] if axis == "x" else values
+            if trace["type"] == "heatmap" and axis == "x":
+                values = [0.0, len(trace["kinds"][0]) * trace["dx"]]
             if trace["type"] == "bar" and is_length:
                 bases = trace.get("base")
                 across = trace["y" if axis == "x" else "x"]
-                if bases is None and self._layout.get("barmode") == "stack":
+                if bases is None and self._layout.get("stacked"):
                     for at, value in zip(across, values, strict=True):
                         sums[at] = sums.get(at, 0.0) + value
                     values = [0.0, *sums.values()]
@@ -130,15 +129,11 @@ class _Chart:
                     bases = bases or [0.0] * len(values)
                     ends = [base + v for base, v in zip(bases, values, strict=True)]
                     values = [*bases, *ends]
-            error = trace.get("error_y") if axis == "y" else None
-            if error:
-                values += [y + e for y, e in zip(trace["y"], error["array"], strict=True)]
-                values += [y - e for y, e in zip(trace["y"], error["arrayminus"], strict=True)]
+            if axis == "y":
+                values += [end for interval in trace.get("intervals", ()) for end in interval]
             found += values
-        for shape in self._layout.get("shapes", ()):
-            if shape.get(f"{axis}ref") != "paper":
-                found.append(shape[f"{axis}0"])
-        return found
+        limited, limit, _ = self._layout.get("limit", ("", 0, ""))
+        return [*found, limit] if limited == axis else found
 
     def _frame(self) -> Iterator[str]:
         x, y = self._x, self._y
@@ -176,7 +171,7 @@ class _Chart:
             if not size:
                 continue
             base = trace["base"][i] if "base" in trace else stacked.get(where, 0.0)
-            if "base" not in trace and self._layout.get("barmode") == "stack":
+            if "base" not in trace and self._layout.get("stacked"):
                 stacked[where] = base + size
             low, high = sorted((along.at(base), along.at(base + size)))
             middle, color = across.at(where), _color_of(colors, i)
@@ -212,7 +207,7 @@ class _Chart:
             if "fill" in trace:
                 bottom = self._y.at(0)
                 closed = f"{path}V{bottom:.1f}H{points[0][0]:.1f}Z"
-                yield f'<path d="{closed}" fill="{trace["fillcolor"]}" stroke="none"/>'
+                yield f'<path d="{closed}" fill="{trace["fill"]}" stroke="none"/>'
             dash = ' stroke-dasharray="6 4"' if line.get("dash") else ""
             name = escape(trace.get("name", ""))
             yield (
@@ -221,11 +216,10 @@ class _Chart:
             )
         if "markers" not in trace["mode"]:
             return
-        marker, error = trace.get("marker", {}), trace.get("error_y")
+        marker = trace.get("marker", {})
         for x, y, i in points:
-            if error:
-                top = self._y.at(trace["y"][i] + error["array"][i])
-                bottom = self._y.at(trace["y"][i] - error["arrayminus"][i])
+            if "intervals" in trace:
+                bottom, top = map(self._y.at, trace["intervals"][i])
                 yield _line(x, top, x, bottom, INK)
                 yield _line(x - 5, top, x + 5, top, INK) + _line(x - 5, bottom, x + 5, bottom, INK)
             yield _symbol(marker, x, y, _title(trace, i))
@@ -234,9 +228,8 @@ class _Chart:
 
     def _heatmap(self, trace: dict[str, Any], stacked: dict[Any, float]) -> Iterator[str]:
         """Yield a heat map with runs of equal values as one bar each."""
-        scale, half = trace["colorscale"], self._y.pixels_per_unit / 2 - trace.get("ygap", 0) / 2
-        num_kinds = len(scale) // 2
-        for y, row, labels in zip(trace["y"], trace["z"], trace["text"], strict=True):
+        half = self._y.pixels_per_unit / 2 - 2
+        for y, (row, labels) in enumerate(zip(trace["kinds"], trace["text"], strict=True)):
             first = 0
             for stop in range(1, len(row) + 1):
                 if stop < len(row) and row[stop] == row[first]:
@@ -244,8 +237,7 @@ class _Chart:
                 if row[first] is not None:
                     begin = self._x.at(first * trace["dx"])
                     end = self._x.at(stop * trace["dx"])
-                    color = scale[2 * (row[first] % num_kinds)][1]
-                    label = escape(labels[first])
+                    color, label = KINDS[row[first]], escape(labels[first])
                     yield (
                         f'<rect x="{begin:.1f}" y="{self._y.at(y) - half:.1f}" '
                         f'width="{end - begin:.1f}" height="{2 * half:.1f}" fill="{color}">'
@@ -253,21 +245,17 @@ class _Chart:
                     )
                 first = stop
 
-    def _lines_and_words(self) -> Iterator[str]:
-        for shape in self._layout.get("shapes", ()):
-            color = shape["line"]["color"]
-            if shape.get("xref") == "paper":
-                y = self._y.at(shape["y0"])
-                yield _line(self._x.begin, y, self._x.end, y, color, dash="8 5", width=2)
-            else:
-                x = self._x.at(shape["x0"])
-                yield _line(x, self._y.begin, x, self._y.end, color, dash="8 5", width=2)
-        for words in self._layout.get("annotations", ()):
-            along = words.get("xref") == "paper"
-            x = self._x.begin + 4 if along else self._x.at(words["x"]) - 4
-            y = self._y.at(words["y"]) - 5 if along else self._y.end + 12
-            anchor = "start" if along else "end"
-            yield _text(x, y, words["text"], anchor=anchor, fill=words["font"]["color"], halo=True)
+    def _limit_line(self) -> Iterator[str]:
+        x, y = self._x, self._y
+        match self._layout.get("limit"):
+            case "y", value, words:
+                at = y.at(value)
+                yield _line(x.begin, at, x.end, at, LIMIT, dash="8 5", width=2)
+                yield _text(x.begin + 4, at - 5, words, anchor="start", fill=LIMIT, halo=True)
+            case "x", value, words:
+                at = x.at(value)
+                yield _line(at, y.begin, at, y.end, LIMIT, dash="8 5", width=2)
+                yield _text(at - 4, y.end + 12, words, anchor="end", fill=LIMIT, halo=True)
 
 
 # ---- parts ---------------------------------------------------------------------------------------
@@ -278,8 +266,7 @@ def _axis(
 ) -> Axis:
     names = list(dict.fromkeys(v for v in values if isinstance(v, str)))
     places = {name: i for i, name in enumerate(names)}
-    title = asked.get("title", {}).get("text", "")
-    has_grid = asked.get("showgrid", True)
+    title, has_grid = asked.get("title", ""), asked.get("showgrid", True)
     if names:
         ticks = tuple((float(i), name) for name, i in places.items())
         return Axis(-0.5, len(names) - 0.5, begin, end, ticks, places, title, has_grid)
@@ -289,12 +276,9 @@ def _axis(
     else:
         low, high = min(numbers), max(numbers)
         pad = 0.04 * ((high - low) or abs(high) or 1.0)
-        from_zero = low == 0 or (low > 0 and asked.get("rangemode") == "tozero")
+        from_zero = low == 0 or (low > 0 and "from_zero" in asked)
         low, high = 0.0 if from_zero else low - pad, high + pad
-    if "tickvals" in asked:
-        named = tuple(zip(map(float, asked["tickvals"]), asked["ticktext"], strict=True))
-    else:
-        named = tuple(_ticks(low, high, most, asked.get("dtick")))
+    named = tuple(asked.get("names", ()) or _ticks(low, high, most, asked.get("dtick")))
     return Axis(low, high, begin, end, named, {}, title, has_grid)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import NamedTuple
 
+from capture.quantities import format_bytes
 from capture.report.palette import text_on
 
 #: Left, top, width, height.
@@ -14,34 +15,47 @@ Box = tuple[float, float, float, float]
 _HEAD, _GAP = 16.0, 1.5
 
 
-def treemap(trace: Mapping[str, Any], width: float, height: float) -> Iterator[str]:
-    """Yield the SVG of a treemap: ids, parents, labels, values."""
-    children: dict[str, list[int]] = {}
-    for i, parent in enumerate(trace["parents"]):
-        children.setdefault(parent, []).append(i)
+class Area(NamedTuple):
+    """A rectangle of a treemap, in another one or in none (``""``)."""
+
+    parent: str
+    name: str
+    label: str
+    nbytes: int
+    color: str
+    about: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.parent}/{self.name}"
+
+
+def treemap(areas: Sequence[Area], width: float, height: float) -> Iterator[str]:
+    """Yield the SVG of a treemap."""
+    children: dict[str, list[Area]] = {}
+    for each in areas:
+        children.setdefault(each.parent, []).append(each)
 
     def boxes(parent: str, area: Box) -> Iterator[str]:
         members = children.get(parent, [])
-        sizes = [float(trace["values"][i]) for i in members]
-        for i, box in zip(members, squarified(sizes, area), strict=True):
-            x, y, w, h = box
-            color, inner = trace["marker"]["colors"][i], trace["ids"][i] in children
+        sizes = [float(each.nbytes) for each in members]
+        for each, (x, y, w, h) in zip(members, squarified(sizes, area), strict=True):
+            color, label = each.color, each.label
             yield (
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(w - 1, 0):.1f}" '
                 f'height="{max(h - 1, 0):.1f}" fill="{color}">'
-                f"<title>{escape(trace['said'][i])}</title></rect>"
+                f"<title>{escape(f'{each.about}: {format_bytes(each.nbytes)}')}</title></rect>"
             )
             letters = int((w - 6) / 6.5)
             if h > 14 and letters >= 3:
-                label = str(trace["labels"][i])
                 shown = label if len(label) <= letters else f"{label[: letters - 1]}…"
                 yield (
                     f'<text x="{x + 4:.1f}" y="{y + 12:.1f}" font-size="11" '
                     f'fill="{text_on(color)}">{escape(shown)}</text>'
                 )
-            if inner and w > 8 and h > _HEAD + 4:
+            if each.key in children and w > 8 and h > _HEAD + 4:
                 inside = (x + _GAP, y + _HEAD, w - 1 - 2 * _GAP, h - 1 - _HEAD - _GAP)
-                yield from boxes(trace["ids"][i], inside)
+                yield from boxes(each.key, inside)
 
     yield from boxes("", (2.0, 2.0, width - 4.0, height - 4.0))
 

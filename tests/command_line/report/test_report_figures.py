@@ -61,11 +61,9 @@ def test_the_parts_of_a_stage_are_stacked_to_its_peak_under_the_limit(facts):
     by_name = {trace["name"]: trace for trace in figure.traces}
     predicted = by_name["predicted, with interval"]
     for s, stage in enumerate(facts.stages):
-        assert (predicted["y"][s] + predicted["error_y"]["array"][s]) * 1e9 == pytest.approx(
-            stage.interval_bytes[1]
-        )
+        assert predicted["intervals"][s][1] * 1e9 == pytest.approx(stage.interval_bytes[1])
         assert by_name["verified (compiled)"]["y"][s] * 1e9 == pytest.approx(stage.verified_bytes)
-    assert figure.layout["shapes"][0]["y0"] * 1e9 == pytest.approx(
+    assert figure.layout["limit"][1] * 1e9 == pytest.approx(
         Target.load("a100-40g").memory.usable_bytes
     )
 
@@ -75,8 +73,8 @@ def test_a_limit_far_above_is_said_and_not_drawn():
         drawn(report_facts(written_plan(), memory_limit_bytes=limit * GB))["peaks"]
         for limit in (100, 200)
     )
-    assert near.layout["shapes"][0]["y0"] == 100
-    assert "shapes" not in far.layout
+    assert near.layout["limit"][:2] == ("y", 100)
+    assert "limit" not in far.layout
     assert far.caption.endswith(
         "The limit is 200 GB; 176 GB are left. It lies far above and is not drawn."
     )
@@ -86,10 +84,10 @@ def test_a_limit_far_above_is_said_and_not_drawn():
 def test_every_rectangle_of_the_treemap_is_the_sum_of_those_in_it(facts, written):
     facts = report_facts(written_plan()) if written else facts
     (trace,) = drawn(facts)["treemap"].traces
-    values = dict(zip(trace["ids"], trace["values"], strict=True))
+    values = {area.key: area.nbytes for area in trace["areas"]}
     inside: dict[str, int] = {}
-    for name, parent in zip(trace["ids"], trace["parents"], strict=True):
-        inside[parent] = inside.get(parent, 0) + values[name]
+    for area in trace["areas"]:
+        inside[area.parent] = inside.get(area.parent, 0) + area.nbytes
     assert inside.pop("") == sum(stage.predicted_bytes for stage in facts.stages)
     assert all(values[name] == total for name, total in inside.items())
     assert [values[f"/stage {stage.stage_id}"] for stage in facts.stages] == [
@@ -102,7 +100,7 @@ def test_every_rectangle_of_the_treemap_is_the_sum_of_those_in_it(facts, written
 def test_a_category_has_one_colour_in_all_figures(facts):
     shown = drawn(facts)
     (trace,) = shown["treemap"].traces
-    leaves = dict(zip(trace["labels"], trace["marker"]["colors"], strict=True))
+    leaves = {area.label: area.color for area in trace["areas"]}
     bars = {
         trace["name"]: trace["marker"]["color"]
         for trace in shown["peaks"].traces
@@ -211,7 +209,7 @@ def test_what_no_plan_is_faster_than_is_drawn_below_the_front(facts):
     why = Why(front=Front(tuple(points), False), proven=proven)
     figure = drawn(report_facts(facts.plan.with_(why=why)))["front"]
     traced, by_layers = figure.traces[-2:]
-    end = figure.layout["shapes"][0]["x0"] if figure.layout.get("shapes") else 26
+    end = figure.layout["limit"][1] if "limit" in figure.layout else 26
     assert traced["x"] == pytest.approx([20, 20, 20, 22, 22, 24, 24, 26, 26, end])
     assert traced["y"] == pytest.approx([0.7, 0.7, 0.65, 0.65, 0.8, 0.8, 1, 1, 0.9, 0.9])
     assert by_layers["y"] == pytest.approx([1.05, 1.05])
