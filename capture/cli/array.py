@@ -19,7 +19,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table, write_files
+from capture.cli.output import emit, parts_text, saved, say, table, write_files
 from capture.cli.question_file import noted
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
@@ -178,14 +178,9 @@ def plan(options: argparse.Namespace) -> int:
         lines += plan_lines(answer.plan)
         lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
-        answer.plan.save(options.output)
+        lines.append(saved(options, answer, counted(answer.proof.num_evaluated, "simulation")))
         for one in named.values():  # planned with, as the one that the command names
             remember(one.location, one.function)
-        proof = answer.proof
-        lines.append(
-            f"plan -> {options.output} (search: {proof.algorithm}, "
-            f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)})"
-        )
     report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
     emit(options, report, *lines)
     return 0 if answer.status == "ok" else 1
@@ -341,8 +336,7 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         table(["sub-array", "models", "bundles swapped", "recomputed", "of"][: len(rows[0])], rows),
     ]
     if (found := plan.prediction) is not None:
-        ordered = sorted(found.parts_bytes.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
+        parts = parts_text(found.parts_bytes)
         lines += [
             f"{format_seconds(found.step_seconds)} for an update of every model, simulated for "
             f"{plan.cluster.target} by {plan.seconds_from or 'its rates'}",

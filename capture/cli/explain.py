@@ -76,25 +76,37 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iter
 
 def stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
     """Return the stages with their parts, and the heaviest layers."""
-    categories = sorted({c for stage in stages for c in stage["parts_bytes"]})
-    header = ["stage", "layers", "peak per device", "at", *categories]
     rows = [
-        [
-            stage["stage_id"],
-            f"{stage['layers'][0]}-{stage['layers'][1]}",
-            format_bytes(stage["peak_bytes"]),
-            stage["instant"],
-            *(format_bytes(stage["parts_bytes"].get(c, 0)) for c in categories),
-        ]
+        (
+            [
+                stage["stage_id"],
+                f"{stage['layers'][0]}-{stage['layers'][1]}",
+                format_bytes(stage["peak_bytes"]),
+                stage["instant"],
+            ],
+            stage["parts_bytes"],
+        )
         for stage in stages
     ]
-    lines = [table(header, rows)]
     worst = max(stages, key=lambda stage: stage["peak_bytes"])
-    lines.append(
-        f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is "
-        "known to be of a layer):"
+    by_layer = sorted(worst["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))
+    heaviest = [([layer, format_bytes(sum(of.values()))], of) for layer, of in by_layer[:NUM_SHOWN]]
+    return "\n".join(
+        [
+            _with_parts(["stage", "layers", "peak per device", "at"], rows),
+            f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is "
+            "known to be of a layer):",
+            _with_parts(["heaviest layers", "together"], heaviest),
+            _largest_buffers(worst),
+        ]
     )
-    return "\n".join([*lines, _heaviest_layers(worst), _largest_buffers(worst)])
+
+
+def _with_parts(header: Sequence[str], rows: Sequence[tuple[list[Any], Mapping[str, int]]]) -> str:
+    """Return a table whose rows end in bytes by category."""
+    categories = sorted({category for _, parts in rows for category in parts})
+    cells = ([*row, *(format_bytes(of.get(each, 0)) for each in categories)] for row, of in rows)
+    return table([*header, *categories], [*cells])
 
 
 def changes_lines(report: ExplainReport) -> Iterator[str]:
@@ -111,22 +123,6 @@ def changes_lines(report: ExplainReport) -> Iterator[str]:
         yield f"not tried, for want of time (a larger --seconds): {', '.join(report.untried)}"
     if report.found:
         yield f"how the plan was found: {report.found}"
-
-
-def _heaviest_layers(stage: Mapping[str, Any]) -> str:
-    by_layer = sorted(stage["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))[
-        :NUM_SHOWN
-    ]
-    categories = sorted({category for _, parts in by_layer for category in parts})
-    rows = [
-        [
-            layer,
-            format_bytes(sum(parts.values())),
-            *(format_bytes(parts.get(category, 0)) for category in categories),
-        ]
-        for layer, parts in by_layer
-    ]
-    return table(["heaviest layers", "together", *categories], rows)
 
 
 def _largest_buffers(stage: Mapping[str, Any]) -> str:

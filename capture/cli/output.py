@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds, ids_text
-from recommender.answer import StageAnswer
+from recommender.answer import Answer, StageAnswer
 from recommender.plan_report import PlanReport
 
 
@@ -142,12 +142,24 @@ def told(
         if beyond.of_profile or result.compiled:
             lines += front_table(result.why.front)
         if result.status == "ok":
-            result.plan.save(options.output)
             how = "" if result.compiled else "predicted, not compiled; "
-            search = f"search: {result.proof.algorithm}, {format_seconds(result.proof.seconds)}"
-            lines.append(f"plan -> {options.output} ({how}{search})")
-            lines += other_plans(options, result)
+            lines += [saved(options, result, how=how), *other_plans(options, result)]
     return report, lines
+
+
+def saved(options: argparse.Namespace, answer: Answer[Any, Any], *took: str, how: str = "") -> str:
+    """Save an answer's plan, and return the line that says where it is, how it is known, and by
+    which search and what it took."""
+    assert answer.plan is not None, "what is saved was found"
+    answer.plan.save(options.output)
+    took = (answer.proof.algorithm, *took, format_seconds(answer.proof.seconds))
+    return f"plan -> {options.output} ({how}search: {', '.join(took)})"
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """Return the bytes of categories in words, the largest first."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
 
 
 def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[str]:

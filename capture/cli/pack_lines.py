@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from capture.cli.output import table
+from capture.cli.output import parts_text, table
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import LAYERS_ABOVE_PACKS
 from capture.quantities import counted, format_bytes, format_rate, format_seconds
@@ -103,13 +103,8 @@ def _memory_lines(plan: PacksPlan) -> list[str]:
             f"as compiled for {Path(target).stem}; {format_bytes(max(alone.device_peak_bytes))} "
             "from layers alone"
         )
-    fullest, host = (_parts(of) for of in (memory.device_parts_bytes, memory.host_parts_bytes))
+    fullest, host = (parts_text(of) for of in (memory.device_parts_bytes, memory.host_parts_bytes))
     return [
         f"device: {format_bytes(max(memory.device_peak_bytes))} at its peak ({fullest}), {known}",
         f"host: {format_bytes(memory.host_peak_bytes)} at its peak ({host})",
     ]
-
-
-def _parts(parts: Mapping[str, int]) -> str:
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)

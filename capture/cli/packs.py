@@ -13,7 +13,7 @@ from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, table, write_files
+from capture.cli.output import emit, saved, table, write_files
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
 from capture.cli.question_file import noted
 from capture.cli.whole import close
@@ -92,12 +92,7 @@ def plan(options: argparse.Namespace) -> int:
     made = LayersReport.of(question.profile) if measured is not None else None
     lines = [*(layers.as_text(made) if made is not None else []), *_answer_lines(question, answer)]
     if answer.status == "ok" and answer.plan is not None:
-        answer.plan.save(options.output)
-        lines.append(
-            f"plan -> {options.output} (search: {answer.proof.algorithm}, "
-            f"{counted(len(answer.proof.points), 'simulation')}, "
-            f"{format_seconds(answer.proof.seconds)})"
-        )
+        lines.append(saved(options, answer, counted(len(answer.proof.points), "simulation")))
     report = PlanReport.of("packs", answer, assumed=question.server.assumed)
     if measured is not None:
         report = replace(

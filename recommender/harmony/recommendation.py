@@ -180,15 +180,15 @@ def _no_packs(question: PacksQuestion, mode: Mode, least: int | None, known: str
     size, needs = sizes["backward"][0], layer_needs(problem, algorithm)
     layer = max(range(profile.num_layers), key=lambda i: needs[i])
     change = f"Cheapest change: a limit of {least} bytes per device{known}"
+    examples, code = counted(size, "example"), "packs-none"
+    stage_id: int | None = None
     if holds_instructions(question) and finds_packs(problem, algorithm):
         said = (
             f"packs are found below the limit of {format_bytes(limit)}, but none whose "
             f"instructions hold as little. {change}, or a smaller minibatch; or --algorithm paper, "
             "which holds packs alone below it."
         )
-        return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
-    examples = counted(size, "example")
-    if needs[layer] <= limit:
+    elif needs[layer] <= limit:
         what, other = "packs", "other packings"
         if is_wide:
             what, other = "tasks", "--algorithm paper, which holds packs alone below it"
@@ -196,16 +196,14 @@ def _no_packs(question: PacksQuestion, mode: Mode, least: int | None, known: str
             f"every layer alone fits {format_bytes(limit)} for {examples}, but no {what} that "
             f"the search finds. {change}; or {other}."
         )
-        return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
-    return Why(
-        f"layer {layer} alone needs {format_bytes(needs[layer])} backward for {examples}, "
-        f"{format_bytes(needs[layer] - limit)} above the limit of {format_bytes(limit)}. {change}; "
-        "or cut the layer into smaller ones.",
-        code="packs-layer",
-        memory_limit_bytes=limit,
-        least_peak_bytes=least,
-        stage_id=layer,
-    )
+    else:
+        code, stage_id = "packs-layer", layer
+        said = (
+            f"layer {layer} alone needs {format_bytes(needs[layer])} backward for {examples}, "
+            f"{format_bytes(needs[layer] - limit)} above the limit of {format_bytes(limit)}. "
+            f"{change}; or cut the layer into smaller ones."
+        )
+    return Why(said, code=code, memory_limit_bytes=limit, least_peak_bytes=least, stage_id=stage_id)
 
 
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
