@@ -399,7 +399,7 @@ def test_a_profile_holds_sizes_out_and_its_intervals_know(made):
         0.6, abs=1e-3
     )
     assert width(replace(made.profile, calibration=None), 16) == pytest.approx(
-        0.25 + 0.17, abs=1e-3
+        0.4 + 0.17, abs=1e-3
     )
     assert (
         Profile.from_json(json.loads(json.dumps(found.to_json()))).calibration == found.calibration
