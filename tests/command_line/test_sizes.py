@@ -398,9 +398,7 @@ def test_a_profile_holds_sizes_out_and_its_intervals_know(made):
     assert double - inside == pytest.approx(0.3, abs=1e-3) and fourfold - inside == pytest.approx(
         0.6, abs=1e-3
     )
-    assert width(replace(made.profile, calibration=None), 16) == pytest.approx(
-        0.4 + 0.17, abs=1e-3
-    )
+    assert width(replace(made.profile, calibration=None), 16) == pytest.approx(0.4 + 0.17, abs=1e-3)
     assert (
         Profile.from_json(json.loads(json.dumps(found.to_json()))).calibration == found.calibration
     )
