@@ -220,7 +220,7 @@ class HloModule:
                 for m in INSTRUCTION.finditer(body)
                 if m["op"] == "parameter"
             }
-            parameters = [_Value("parameter", shapes[i]) for i in range(len(shapes))]
+            parameters = [_Made("parameter", shapes[i]) for i in range(len(shapes))]
             return _moved(parameters, self._result(body, parameters))
         return int(self._costs(instruction).get("bytes accessed", 0))
 
@@ -238,9 +238,9 @@ class HloModule:
         found = _product_of_call(instruction) if instruction.op == "custom-call" else None
         return () if found is None else found.shape
 
-    def _result(self, body: str, arguments: Sequence[_Value]) -> _Value:
+    def _result(self, body: str, arguments: Sequence[_Made]) -> _Made:
         """Return the result of a fusion whose computation has this text."""
-        values: dict[str, _Value] = {}
+        values: dict[str, _Made] = {}
         root = ""
         for m in INSTRUCTION.finditer(body):
             operands = [
@@ -257,7 +257,7 @@ class HloModule:
             elif m["op"] == "get-tuple-element" and operands[0].op == "tuple":
                 value = operands[0].element(_INDEX.findall(m["rest"])[0])
             else:
-                value = _Value(m["op"], m["shape"], operands)
+                value = _Made(m["op"], m["shape"], operands)
             values[m["name"]] = value
             if m[0].startswith("  ROOT "):
                 root = m["name"]
@@ -288,7 +288,7 @@ class HloModule:
         return tuple(found)
 
 
-class _Value:
+class _Made:
     """A value inside a fusion, where inner fusions are dissolved and views are what they show.
 
     Attributes:
@@ -298,26 +298,26 @@ class _Value:
             tuple is no use.
     """
 
-    def __init__(self, op: str, shape: str, operands: Sequence[_Value] = ()):
+    def __init__(self, op: str, shape: str, operands: Sequence[_Made] = ()):
         self.op, self.nbytes, self.operands = op, shape_bytes(shape), operands
-        self.uses: list[tuple[_Value, int]] = []
+        self.uses: list[tuple[_Made, int]] = []
         if op != "tuple":
             for place, operand in enumerate(operands):
                 operand.uses.append((self, place))
 
-    def element(self, index: str) -> _Value:
+    def element(self, index: str) -> _Made:
         """Return an element of a tuple; the value itself if it is no tuple or has no index."""
         return self.operands[int(index)] if index and self.op == "tuple" else self
 
     @property
-    def leaves(self) -> list[_Value]:
+    def leaves(self) -> list[_Made]:
         """The arrays of a tuple of tuples, in order."""
         if self.op != "tuple":
             return [self]
         return [leaf for element in self.operands for leaf in element.leaves]
 
 
-def _moved(parameters: Sequence[_Value], root: _Value) -> int:
+def _moved(parameters: Sequence[_Made], root: _Made) -> int:
     """Return the bytes that a fusion reads and writes.
 
     Of a parameter that only slices use, the slices are read. A result that updates parts of a
@@ -325,10 +325,10 @@ def _moved(parameters: Sequence[_Value], root: _Value) -> int:
     parts are written.
     """
     results = root.leaves
-    _Value("result", "", results)
-    written, in_place = 0, set[_Value]()
+    _Made("result", "", results)
+    written, in_place = 0, set[_Made]()
     for result in results:
-        buffer, updates = result, list[_Value]()
+        buffer, updates = result, list[_Made]()
         while buffer.op == "dynamic-update-slice" and len(buffer.uses) == 1:
             updates.append(buffer)
             buffer = buffer.operands[0]
@@ -338,7 +338,7 @@ def _moved(parameters: Sequence[_Value], root: _Value) -> int:
         else:
             written += result.nbytes
 
-    def read(value: _Value) -> int:
+    def read(value: _Made) -> int:
         nbytes = 0
         for user, place in value.uses:
             if place == 0 and user.op in _SLICES:
