@@ -73,6 +73,8 @@ class Named(Timed):
         self._names: dict[str, Found | None] = {}
         self._asked: set[str] = set()
         self._knows_fastest, self._num_doubted = False, 0
+        #: The last plan of which layers alone were compiled.
+        self._rehearsed: Found | None = None
 
     def look(self, search: Search) -> Look:
         look = super().look(search)
@@ -106,6 +108,7 @@ class Named(Timed):
         if (known := self._of_compiled_stages(search)) is not None:
             return known
         found = self._sure(search) if search.compiled and not search.fitting else None
+        found = found or self._after_layers(search)
         found = found or (None if has_missed else self._faster(search, look))
         self._knows_fastest |= found is None and bool(has_missed or search.fitting)
         return found
@@ -153,12 +156,36 @@ class Named(Timed):
         choices = {one for each in slowest for one in each.choice.measured} - {*part.rehearsed}
         num_layers = sum(each.num_layers for each in part.windows(choices))
         if part.is_plain and 0 < num_layers < sum(each.num_layers for each in unlike.values()):
+            self._rehearsed = found
             return Probe(part, (), choices)
         if len(unlike) <= effort.at_once:
             return None
         for each in slowest:
             of.setdefault(each.choice, each)
         return Probe(part, [*of.values()][: effort.at_once])
+
+    def _after_layers(self, search: Search) -> Found | None:
+        """Return the plan of which layers alone were compiled last, whose stages all use devices
+        alike, if it still is faster than the best one by what they say: others of which less is
+        known may only seem faster. None if not."""
+        found, self._rehearsed = self._rehearsed, None
+        choices = {config.choice for config in found.configs} if found is not None else ()
+        if found is None or len(choices) != 1 or not search.fitting:
+            return None
+        part, (choice,) = found.part, choices
+        problem = part.once(estimates, self.ratios(search, part))
+        result = throughput(_only(problem, choice, problem.limit_bytes))
+        enough = (1 - self._worth(search)) * min(map(seconds_of, search.fitting))
+        if result.status != "ok" or (result.step_seconds or inf) >= enough:
+            return None
+        again = Found(part, expected(part, result))
+        return None if search.is_asked(again) else again
+
+    def _worth(self, search: Search) -> float:
+        """Return the part by which a plan has to be estimated to be faster to be compiled: once the
+        fastest seemed to be known, what is asked for."""
+        asked = search.effort.within_fraction
+        return asked if self._knows_fastest else min(NEARLY, asked)
 
     def _sure(self, search: Search) -> Found | None:
         """Return the plan that is estimated to be fastest of those that fit however much they need;
@@ -177,8 +204,7 @@ class Named(Timed):
         asked for, return whatever may be it."""
         within, found = self.within(search), super().next(search, look)
         asked = search.effort.within_fraction
-        worth = asked if self._knows_fastest else min(NEARLY, asked)
-        best = (1 - worth) * min(map(seconds_of, search.fitting), default=inf)
+        best = (1 - self._worth(search)) * min(map(seconds_of, search.fitting), default=inf)
         if within is not None and within <= asked:
             return None
         if found is not None and seconds_of(found) < best:

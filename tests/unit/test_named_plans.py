@@ -21,7 +21,7 @@ from recommender.capture import estimates, lowest_peak, named, parts, speed
 from recommender.capture.effort import Effort
 from recommender.capture.named import FASTEST, KNEE, LOWEST, Named
 from recommender.capture.nearness import ROUNDING
-from recommender.capture.parts import OpenPart, Part, num_missed, posed
+from recommender.capture.parts import Found, OpenPart, Part, num_missed, posed
 from recommender.capture.posed import _Predicting, search_problem
 from recommender.capture.refine import Search, refine
 from recommender.capture.speed import Timed
@@ -571,3 +571,29 @@ def test_after_misses_a_plan_of_another_shape_is_next():
     assert Named()._of_another_shape(search, 0.9) is None, "nothing was compiled for the second"
     search.compiled.pop()
     assert Named()._of_another_shape(search, 0.9) is None, "one may be chance"
+
+
+@pytest.mark.parametrize(("slowness", "goes_on"), [(1.0, True), (9.0, False)])
+def test_a_plan_that_its_layers_do_not_rule_out_is_compiled_next(slowness, goes_on):
+    """Whatever others, of which no layer is compiled, seem to take."""
+    planted = NamedPlans(0, 0.0)
+    bounds = Bounds(planted.least, planted.bounds("most"))
+    part = OpenPart(replace(QUESTION, objective="throughput"), bounds)
+    policy = Named()
+    search = SimpleNamespace(
+        fitting=[], parts={0: part}, effort=Effort(within_fraction=0.05), is_asked=lambda e: False
+    )
+    problem = part.once(estimates.estimates, policy.ratios(search, part))
+    only = named._only(problem, problem.choices[2][0], problem.limit_bytes)
+    plan = Found(part, lowest_peak.expected(part, named.throughput(only)))
+    best = replace(plan.answer.proof, step_seconds=2 * speed.seconds_of(plan))
+    search.fitting = [plan._replace(answer=replace(plan.answer, proof=best))]
+    choices = {config.choice for config in plan.configs}
+    assert len(choices) == 1
+    policy._rehearsed = plan
+    part.once = lambda of, *given, once=part.once: (
+        dict.fromkeys(choices, slowness) if of is estimates.slowness else once(of, *given)
+    )
+    found = policy._after_layers(search)
+    assert (found is not None) == goes_on
+    assert policy._after_layers(search) is None, "once"
