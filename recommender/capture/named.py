@@ -149,6 +149,8 @@ class Named(Timed):
         asks_all = not effort.within_fraction or effort.compiles is not None
         if asks_all or not search.fitting or any(found is each for each in self._names.values()):
             return None
+        if _is_small(search):  # its stages compile as soon, and say more
+            return None
         seconds, of = part.expected.microbatch_seconds, dict[StageChoice, StageConfig]()
         slowest = sorted((each for each in found.configs if each not in known), key=seconds)[::-1]
         # Those that are expected to take as long are mostly the same program.

@@ -332,7 +332,8 @@ def to_look_at(configs, seconds, num_windows=0, **known):
     )
     found = SimpleNamespace(part=part, configs=configs, answer=SimpleNamespace(headroom=None))
     effort = Effort(within_fraction=0.05, at_once=2, **known)
-    return found, SimpleNamespace(fitting=[object()], effort=effort)
+    large = SimpleNamespace(known=SimpleNamespace(graph=SimpleNamespace(num_layers=99)))
+    return found, SimpleNamespace(fitting=[object()], effort=effort, parts={0: large})
 
 
 def test_the_slowest_stages_of_a_plan_are_compiled_first():
@@ -366,6 +367,9 @@ def test_layers_alone_are_compiled_before_a_long_stage():
     assert Named().first(search, found) is None, "no layer is there often"
     found.part.windows = lambda choices: [StageConfig(1, 3, each, 8) for each in choices]
     assert Named().first(search, found).windows == {*mixture.measured}
+    search.parts[0].known.graph.num_layers = named.FEW_LAYERS
+    assert Named().first(search, found) is None, "the model is small"
+    search.parts[0].known.graph.num_layers += 1
     found.part.rehearsed = {*mixture.measured}
     assert Named().first(search, found) is None, "they were asked for"
     found.configs[:] = [StageConfig(0, 3, choice, 8)]
