@@ -76,14 +76,13 @@ class OpenPart:
         least_seconds: float = 0.0,
         expected_seconds: float = 0.0,
         meanwhile: Callable[[], None] = lambda: None,
-        rows: dict[Hashable, StageRows] | None = None,
     ):
         self.question, self.known, self._most = question, between.least, between.most
         #: Layers that were compiled alone, and the choices of which they were asked for.
         self.alone: Mapping[StageConfig, StageCost] = {}
         self.rehearsed: Collection[StageChoice] = ()
         self.expected_seconds, self.meanwhile = expected_seconds, meanwhile
-        self.least_seconds, self.rows = least_seconds, {} if rows is None else rows
+        self.least_seconds, self.rows = least_seconds, dict[Hashable, StageRows]()
         self._said: dict[tuple[Hashable, ...], object] = {}
         self._bases: dict[Callable[[OpenPart], SearchProblem], SearchProblem] = {}
 

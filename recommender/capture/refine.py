@@ -353,14 +353,14 @@ class Search:
         if self._policy.objective is not None:
             question = replace(question, algorithm=None, objective=self._policy.objective)
         known = unopened.least_seconds, unopened.expected_seconds
-        splits = SCHEDULES[question.schedule].splits_backward
-        rows = self._rows[question.microbatch_size, splits]
-        part = OpenPart(question, unopened.open(), *known, self._go_on, rows)
+        part = OpenPart(question, unopened.open(), *known, self._go_on)
         self.parts[number] = part
         part.trust_no({each.part for each in self._refuted})
         if part.size in self._profiles:
             self._learn(part.size, self._profiles[part.size])
         part.rehearse(*self._alone[part.size][::-1])
+        # Once it knows what the others do: to learn drops the rows of all.
+        part.rows = self._rows[part.size, SCHEDULES[question.schedule].splits_backward]
 
     def _learn(self, size: int, profile: Profile) -> None:
         """Learn what was compiled. A kind of bound that it refutes is used no longer, and nothing

@@ -396,6 +396,10 @@ def _corners(part: OpenPart) -> Sequence[Corner]:
     return [(0, seconds)] if seconds < inf else []
 
 
+def _least_seconds(part: OpenPart) -> float:
+    return min((seconds for _, seconds in part.once(_corners)), default=inf)
+
+
 def _next_possible(search: Search) -> Found | None:
     """Return a plan of a plain schedule that bounds do not rule out and that was not compiled;
     parts where one may be are opened."""
@@ -422,7 +426,7 @@ def _possible(search: Search) -> Iterator[Found]:
         for n, part in search.parts.items()
         if part.is_plain and far(search.floor(n), known) > 0
     ]
-    for part in sorted(may_be, key=lambda part: min(part.once(_corners), default=(0.0, inf))[1]):
+    for part in sorted(may_be, key=_least_seconds):
         problem, below = part.once(posed), inf
         for limit, slower in zip(limits, [*(seconds for _, seconds in known), 0.0], strict=True):
             most = int(min(limit, problem.limit_bytes))

@@ -370,6 +370,31 @@ def test_the_plans_with_names_are_of_all_schedules(seed, monkeypatch):
     assert found.why.front.points[0].peak_bytes >= least["1f1b"], "the test sees what is missing"
 
 
+def test_schedules_share_what_they_do_not_change(monkeypatch):
+    """What is compiled meanwhile is new to all of them: then, and only then, it is made anew."""
+    made, tables, compiled = [], [], []
+    rows_of, tables_of = grouped.StageRows, grouped._tables
+
+    def rows(predictor, steps, size):
+        made.append((size, predictor.profile.splits_backward, len(compiled)))
+        return rows_of(predictor, steps, size)
+
+    def counted(part, ratios):
+        tables.append(part.question.schedule)
+        return tables_of(part, ratios)
+
+    class Counted(Everything):
+        def attempt(self, plan, known):
+            compiled.append(plan)
+            return super().attempt(plan, known)
+
+    monkeypatch.setattr(grouped, "StageRows", rows)
+    monkeypatch.setattr(grouped, "_tables", counted)
+    planted = Counted(3)
+    refine(Policy(), planted.parts(), planted, Effort(within_fraction=0.05))
+    assert len(made) == len(set(made)) < len(tables) and len({*tables}) > 1
+
+
 @pytest.mark.parametrize("seed", [3, 5])
 def test_a_front_has_plans_of_all_schedules(seed, monkeypatch):
     """Below those of 1F1B, of which alone it is proven; and none is below another."""

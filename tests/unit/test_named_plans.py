@@ -459,7 +459,7 @@ def test_a_plan_that_its_first_stages_rule_out_is_a_miss():
 
 
 def test_estimates_with_other_ratios_share_their_bytes():
-    """These are most of what a search keeps in memory: of 80 layers, 60 MB per part."""
+    """These are most of what a search of a deep model keeps in memory."""
     planted = NamedPlans(0, 0.0)
     part = OpenPart(replace(QUESTION, objective="throughput"), Bounds(planted.least, planted.all))
     compiled = dict(islice(planted.all.verified.items(), 0, None, 3))
