@@ -141,6 +141,8 @@ class Rates:
             (``Products.dtypes``).
         kernel_seconds: The least that a kernel takes, its launch included.
         cores: Cores that make the tiles of products; 0 where products are taken to fill the device.
+        level: Fraction of what a kernel alone reaches, computing or reading memory, that kernels
+            reach in a training step; 1 where no run was compared.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -153,6 +155,7 @@ class Rates:
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     kernel_seconds: Sourced = Sourced(0.0, "none")
     cores: Sourced = Sourced(0, "none")
+    level: Sourced = Sourced(1.0, "none")
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """Return the data type whose rate products have.
@@ -184,8 +187,10 @@ class Rates:
         )
 
     def reached_flops_per_second(self, dtype: str, precision: str = "highest") -> float:
-        """Return the FLOPs per second that large products reach: specified rate x efficiency."""
-        return self.rate_of(dtype, precision).value * self.compute_efficiency.value
+        """Return the FLOPs per second that large products reach: specified rate x efficiency x
+        level."""
+        rate = self.rate_of(dtype, precision).value
+        return rate * self.compute_efficiency.value * self.level.value
 
     def needed_reuse(self, dtype: str, precision: str = "highest") -> float:
         """Return how often tiles of products must use an element they read, to reach their rate: as
@@ -198,8 +203,9 @@ class Rates:
 
     @property
     def reached_bytes_per_second(self) -> float:
-        """The bytes per second of device memory that streaming reaches: specified x efficiency."""
-        return self.bytes_per_second.value * self.memory_efficiency.value
+        """The bytes per second of device memory that streaming reaches: specified x efficiency x
+        level."""
+        return self.bytes_per_second.value * self.memory_efficiency.value * self.level.value
 
 
 @dataclass(frozen=True)

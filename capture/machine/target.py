@@ -16,6 +16,8 @@ as it is:
                      ``capture.machine.tiles``; without them every product fills the device)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
+    level            optional: fraction of both that kernels reach in a training step, where it was
+                     fitted to runs (its source says to which, and how far it is off on others)
     host             optional: memory_bytes for each device of the machine, and of its processes
                      message_bytes_per_second and delete_seconds, see
                      ``HostMachine``
@@ -287,6 +289,7 @@ class _TargetFile:
     on_chip_bytes: Sourced | None = None
     products: Products | None = None
     host: HostMachine = _ANY_HOST
+    level: Sourced = Rates.level
 
     def target(self, name: str) -> Target:
         options = self.compiler.get("options", {})
@@ -315,6 +318,8 @@ class _TargetFile:
         if self.memory_rate is None or self.links is None:
             wanted = "memory_rate" if self.memory_rate is None else "links"
             raise documents.FieldError(f"{wanted} is missing")
+        if not self.level.value > 0:
+            raise documents.FieldError(f"level is {self.level.value:g} and must be above 0")
         host = self.links.host_link
         links = {
             "intra_node": self.links.intra_node,
@@ -340,4 +345,5 @@ class _TargetFile:
             products.dtypes,
             compute.kernel_seconds,
             compute.cores,
+            self.level,
         )
