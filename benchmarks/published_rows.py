@@ -69,6 +69,11 @@ class Configuration:
     differs: tuple[str, ...]
 
 
+def options_of(workload: str) -> dict[str, str]:
+    """Return the options of a workload's text."""
+    return dict(part.split("=") for part in workload.split("?")[1].split("&"))
+
+
 def is_of_jax(row: Row) -> bool:
     """Return whether XLA scheduled the program of the run."""
     return "JAX" in row["framework"]

@@ -1,7 +1,7 @@
 """Simulated step times against published training runs of 2024 to 2026.
 
-    python benchmarks/published_runs_2025.py rows.json -o result.json --only v6e h200
-    python benchmarks/published_runs_2025.py rows.json -o result.json --fit v6e "JAX (Flax"
+    python -m benchmarks.published_runs_2025 rows.json -o result.json --only v6e h200
+    python -m benchmarks.published_runs_2025 rows.json -o result.json --fit v6e "JAX (Flax"
 
 Every row that ``published_rows.py`` can express is built as a plan, its stage is compiled for the
 target, which need not be there, and one step is simulated from the compiled programs, as for every
@@ -11,6 +11,9 @@ scheduled are the judge; those of PyTorch stand apart.
 A stage of many equal layers is not compiled whole: the same model is compiled with two small
 numbers of layers (``--layers``), and what a layer adds to the step, in seconds and bytes, is added
 for the others. ``--whole`` compiles the chosen rows whole as well and says how far that is off.
+
+A row from whose programs fewer bytes of collectives are read than sharded parameters need is marked
+(``unread``) and counts in no mean: its seconds are too low.
 
 Seconds are given at the rates of the target file, and at the same rates without the level that was
 fitted to published runs (``unfitted``). ``--fit`` takes the rows already in the result whose family
@@ -30,10 +33,9 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import published_rows
-from published_rows import Configuration, Row
-from published_summary import LEVELS, as_text, families, fitted, picture
-
+from benchmarks import published_rows
+from benchmarks.published_rows import Configuration, Row, options_of
+from benchmarks.published_summary import LEVELS, as_text, families, fitted, picture
 from capture import environment
 from capture.errors import CaptureError
 from capture.machine.rates import Rates, Sourced
@@ -41,6 +43,7 @@ from capture.machine.target import TARGETS_FOLDER, Target
 
 if TYPE_CHECKING:
     from capture.measured.store import Store
+    from capture.measured.work import ProgramWork
     from profiling_runs.verify import Verification
 
 Document = dict[str, Any]
@@ -95,6 +98,42 @@ def simulated(found: Verification, rates: Rates) -> Parts:
     exposed = programs + times.update_seconds - computing
     peak = max(found.peak_bytes_per_device)
     return Parts(float(seconds), computing, link, exposed, peak)
+
+
+def sent_bytes(work: ProgramWork | None) -> int:
+    """Return the bytes of all collectives of a program, per device."""
+    assert work is not None, "programs that were compiled now have their work counted"
+    return sum(one.count * one.nbytes for one in work.collectives)
+
+
+def layer_bytes(configuration: Configuration) -> int:
+    """Return the bytes of the weights of one layer's products in bfloat16, per device of a
+    replica: what sharded parameters are gathered to."""
+    given = options_of(configuration.workload)
+    width, hidden, head_dim = (int(given[name]) for name in ("width", "hidden", "head_dim"))
+    heads = 2 * int(given["num_heads"]) + 2 * int(given["num_key_value_heads"])
+    weights = width * (heads * head_dim + 3 * hidden)
+    return 2 * weights // configuration.choice.tensor_parallel
+
+
+def unread(configuration: Configuration, few: Verification, more: Verification) -> str | None:
+    """Say that collectives are missing from what was read of the compiled programs, if they are:
+    the seconds would be too low without a word. Sharded parameters are gathered for the forward
+    pass, and for the backward pass, after which their gradients are scattered."""
+    if not configuration.choice.shard_params:
+        return None
+    least, said = layer_bytes(configuration), []
+    layers = more.plan.num_layers - few.plan.num_layers
+    for name, wanted in (("forward", least), ("backward", 2 * least)):
+        first, second = (getattr(each.costs[0], f"{name}_work") for each in (few, more))
+        found = (sent_bytes(second) - sent_bytes(first)) // layers
+        if found < READ_FRACTION * wanted:
+            said.append(f"{name} pass {found:,} bytes a layer of at least {wanted:,}")
+    return f"collectives were not read: {', '.join(said)}" if said else None
+
+
+#: Of the bytes that must be sent; what a compiler saves by sending them otherwise stays above it.
+READ_FRACTION = 0.5
 
 
 def at_level(rates: Rates, level: float) -> Rates:
@@ -159,6 +198,7 @@ def measure(configuration: Configuration, options: Options, whole: bool) -> Docu
     levels = {f"{level:.2f}": step(at_level(target.rates, level)).seconds for level in LEVELS}
     return {
         "simulated": asdict(found),
+        "unread": unread(configuration, few, more),
         "unfitted_seconds": levels["1.00"],
         "seconds_by_level": levels,
         "usable_bytes": target.memory.usable_bytes,
@@ -262,7 +302,7 @@ def document_of(rows: Sequence[Document], file: Path) -> Document:
 
 
 def _asked() -> Any:
-    from documents import arguments
+    from benchmarks.documents import arguments
 
     parser = arguments(__doc__)
     parser.add_argument("file", type=Path, help="the published rows")

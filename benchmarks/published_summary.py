@@ -8,7 +8,8 @@ from itertools import combinations
 from statistics import mean
 from typing import Any
 
-from drawing import COLORS, INK, Panel, draw
+from benchmarks.drawing import COLORS, INK, Panel, draw
+from benchmarks.published_rows import options_of
 
 Document = Mapping[str, Any]
 
@@ -19,8 +20,8 @@ CLEARLY = 1.10
 
 
 def compared(rows: Sequence[Document]) -> list[Document]:
-    """Return the rows with a simulated and a published time."""
-    return [row for row in rows if row.get("error_fraction") is not None]
+    """Return the rows with a published time and one that was simulated from all collectives."""
+    return [row for row in rows if row.get("error_fraction") is not None and not row.get("unread")]
 
 
 def errors_of(rows: Sequence[Document], field: str = "error_fraction") -> dict[str, Any]:
@@ -55,8 +56,8 @@ def right_order(rows: Sequence[Document]) -> dict[str, int]:
 def _per_token(row: Document, key: str) -> float:
     """Return device seconds per token of a row."""
     configuration = row["configuration"]
-    options = dict(part.split("=") for part in configuration["workload"].split("?")[1].split("&"))
-    tokens = configuration["global_batch"] * int(options["seq_len"])
+    seq_len = int(options_of(configuration["workload"])["seq_len"])
+    tokens = configuration["global_batch"] * seq_len
     return row[key]["seconds"] * sum(configuration["nodes"]) / tokens
 
 
@@ -128,6 +129,7 @@ def as_text(rows: Sequence[Document]) -> str:
                 f"worst {each['max_abs_error_fraction']:.1%} of {each['num_rows']} rows; order "
                 f"right in {each['num_right']} of {each['num_pairs']} pairs"
             )
+    lines += [f"{row['id']}: {row['unread']}" for row in rows if row.get("unread")]
     refused = [row for row in rows if "reasons" in row]
     lines += [f"{row['id']}: {'; '.join(row['reasons'])}" for row in refused]
     return "\n".join(lines)

@@ -291,6 +291,7 @@ def chunked_loss(model: Llama, params: PyTree, batch: PyTree) -> jax.Array:
     return total / batch["labels"].size
 
 
+PARAM_DTYPES = ("float32", "bfloat16")
 #: Counts that ``llama`` takes instead of the size's.
 COUNTS = (
     "num_layers",
@@ -320,7 +321,7 @@ def llama(
     Args:
         size: A key of ``SIZES``.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
-        param_dtype: The same, of the parameters and of the optimizer's state.
+        param_dtype: Of ``PARAM_DTYPES``, of the parameters and of the optimizer's state.
         attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a
             Pallas kernel.
         qk_norm: Whether queries and keys are normalised, as in Qwen3.
@@ -337,14 +338,17 @@ def llama(
     """
     base = config_of("llama", SIZES, size)
     names = tuple(filter(None, saved.split("+")))
-    for given, known, what in ((counts, COUNTS, "count"), (names, SAVED, "name in saved")):
+    for given, known, what in (
+        (counts, COUNTS, "count"),
+        (names, SAVED, "name in saved"),
+        ((param_dtype,), PARAM_DTYPES, "param_dtype"),
+    ):
         if unknown := sorted(set(given) - set(known)):
             raise ValueError(
                 f"llama has no {what} {', '.join(unknown)}; choose of {', '.join(known)}. "
                 "[workload-option]"
             )
     check_options(dtype, counts, attention=attention)
-    check_options(param_dtype, {})
     config = replace(
         base,
         dtype=dtype,
