@@ -323,8 +323,8 @@ def main() -> int:
     from capture.measured.store import Store
 
     few, more = asked.layers
-    if not 0 < few < more:
-        print("--layers needs two numbers, 1 or more, the smaller one first", file=sys.stderr)
+    if not 1 < few < more:  # a model of one layer has no mark at which layers end
+        print("--layers needs two numbers, 2 or more, the smaller one first", file=sys.stderr)
         return 2
     options = Options((few, more), Store(asked.store), asked.workers)
     rows = json.loads(asked.file.read_text())["rows"]
