@@ -12,8 +12,8 @@ A stage of many equal layers is not compiled whole: the same model is compiled w
 numbers of layers (``--layers``), and what a layer adds to the step, in seconds and bytes, is added
 for the others. ``--whole`` compiles the chosen rows whole as well and says how far that is off.
 
-A row from whose programs fewer bytes of collectives are read than sharded parameters need is marked
-(``unread``) and counts in no mean: its seconds are too low.
+A row from whose programs less work is read than its layers must do (products of weights, bytes of
+sharded parameters) is marked (``unread``) and counts in no mean: its seconds are too low.
 
 Seconds are given at the rates of the target file, and at the same rates without the level that was
 fitted to published runs (``unfitted``). ``--fit`` takes the rows already in the result whose family
@@ -116,24 +116,37 @@ def layer_bytes(configuration: Configuration) -> int:
     return 2 * weights // configuration.choice.tensor_parallel
 
 
+def product_flops(work: ProgramWork | None) -> int:
+    """Return the FLOPs of all products of a program, per device."""
+    assert work is not None and work.kernels is not None, "so are its kernels"
+    return sum(one.count * one.flops for one in work.kernels)
+
+
 def unread(configuration: Configuration, few: Verification, more: Verification) -> str | None:
-    """Say that collectives are missing from what was read of the compiled programs, if they are:
-    the seconds would be too low without a word. Sharded parameters are gathered for the forward
-    pass, and for the backward pass, after which their gradients are scattered."""
-    if not configuration.choice.shard_params:
-        return None
-    least, said = layer_bytes(configuration), []
-    layers = more.plan.num_layers - few.plan.num_layers
-    for name, wanted in (("forward", least), ("backward", 2 * least)):
+    """Say which work is missing from what was read of the compiled programs, if any is: the seconds
+    would be too low without a word.
+
+    A layer multiplies with its weights once in the forward pass, and twice in the backward pass.
+    Sharded parameters are gathered for both, and their gradients are scattered.
+    """
+    weights, options = layer_bytes(configuration), options_of(configuration.workload)
+    examples = more.plan.microbatch_size // configuration.choice.data_parallel
+    flops = weights * examples * int(options["seq_len"])  # two bytes, and two FLOPs, of a weight
+    layers, said = more.plan.num_layers - few.plan.num_layers, list[str]()
+    for name, times in (("forward", 1), ("backward", 2)):
         first, second = (getattr(each.costs[0], f"{name}_work") for each in (few, more))
-        found = (sent_bytes(second) - sent_bytes(first)) // layers
-        if found < READ_FRACTION * wanted:
-            said.append(f"{name} pass {found:,} bytes a layer of at least {wanted:,}")
-    return f"collectives were not read: {', '.join(said)}" if said else None
+        wanted = [("FLOPs", product_flops, flops, READ_FLOPS)]
+        if configuration.choice.shard_params:
+            wanted.append(("bytes sent", sent_bytes, weights, READ_BYTES))
+        for what, count, least, fraction in wanted:
+            found = (count(second) - count(first)) // layers
+            if found < fraction * times * least:
+                said.append(f"{found:.3g} {what} a layer {name}, at least {times * least:.3g}")
+    return f"not all work was read: {'; '.join(said)}" if said else None
 
 
-#: Of the bytes that must be sent; what a compiler saves by sending them otherwise stays above it.
-READ_FRACTION = 0.5
+#: Of the work that must be there: a compiler may send some bytes otherwise, and computes all.
+READ_FLOPS, READ_BYTES = 0.95, 0.5
 
 
 def at_level(rates: Rates, level: float) -> Rates:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import published_rows, published_runs_2025, published_summary
+from capture.measured.stage_cost import NO_COST
 from capture.measured.store import Store
+from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.model.workload import WorkloadSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -204,3 +208,38 @@ def test_windows_of_layers_give_the_seconds_of_the_whole(tmp_path):
     assert again["date"] == "then", "nothing is compiled again"
     row["global_batch"] = 8
     assert published_runs_2025.answered(row, marked, options, whole=False)["date"] != "then"
+
+
+def compiled(num_layers, flops, nbytes):
+    """Windows of a plan whose programs compute and send so much in every layer."""
+
+    def work(times):
+        kernel = Kernel(0, times * flops, "bfloat16", "default", count=num_layers)
+        sent = Collective("all-gather", times * nbytes, 8, 1, count=num_layers)
+        return ProgramWork(0, "bfloat16", 0, 0, (sent,), kernels=(kernel,))
+
+    cost = replace(NO_COST, forward_work=work(1), backward_work=work(2))
+    return SimpleNamespace(
+        plan=SimpleNamespace(num_layers=num_layers, microbatch_size=256), costs=[cost]
+    )
+
+
+def test_work_that_is_not_read_is_said():
+    """By hand, of LLaMA 70B on 128 replicas with two examples each: 855,638,016 weights a layer."""
+    configuration = published_rows.express(ROWS[0])
+    weights = 8192 * (8192 + 1024) * 2 + 3 * 8192 * 28672
+    flops, nbytes = 2 * weights * 2 * 8192, 2 * weights
+    for fewer_flops, fewer_bytes, said in (
+        (1.0, 1.0, None),
+        (0.96, 0.6, None),
+        (0.9, 1.0, "FLOPs a layer forward"),
+        (1.0, 0.4, "bytes sent a layer backward"),
+    ):
+        windows = [
+            compiled(layers, int(fewer_flops * flops), int(fewer_bytes * nbytes))
+            for layers in (2, 4)
+        ]
+        found = published_runs_2025.unread(configuration, *windows)
+        assert (said is None and found is None) or said in found
+    rows = [answer("a", 1.0, 0.8), {**answer("b", 1.0, 0.1), "unread": "not all work was read"}]
+    assert published_summary.errors_of(published_summary.compared(rows))["num_rows"] == 1
