@@ -139,6 +139,17 @@ def test_a_file_of_a_user(tmp_path):
     assert (target.description, target.memory) == ("mine", Target.load("h100").memory)
 
 
+def test_a_level_is_of_computing_and_of_memory_and_of_no_link(tmp_path):
+    fitted = {"value": 0.5, "source": "fitted on made-up runs"}
+    rates, half = (Target.load(name).rates for name in ("h100", a_file(tmp_path, level=fitted)))
+    assert half.level.value == 0.5 and "made-up" in half.level.source
+    for name in ("float32", "bfloat16"):
+        reached = half.reached_flops_per_second(name)
+        assert reached == 0.5 * rates.reached_flops_per_second(name)
+    assert half.reached_bytes_per_second == 0.5 * rates.reached_bytes_per_second
+    assert (half.intra_node, half.host) == (rates.intra_node, rates.host)
+
+
 def test_a_host_link_without_directions_has_the_same_in_both_which_share_it(tmp_path):
     """As files were before the directions."""
     link = _document("a100-40g")["links"]["intra_node"]
@@ -186,6 +197,11 @@ def a_host(bytes_per_second: float = 5e10, **changes) -> dict:
             "target-corrupt",
         ),
         ({"memory": {}}, "memory.capacity_bytes is missing", "target-corrupt"),
+        (
+            {"level": {"value": 0, "source": "fitted"}},
+            "level is 0 and must be above 0",
+            "target-corrupt",
+        ),
         (
             {"compute": {"flops_per_second": {}, "efficiency": {"value": 1, "source": ""}}},
             "compute.flops_per_second.float32 is missing",
