@@ -149,6 +149,13 @@ def unread(configuration: Configuration, few: Verification, more: Verification) 
 READ_FLOPS, READ_BYTES = 0.95, 0.5
 
 
+def held_bytes(found: Verification) -> int:
+    """Return the bytes of a plan of one stage that grow with its layers, whatever else the peak is
+    of: parameters, gradients, the optimizer's state, and what is kept for the backward pass."""
+    (stage,), (cost,) = found.stages, found.costs
+    return 2 * stage.params_bytes + stage.optimizer_bytes + cost.residual_bytes
+
+
 def at_level(rates: Rates, level: float) -> Rates:
     """Return the rates with another level than the target's."""
     return replace(rates, level=Sourced(level, "of this benchmark"))
@@ -201,11 +208,15 @@ def measure(configuration: Configuration, options: Options, whole: bool) -> Docu
         else None
     )
 
+    layers = options.layers[1] - options.layers[0]
+    times = (configuration.num_layers - options.layers[1]) / layers
+
     def step(rates: Rates) -> Parts:
         first, second = simulated(few, rates), simulated(more, rates)
-        per_layer = second.plus(first, -1.0)
-        layers = options.layers[1] - options.layers[0]
-        return second.plus(per_layer, (configuration.num_layers - options.layers[1]) / layers)
+        total = second.plus(second.plus(first, -1.0), times)
+        # Temporaries of two windows differ by chance; what is held grows with every layer.
+        held = times * (held_bytes(more) - held_bytes(few))
+        return replace(total, peak_bytes=max(first.peak_bytes, second.peak_bytes) + held)
 
     found = step(target.rates)
     levels = {f"{level:.2f}": step(at_level(target.rates, level)).seconds for level in LEVELS}
