@@ -31,6 +31,7 @@ from itertools import product
 
 from capture.machine.cluster import Cluster
 from capture.machine.rates import Rates
+from capture.step.behind import Behind
 from capture.step.ledger import Ledger, Memory, Peak, name_of
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
 from capture.step.simulator import Allocation, MemoryUse, Simulation, Work, simulate
@@ -190,9 +191,9 @@ class _Items:
         self._readers: dict[int, list[int]] = {}
         self._runs: dict[str, list[int]] = {name: [] for name in self.processes.values()}
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
-        #: What the host has waited for: for everything, and by device, if that waits for more.
-        self._waited: set[int] = set()
-        self._waited_at: dict[int, set[int]] = {}
+        self._behind = Behind(step)
+        #: The waits behind which the instruction is issued that is being entered.
+        self._waited: Iterable[int] = ()
         self.work: list[Work] = []
         persistent = tuple(step.persistent.values())
         self._add(
@@ -203,6 +204,7 @@ class _Items:
             self._enter(instruction)
 
     def _enter(self, instruction: Instruction) -> None:
+        self._waited = self._behind.enter(instruction)
         match instruction:
             case Feed():
                 self._feed(instruction)
@@ -210,14 +212,9 @@ class _Items:
                 self._run(instruction)
             case Copy():
                 self._copy(instruction)
-            case Wait(slot=slot, place=place):
-                places = self._step.places if place is None else (place,)
-                after = self._after({self._writer[slot]}, *places)
-                self._add(Work("wait", after=after, kind="wait"))
-                if place is None:
-                    self._waited, self._waited_at = {len(self.work) - 1}, {}
-                else:
-                    self._waited_at |= {d: {len(self.work) - 1} for d in self._devices(place)}
+            case Wait(slot=slot):
+                self._add(Work("wait", after=self._after({self._writer[slot]}), kind="wait"))
+                self._behind.wait(instruction, len(self.work) - 1)
             case Free(slots=slots):
                 self._free(slots)
 
@@ -229,19 +226,9 @@ class _Items:
         for slot in writes:
             self._writer[slot], self._readers[slot] = i, []
 
-    def _after(self, items: Iterable[int], *places: Place) -> tuple[int, ...]:
-        """Return what an item waits for: the given items, and what the host has waited for at these
-        places. What comes behind for one of them goes behind this."""
-        if not self._waited_at:
-            return tuple(sorted({*items, *self._waited}))
-        devices = self._devices(*places)
-        waited = {n for device in devices for n in self._waited_at.get(device, self._waited)}
-        self._waited_at |= dict.fromkeys(devices, waited)
-        return tuple(sorted({*items, *waited}))
-
-    def _devices(self, *places: Place) -> set[int]:
-        """Return the ids of the devices of places."""
-        return {device for place in places for device in place.devices}
+    def _after(self, items: Iterable[int]) -> tuple[int, ...]:
+        """Return what an item waits for: the given items, and what it is issued behind."""
+        return tuple(sorted({*items, *self._waited}))
 
     def _streams(self, pattern: str, *places: Place) -> tuple[str, ...]:
         """Return the pattern with the lanes of every place; shown where the first of them is."""
@@ -273,7 +260,7 @@ class _Items:
             f"feed micro-batch {feed.microbatch} to {slot.place.name}",
             self._streams("{} host", slot.place),
             self._seconds.transfer(feed, slot.nbytes, None, slot.place),
-            self._after(self._last_runs(slot.place, self._feeds_ahead), slot.place),
+            self._after(self._last_runs(slot.place, self._feeds_ahead)),
             allocates=self._buffers([feed.slot]),
             kind="feed",
         )
@@ -292,7 +279,7 @@ class _Items:
             run.label,
             self._streams(compute_stream("{}"), program.place),
             self._seconds.programs[run.program],
-            self._after(after, program.place),
+            self._after(after),
             temporaries=(Allocation("", memories, program.transient_bytes, "temporaries"),),
             produces=self._buffers(run.outputs),
             frees=self._names(run.donated),
@@ -310,8 +297,7 @@ class _Items:
                 *(self._readers[slot] for slot in here)
             )
             names = self._names(here)
-            place = self._step.slots[here[0]].place
-            self._add(Work("free", after=self._after(after, place), frees=names, kind="free"))
+            self._add(Work("free", after=self._after(after), frees=names, kind="free"))
 
     def _copy(self, copy: Copy) -> None:
         source, target = (self._step.slots[slot].place for slot in (copy.source, copy.target))
@@ -328,7 +314,7 @@ class _Items:
             copy.label,
             streams,
             self._seconds.transfer(copy, copy.nbytes, source, target),
-            self._after(after, source, target),
+            self._after(after),
             allocates=self._buffers([copy.target]),
             kind="transfer",
         )
