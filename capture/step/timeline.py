@@ -10,7 +10,8 @@ streams, called by their place where they have but one:
            on "stage 0 host" from the host, on "stage 0 -> host" to it, or on the first in both
            directions where they share the link
     Feed   on "stage 0 host"
-    Wait   takes no time; what is issued later begins when the copy has ended
+    Wait   takes no time; what is issued behind it (``capture.step.behind``) begins when the copy
+           has ended
     Free   takes no time, and happens when everything issued before it that uses the slots has ended
 
 A program or a copy waits for what wrote the slots that it reads; a program that donates a slot also
