@@ -58,9 +58,8 @@ def held_up(place: Place) -> tuple[int | str, ...]:
     return place.memories if known else (place.name,)
 
 
-def packs(mode: str) -> Step:
-    """Updated on the devices, so that weights that another device may read are written over."""
-    return finished(example("offload", mode=mode).resided(10**6))
+def packs(*off: str, mode: str = "pp") -> Step:
+    return finished(example(*off, mode=mode).resided(10**6))
 
 
 def room_of(step: Step, each) -> set[int | str]:
@@ -85,8 +84,9 @@ def room_of(step: Step, each) -> set[int | str]:
 STEPS = {
     "gpipe": lambda: held(BOTH, "gpipe"),
     "1f1b": lambda: held(BOTH, "1f1b"),
-    "packs": lambda: packs("pp"),
-    "packs in data parallelism": lambda: packs("dp"),
+    "packs": packs,
+    "packs, what they hand on over the host": lambda: packs("p2p", "prefetch"),
+    "packs in data parallelism, updated there": lambda: packs("offload", mode="dp"),
 }
 
 
