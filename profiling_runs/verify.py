@@ -14,7 +14,7 @@ from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph, agreed_value_dims
 from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
-from capture.plan.prediction import Verified
+from capture.plan.prediction import Verified, error_fractions
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.step.interface import StageInterface, plan_interfaces
@@ -76,10 +76,9 @@ class Verification:
     @property
     def verified(self) -> Verified:
         """The compiled peaks, and the errors of the prediction, in the form that a plan stores."""
-        peaks, guesses, errors = self.peak_bytes_per_device, None, None
-        if self.plan.prediction is not None:
-            guesses = self.plan.prediction.peak_bytes_per_device
-            errors = tuple(p / peak - 1 for p, peak in zip(guesses, peaks, strict=True))
+        peaks, said = self.peak_bytes_per_device, self.plan.prediction
+        guesses = said and said.peak_bytes_per_device
+        errors = error_fractions(guesses, peaks)
         return Verified(peaks, guesses, errors, dict(self.provenance), self.num_compiled)
 
 

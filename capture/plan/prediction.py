@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +142,17 @@ class StepTime:
         return read(data, cls, path)
 
 
+def error_fractions(
+    predicted: Sequence[int] | None, compiled: Sequence[int]
+) -> tuple[float | None, ...] | None:
+    """Return, per device, the predicted peak over the compiled one, less 1: None of a device that
+    holds nothing. None where nothing was predicted."""
+    if predicted is None:
+        return None
+    peaks = zip(predicted, compiled, strict=True)
+    return tuple(guess / peak - 1 if peak else None for guess, peak in peaks)
+
+
 @dataclass(frozen=True)
 class Verified:
     """The peak memory of a plan's own stages, as the target's compiler reports it.
@@ -149,14 +160,15 @@ class Verified:
     Attributes:
         peak_bytes_per_device: Compiled peak memory, in node-major device order.
         predicted_peak_bytes_per_device: Predicted peak memory beside it, if the plan was predicted.
-        prediction_error_fraction_per_device: Predicted over compiled, less 1.
+        prediction_error_fraction_per_device: Predicted over compiled, less 1; null of a device that
+            holds nothing.
         source: Backend, target and versions.
         num_stages_compiled: Stages of which nothing was known before.
     """
 
     peak_bytes_per_device: tuple[int, ...]
     predicted_peak_bytes_per_device: tuple[int, ...] | None = None
-    prediction_error_fraction_per_device: tuple[float, ...] | None = None
+    prediction_error_fraction_per_device: tuple[float | None, ...] | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
     num_stages_compiled: int = 0
 
