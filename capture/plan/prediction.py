@@ -146,7 +146,12 @@ def error_fractions(
     predicted: Sequence[int] | None, compiled: Sequence[int]
 ) -> tuple[float | None, ...] | None:
     """Return, per device, the predicted peak over the compiled one, less 1: None of a device that
-    holds nothing. None where nothing was predicted."""
+    holds nothing. None where nothing was predicted.
+
+    Example:
+        >>> error_fractions((15, 0), (10, 0))
+        (0.5, None)
+    """
     if predicted is None:
         return None
     peaks = zip(predicted, compiled, strict=True)

@@ -1,5 +1,5 @@
-"""Which waits an instruction is issued behind, where waits name a place: what the simulation and
-the execution of a step both go by.
+"""The waits that each instruction is issued behind, where waits name a place: the rule of the
+simulation and of the execution of a step.
 
 A wait with a place holds up the memories of that place. Behind it comes what uses these memories,
 what needs a slot of what comes behind it or changes one that this still reads, and so on: all that
@@ -38,7 +38,7 @@ def memories_of(step: Step, each: Instruction) -> Collection[Memory]:
 
 @dataclass(frozen=True)
 class Touches:
-    """What an instruction, or several, have to do with.
+    """The memories and slots that an instruction touches, or that several do.
 
     Attributes:
         memories: As of ``memories_of``.

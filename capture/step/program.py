@@ -329,8 +329,8 @@ class Step:
 
     @cached_property
     def held_up(self) -> dict[str, tuple[Memory, ...]]:
-        """What a wait of each place holds up: its memories, or, of a host that has room for
-        everything, as far as anybody knows, the place."""
+        """The memories that a wait of each place holds up. The place itself, by its name, of a host
+        whose capacity nobody knows: it has room for everything."""
         endless = {p.name for p in self.places if p.host and p.host.capacity_bytes is None}
         return self.memories | {name: (name,) for name in endless}
 
