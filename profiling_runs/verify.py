@@ -77,7 +77,7 @@ class Verification:
     def verified(self) -> Verified:
         """The compiled peaks, and the errors of the prediction, in the form that a plan stores."""
         peaks, said = self.peak_bytes_per_device, self.plan.prediction
-        guesses = said and said.peak_bytes_per_device
+        guesses = None if said is None else said.peak_bytes_per_device
         errors = error_fractions(guesses, peaks)
         return Verified(peaks, guesses, errors, dict(self.provenance), self.num_compiled)
 
