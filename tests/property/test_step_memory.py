@@ -180,6 +180,29 @@ def test_devices_that_wait_for_nothing_go_on():
     assert ends == {None: [60, 60, 70], a: [10, 60, 60]}
 
 
+def test_who_takes_over_what_a_device_that_waits_puts_on_the_host_is_behind_that():
+    """The second device's program reads nothing, but what comes to the device before it does."""
+    places = a, b, host = Place("a", (0,)), Place("b", (1,)), Place("host of a", (0,), HOST)
+    step = Step(places, {place.name: Program("work", place, 1) for place in (a, b)})
+    made, other, came = (
+        step.slot(name, at, "any", 10) for name, at in (("made", a), ("other", a), ("came", b))
+    )
+    kept, handed = (step.slot(name, host, "any", 10) for name in ("kept", "handed"))
+    step.instructions = [
+        Run("a", (), (made, other), (), "first"),
+        Copy(made, kept, 10, "out"),
+        Wait(kept, a),
+        Free((made,)),
+        Copy(other, handed, 10, "hand over"),
+        Copy(handed, came, 10, "come"),
+        Run("b", (), (), (), "behind"),
+    ]
+    seconds = Seconds({"a": 10, "b": 10}, lambda of, *_: 40 if of.label == "out" else 1)
+    simulation = simulate_step(step, seconds).simulation
+    ends = dict(zip((item.label for item in simulation.work), simulation.ends, strict=True))
+    assert (ends["hand over"], ends["come"], ends["behind"]) == (51, 52, 60)
+
+
 def test_a_program_on_the_host_runs_for_each_device_of_its_place():
     """The host, which is the memory of both devices, has room for what runs on each; and whoever
     runs ahead of it knows."""
