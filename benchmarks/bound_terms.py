@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.work import ProgramWork
@@ -166,7 +167,7 @@ class Stages:
         self._backend = CompileBackend(loaded, target=target, num_devices=NUM_DEVICES)
         self._bounds = BoundsBackend(self._backend)
         assert target.rates is not None, "its work is counted"
-        self._model = TimeModel(target.rates, NUM_DEVICES)
+        self._model = TimeModel(target.rates, Layout(NUM_DEVICES))
 
     def rows(self, use: tuple[int, int, str, int, bool]) -> Iterator[dict[str, Any]]:
         """What is found of some layers with one use of devices."""

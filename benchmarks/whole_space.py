@@ -118,7 +118,7 @@ class Space:
         self._parts: dict[int, OpenPart] = {}
         rates = Target.load(case.target).rates
         assert rates is not None, "its work is counted"
-        self.model = TimeModel(rates, max(cluster.nodes))
+        self.model = TimeModel(rates, cluster.layout)
 
     def part(self, count: int) -> OpenPart:
         """The plans of a number of micro-batches."""

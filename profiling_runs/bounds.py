@@ -161,10 +161,10 @@ class ModelBounds:
     @memo
     def _time_models(self, cluster: Cluster) -> tuple[TimeModel, TimeModel]:
         """Return two time models of a cluster: without the time to launch kernels, and with it."""
-        rates, num_devices = Target.load(cluster.target).rates, max(cluster.nodes)
+        rates = Target.load(cluster.target).rates
         assert rates is not None, "times are known"
         unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
-        return TimeModel(unlaunched, num_devices), TimeModel(rates, num_devices)
+        return TimeModel(unlaunched, cluster.layout), TimeModel(rates, cluster.layout)
 
     @memo
     def _layer_costs(

@@ -55,7 +55,7 @@ class Verification:
         rates = Target.load(self.plan.cluster.target).rates
         if rates is None:
             return None
-        model = TimeModel(rates, max(self.plan.cluster.nodes))
+        model = TimeModel(rates, self.plan.cluster.layout)
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
         return (
             plan_timeline(self.program, self.plan.cluster, times, rates)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from capture.errors import ClusterError, TargetError
-from capture.machine.links import Links
+from capture.machine.links import Layout, Links
 from capture.machine.rates import Rates
 from capture.machine.target import Target, known_name
 
@@ -79,6 +79,11 @@ class Cluster:
     def process_needs(self) -> tuple[int, str]:
         """The devices of a process that compiles for the cluster, and their platform."""
         return self.num_devices, Target.load(self.target).platform
+
+    @property
+    def layout(self) -> Layout:
+        """Where the devices stand, as links need it."""
+        return Layout(max(self.nodes))
 
     @cached_property
     def node_of_device(self) -> tuple[int, ...]:
@@ -160,7 +165,7 @@ class Machine:
 
     @cached_property
     def links(self) -> Links:
-        return Links(self.rates.intra_node, self.rates.inter_node, self.devices_per_node)
+        return Links(self.rates, self.cluster.layout)
 
     @cached_property
     def flops_per_second(self) -> float:

@@ -45,6 +45,84 @@ class Link:
 
 
 @dataclass(frozen=True)
+class FatTree:
+    """A network between nodes in which several nodes share a leaf switch.
+
+    Attributes:
+        nodes_per_leaf: Nodes whose adapters one leaf switch (or one set of rail switches) joins.
+        oversubscription: Bytes per second into a leaf from its nodes over those out of it; 1 or
+            more.
+    """
+
+    nodes_per_leaf: Sourced
+    oversubscription: Sourced
+
+
+@dataclass(frozen=True)
+class TreeSums:
+    """The numbers of all-reduces that go up and down trees over nodes, a chain inside each node.
+
+    Attributes:
+        intra_node_seconds, inter_node_seconds: Latency of a step inside a node and between nodes.
+        efficiency: Fraction of the bandwidth of a ring that the trees reach.
+    """
+
+    intra_node_seconds: Sourced
+    inter_node_seconds: Sourced
+    efficiency: Sourced
+
+
+@dataclass(frozen=True)
+class TorusLinks:
+    """The links of chips that stand on a torus: each has two neighbours on every axis.
+
+    Attributes:
+        latency_seconds: Seconds per hop from a chip to its neighbour.
+        bytes_per_second: Bandwidth of one link in one direction, per device.
+        host: Chips of a host on each axis.
+        devices_per_chip: Devices that JAX shows of a chip.
+        wraps_at: An axis whose length is a multiple of this many chips is closed to a ring.
+        wraps_together: Whether the axes of a slice are closed only if all of them can be.
+        source: The documentation of hosts and rings.
+    """
+
+    latency_seconds: Sourced
+    bytes_per_second: Sourced
+    host: tuple[int, ...]
+    devices_per_chip: int
+    wraps_at: int
+    wraps_together: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The parts of a target's links beside the plain link of a node and the one between nodes. A
+    target without a part has None, and collectives then do without it.
+
+    Attributes:
+        reduce_scatter: Bytes per second that reduce-scatters reach inside a node, where that is
+            another number than all-gathers reach.
+        switch_sums: All-reduces that the switch of a node adds up (NVLS): latency, and the bytes
+            per second that a device sends and receives.
+        tree: The tree algorithm of all-reduces over several nodes.
+        devices_per_adapter: Devices that share one adapter, whose bandwidth is then that of
+            ``inter_node``; 1 where each has its own.
+        fat_tree: The network between nodes, where it is oversubscribed.
+        torus: The links of chips that stand on a torus.
+        slices: The link between slices of a torus (the data-center network), per device.
+    """
+
+    reduce_scatter: Sourced | None = None
+    switch_sums: Link | None = None
+    tree: TreeSums | None = None
+    devices_per_adapter: Sourced = Sourced(1, "none")
+    fat_tree: FatTree | None = None
+    torus: TorusLinks | None = None
+    slices: Link | None = None
+
+
+@dataclass(frozen=True)
 class HostLink:
     """The link between a device and the memory of its host, in both directions.
 
@@ -135,12 +213,14 @@ class Rates:
         compute_efficiency: Fraction of it that large matrix products reach.
         bytes_per_second: Specified bandwidth of the device's memory.
         memory_efficiency: Fraction of it that streaming reaches.
-        intra_node, inter_node: Links between devices.
+        intra_node, inter_node: Links between devices; of the second, several devices may share one
+            (``Fabric.devices_per_adapter``).
         host: Link with the memory of the host.
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
         kernel_seconds: The least that a kernel takes, its launch included.
         cores: Cores that make the tiles of products; 0 where products are taken to fill the device.
+        fabric: What else of the links is known.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -153,6 +233,7 @@ class Rates:
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     kernel_seconds: Sourced = Sourced(0.0, "none")
     cores: Sourced = Sourced(0, "none")
+    fabric: Fabric = Fabric()
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """Return the data type whose rate products have.

@@ -20,7 +20,10 @@ as it is:
                      message_bytes_per_second and delete_seconds, see
                      ``HostMachine``
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
-                     device; host: the same as to_device and to_host, and duplex (true or false)
+                     device, as all-gathers reach it; host: the same as to_device and to_host, and
+                     duplex (true or false); fabric, optional: reduce_scatter (bytes per second),
+                     switch_sums, tree, devices_per_adapter, fat_tree, torus, slices, see
+                     ``capture.machine.rates.Fabric``
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
                      ascending. Both: ``options`` of XLA, numbers, true or false
 
@@ -30,6 +33,7 @@ as it is:
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -44,12 +48,14 @@ from capture.errors import TargetError
 from capture.extras import EXTRA_OF, compilers_of, install_command
 from capture.machine.rates import (
     DeviceMemory,
+    Fabric,
     HostLink,
     HostMachine,
     Link,
     Products,
     Rates,
     Sourced,
+    TorusLinks,
 )
 
 TARGET = documents.Format(
@@ -262,6 +268,7 @@ class _Links:
     intra_node: Link
     inter_node: Link
     host: Mapping[str, Any]
+    fabric: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def host_link(self) -> HostLink:
@@ -316,19 +323,19 @@ class _TargetFile:
             wanted = "memory_rate" if self.memory_rate is None else "links"
             raise documents.FieldError(f"{wanted} is missing")
         host = self.links.host_link
-        links = {
-            "intra_node": self.links.intra_node,
-            "inter_node": self.links.inter_node,
-            "host.to_device": host.to_device,
-            "host.to_host": host.to_host,
-        }
-        for link_name, link in links.items():
-            latency, rate = link.latency_seconds.value, link.bytes_per_second.value
-            if latency < 0 or rate <= 0:
-                raise documents.FieldError(
-                    f"links.{link_name} has latency_seconds {latency:g} and bytes_per_second "
-                    f"{rate:g}; the first must be 0 or more, the second above 0"
-                )
+        fabric = documents.read(self.links.fabric, Fabric, "links.fabric", strict=True)
+        _check_links(
+            {
+                "intra_node": self.links.intra_node,
+                "inter_node": self.links.inter_node,
+                "host.to_device": host.to_device,
+                "host.to_host": host.to_host,
+                "fabric.switch_sums": fabric.switch_sums,
+                "fabric.slices": fabric.slices,
+                "fabric.torus": fabric.torus,
+            }
+        )
+        _check_fabric(fabric)
         return Rates(
             compute.flops_per_second,
             compute.efficiency,
@@ -340,4 +347,51 @@ class _TargetFile:
             products.dtypes,
             compute.kernel_seconds,
             compute.cores,
+            fabric,
         )
+
+
+def _check_links(links: Mapping[str, Link | TorusLinks | None]) -> None:
+    for name, link in links.items():
+        if link is None:
+            continue
+        latency, rate = link.latency_seconds.value, link.bytes_per_second.value
+        if latency < 0 or rate <= 0:
+            raise documents.FieldError(
+                f"links.{name} has latency_seconds {latency:g} and bytes_per_second "
+                f"{rate:g}; the first must be 0 or more, the second above 0"
+            )
+
+
+def _check_fabric(fabric: Fabric) -> None:
+    """Refuse numbers that no network has: each with the interval that it must lie in."""
+    tree, leaf, torus = fabric.tree, fabric.fat_tree, fabric.torus
+    wanted: list[tuple[str, float, float, float]] = [
+        ("devices_per_adapter", fabric.devices_per_adapter.value, 1, math.inf)
+    ]
+    if fabric.reduce_scatter is not None:
+        wanted += [("reduce_scatter", fabric.reduce_scatter.value, 1, math.inf)]
+    if tree is not None:
+        wanted += [
+            ("tree.intra_node_seconds", tree.intra_node_seconds.value, 0, math.inf),
+            ("tree.inter_node_seconds", tree.inter_node_seconds.value, 0, math.inf),
+            ("tree.efficiency", tree.efficiency.value, 0.01, 1),
+        ]
+    if leaf is not None:
+        wanted += [
+            ("fat_tree.nodes_per_leaf", leaf.nodes_per_leaf.value, 1, math.inf),
+            ("fat_tree.oversubscription", leaf.oversubscription.value, 1, math.inf),
+        ]
+    if torus is not None:
+        wanted += [
+            ("torus.host", len(torus.host), 2, 3),
+            ("torus.host", min(torus.host, default=0), 1, math.inf),
+            ("torus.devices_per_chip", torus.devices_per_chip, 1, math.inf),
+            ("torus.wraps_at", torus.wraps_at, 2, math.inf),
+        ]
+    for name, value, least, most in wanted:
+        if not least <= value <= most:
+            raise documents.FieldError(
+                f"links.fabric.{name} is {value:g} and must be at least {least:g}"
+                + (f" and at most {most:g}" if most < math.inf else "")
+            )

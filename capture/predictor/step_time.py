@@ -35,7 +35,7 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     Raises:
         ProfileError: ``profile-no-times``, and the codes of the predictors.
     """
-    times = TimePredictor(profile, max(plan.cluster.nodes))
+    times = TimePredictor(profile, plan.cluster.layout)
     return simulated_timeline(plan, AdditivePredictor(profile), times)
 
 
@@ -75,7 +75,7 @@ class CountedSteps:
 
     def __init__(self, profile: Profile, cluster: Cluster, times: TimePredictor | None = None):
         self._profile = profile
-        self.times = times or TimePredictor(profile, max(cluster.nodes))
+        self.times = times or TimePredictor(profile, cluster.layout)
         self.links = LinkTimes(cluster, self.times.model.rates)
         self._tables: dict[tuple[str, int, int], TableTimes] = {}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from capture.errors import ProfileError
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.memo import memo
@@ -54,14 +55,14 @@ class TimePredictor:
     Args:
         profile: A profile whose windows have counted work: of an accelerator, not of virtual CPU
             devices.
-        devices_per_node: Number of devices of a node; larger groups of collectives leave the node.
+        layout: Where the cluster's devices stand (``Cluster.layout``).
 
     Raises:
         ProfileError: ``profile-no-times`` if the target has no rates or the profile was made
             without counting work.
     """
 
-    def __init__(self, profile: Profile, devices_per_node: int):
+    def __init__(self, profile: Profile, layout: Layout):
         rates = Target.load(profile.target).rates
         if rates is None or not any(cost.forward_work for cost in profile.measurements.values()):
             raise ProfileError.of(
@@ -69,7 +70,7 @@ class TimePredictor:
                 "an accelerator, such as --target a100-40g.",
                 "profile-no-times",
             )
-        self.profile, self.model = profile, TimeModel(rates, devices_per_node)
+        self.profile, self.model = profile, TimeModel(rates, layout)
 
     @memo
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:

@@ -25,11 +25,14 @@ are reported. Without these two it is never above: see ``capture.step.program``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from capture.machine.cluster import Cluster
+from capture.machine.links import Links
 from capture.machine.rates import Rates
 from capture.step.ledger import Ledger, Memory, Peak, name_of
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
@@ -84,9 +87,15 @@ class LinkTimes:
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
         """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes."""
-        nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
-        return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
+        nodes, whose adapters the senders or receivers of a node share."""
+        node_of = self.cluster.node_of_device
+        ends = [Counter(node_of[device] for device in place) for place in (source, target)]
+        sharing = max(max(end.values()) for end in ends)
+        return self._links.send_seconds(nbytes, len(set().union(*ends)) > 1, sharing)
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.rates, self.cluster.layout)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from capture.machine.links import Links
+from capture.machine.links import Layout, Links
 from capture.machine.rates import Rates
 from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
@@ -83,15 +83,15 @@ class TimeModel:
 
     Attributes:
         rates: The target's: compute, memory and links.
-        devices_per_node: Where collectives leave the node.
+        layout: Where the devices stand that collectives join.
     """
 
     rates: Rates
-    devices_per_node: int
+    layout: Layout
 
     @cached_property
     def links(self) -> Links:
-        return Links(self.rates.intra_node, self.rates.inter_node, self.devices_per_node)
+        return Links(self.rates, self.layout)
 
     def program_seconds(self, work: ProgramWork) -> float:
         """Return the seconds of one execution of a program on every device of a stage."""
@@ -105,9 +105,8 @@ class TimeModel:
 
     def collective_seconds(self, sent: Collective) -> float:
         """Return the seconds of all ``count`` of these collectives, one after the other."""
-        group = (sent.group_size, sent.stride)
-        seconds = self.links.seconds(sent.kind, sent.nbytes, *group)
-        return sent.count * (seconds - sent.is_part * self.links.seconds(sent.kind, 0, *group))
+        of = self.links.least_added_seconds if sent.is_part else self.links.seconds
+        return sent.count * of(sent.kind, sent.nbytes, sent.group_size, sent.stride)
 
     def _all_kernels(self, kernels: tuple[Kernel, ...]) -> float:
         """Return the seconds of a program's kernels, one after the other. Programs that differ in
