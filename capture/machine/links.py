@@ -31,11 +31,11 @@ OSDP, 2.1 and 3.1; Hockney 1994 (alpha, beta).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from capture.machine.rates import Link, Rates, Sourced
+from capture.machine.rates import Cost, Link, Rates, Sourced
+from capture.machine.torus import Torus
 from capture.memo import memo
 
 
@@ -44,30 +44,17 @@ def ring_steps(kind: str, group_size: int) -> int:
     return (group_size - 1) * (2 if kind == "all-reduce" else 1)
 
 
-class Cost(NamedTuple):
-    """The seconds of a collective by one algorithm: fixed_seconds + bytes x seconds_per_byte."""
-
-    fixed_seconds: float
-    seconds_per_byte: float
-
-    def seconds(self, nbytes: float) -> float:
-        """Return the seconds of a collective of so many bytes."""
-        return self.fixed_seconds + nbytes * self.seconds_per_byte
-
-    def __add__(self, other: tuple[float, ...]) -> Cost:  # type: ignore[override]
-        """Return the cost of one collective and then another one of as many bytes."""
-        return Cost(self[0] + other[0], self[1] + other[1])
-
-
 @dataclass(frozen=True)
 class Layout:
     """Where the devices of a cluster stand, in node-major order.
 
     Attributes:
         devices_per_node: In the largest node.
+        torus: A slice, where the nodes are hosts of slices of a torus.
     """
 
     devices_per_node: int
+    torus: Torus | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,7 @@ class Links:
             >>> links = Links(Target.load("h100").rates, Layout(devices_per_node=8))
             >>> inside, outside = (links.seconds("all-gather", 10**9, n) for n in (8, 16))
             >>> round(inside * 1e3, 3), round(outside * 1e3, 3)  # milliseconds
-            (2.524, 2.819)
+            (2.524, 2.83)
         """
         costs = self.costs(kind, group_size, stride).values()
         return min((cost.seconds(nbytes) for cost in costs), default=0.0)
@@ -119,6 +106,8 @@ class Links:
         a single device."""
         if group_size == 1:
             return {}
+        if self.layout.torus is not None:
+            return self._on_slices(self.layout.torus, kind, group_size, stride)
         group = _Group.of(self.rates, self.layout, group_size, stride)
         if kind == "collective-permute":
             return {"one message": group.message()}
@@ -133,14 +122,59 @@ class Links:
         }
         return {name: cost for name, cost in summed.items() if cost is not None}
 
+    def _on_slices(self, torus: Torus, kind: str, size: int, stride: int) -> Mapping[str, Cost]:
+        """Return what a collective takes on slices of a torus: inside of each, and then between
+        them a ring of what each device has a share of."""
+        inside = max(1, min(size, torus.num_devices // stride))
+        slices = -(-size // inside)
+        here = torus.costs(kind, inside, stride) if inside > 1 or slices == 1 else {}
+        if slices == 1:
+            return here
+        far = self._between_slices
+        if kind == "collective-permute":
+            near = here.get("one message", Cost(0, 0))
+            return {"one message": Cost(*map(max, near, far))}
+        steps, share = ring_steps(kind, slices), 1 if kind == "all-to-all" else inside
+        ring = far.times(steps, steps / slices / share)
+        return {f"{way}, then slices": cost + ring for way, cost in here.items()} or {"ring": ring}
+
+    @property
+    def _between_slices(self) -> Cost:
+        link = self.rates.fabric.slices
+        assert link is not None, "a cluster of several slices has links between them"
+        return Cost(link.latency_seconds.value, 1 / link.bytes_per_second.value)
+
+    def routed_seconds(
+        self, source: Sequence[int], target: Sequence[int], nbytes: float
+    ) -> float | None:
+        """Return the seconds of one message of so many bytes from each device of a place to one of
+        another, over the shortest ways on a torus or between slices; None on other links."""
+        torus = self.layout.torus
+        return None if torus is None else self._routed(tuple(source), tuple(target)).seconds(nbytes)
+
+    @memo
+    def _routed(self, source: tuple[int, ...], target: tuple[int, ...]) -> Cost:
+        torus, count = self.layout.torus, max(len(source), len(target))
+        assert torus is not None, "asked"
+        if len({device // torus.num_devices for device in (*source, *target)}) > 1:
+            return self._between_slices
+        pairs = [
+            (source[i * len(source) // count], target[i * len(target) // count])
+            for i in range(count)
+        ]
+        return torus.message([(a % torus.num_devices, b % torus.num_devices) for a, b in pairs])
+
     def send_seconds(self, nbytes: float, leaves_node: bool, senders: int = 1) -> float:
-        """Return the seconds of one message from a device to another one.
+        """Return the seconds of one message from a device to another one; on a torus, to its
+        neighbour.
 
         Args:
             nbytes: Size of the message.
             leaves_node: Whether the other device stands in another node.
             senders: Devices of one node that send or receive such messages at the same time.
         """
+        if self.layout.torus is not None:
+            return self.layout.torus.hop.seconds(nbytes)
         if not leaves_node:
             return self.rates.intra_node.seconds(nbytes)
         sharing = min(senders, self.rates.fabric.devices_per_adapter.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from capture import documents
 from capture.machine.tiles import FULL_REUSE
@@ -42,6 +42,25 @@ class Link:
             2e-06
         """
         return self.latency_seconds.value + nbytes / self.bytes_per_second.value
+
+
+class Cost(NamedTuple):
+    """The seconds of a collective by one algorithm: fixed_seconds + bytes x seconds_per_byte."""
+
+    fixed_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds of a collective of so many bytes."""
+        return self.fixed_seconds + nbytes * self.seconds_per_byte
+
+    def __add__(self, other: tuple[float, ...]) -> Cost:  # type: ignore[override]
+        """Return the cost of one collective and then another one of as many bytes."""
+        return Cost(self[0] + other[0], self[1] + other[1])
+
+    def times(self, latencies: float, shares: float) -> Cost:
+        """Return the cost of so many latencies, and of so many times the bytes."""
+        return Cost(self.fixed_seconds * latencies, self.seconds_per_byte * shares)
 
 
 @dataclass(frozen=True)

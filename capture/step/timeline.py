@@ -87,7 +87,10 @@ class LinkTimes:
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
         """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes, whose adapters the senders or receivers of a node share."""
+        nodes, whose adapters the senders or receivers of a node share; or over a torus."""
+        routed = self._links.routed_seconds(source, target, nbytes)
+        if routed is not None:
+            return routed
         node_of = self.cluster.node_of_device
         ends = [Counter(node_of[device] for device in place) for place in (source, target)]
         sharing = max(max(end.values()) for end in ends)

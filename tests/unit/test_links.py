@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import Network
 
-from capture.machine.links import Cost, Layout, Links
-from capture.machine.rates import Fabric, FatTree, Link, Sourced, TreeSums
+from capture.machine.links import Layout, Links
+from capture.machine.rates import Cost, Fabric, FatTree, Link, Sourced, TreeSums
 from capture.machine.target import Target, target_names
 
 NEAR, FAR = 3e-6, 11e-6
