@@ -92,20 +92,23 @@ class Cluster:
             ClusterError: ``cluster-slices`` if the target has no such slices, or there are none;
                 TargetError: those of ``Target.load``.
         """
-        links, written = _torus_links(target), "x".join(map(str, shape))
-        if links is None:
-            raise ClusterError.of(
-                f"cluster {count}x({written}) is of slices of a torus, and target={target!r} has "
-                "none; write NxG: N nodes of G devices.",
-                "cluster-slices",
+        links = _torus_links(target)
+        host = () if links is None else links.host
+        fits = count > 0 and len(shape) == len(host)
+        if (
+            links is None
+            or not fits
+            or any(n < 1 or n % of for n, of in zip(shape, host, strict=True))
+        ):
+            wanted = (
+                f"one slice or more, of {len(host)} axes that are multiples of a host's "
+                f"{'x'.join(map(str, host))} chips"
+                if host
+                else "NxG: N nodes of G devices"
             )
-        host = "x".join(map(str, links.host))
-        fits = len(shape) == len(links.host) and count > 0
-        if not fits or any(n < 1 or n % of for n, of in zip(shape, links.host, strict=True)):
             raise ClusterError.of(
-                f"cluster {count}x({written}) is of slices that {target} does not have; give one "
-                f"slice or more, of {len(links.host)} axes that are multiples of a host's {host} "
-                "chips.",
+                f"cluster {count}x({'x'.join(map(str, shape))}) is of slices of a torus that "
+                f"target={target!r} does not have; give {wanted}.",
                 "cluster-slices",
             )
         one = Torus(links, shape)
@@ -158,7 +161,7 @@ class Cluster:
 
     @property
     def layout(self) -> Layout:
-        """Where the devices stand, as links need it."""
+        """The places of the devices, as links need them."""
         return Layout(max(self.nodes), self.torus)
 
     def is_block(self, first: int, num_devices: int) -> bool:
@@ -167,11 +170,10 @@ class Cluster:
         if self.torus is None:
             return True
         size = self.torus.num_devices
-        return first % min(num_devices, size) == 0 and (
-            num_devices % size == 0
-            if num_devices > size
-            else self.torus.is_block(first % size, num_devices)
-        )
+        aligned = first % min(num_devices, size) == 0
+        if num_devices > size:
+            return aligned and num_devices % size == 0
+        return aligned and self.torus.is_block(first % size, num_devices)
 
     def first_nodes(self) -> list[Cluster]:
         """Return the clusters of its first 1, 2, 3, ... nodes up to all of them; of slices those of

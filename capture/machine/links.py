@@ -31,10 +31,10 @@ OSDP, 2.1 and 3.1; Hockney 1994 (alpha, beta).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from capture.machine.rates import Cost, Link, Rates, Sourced
+from capture.machine.rates import AlphaBeta, Link, Rates, Sourced
 from capture.machine.torus import Torus
 from capture.memo import memo
 
@@ -46,7 +46,7 @@ def ring_steps(kind: str, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the devices of a cluster stand, in node-major order.
+    """The places of the devices of a cluster, in node-major order.
 
     Attributes:
         devices_per_node: In the largest node.
@@ -101,14 +101,14 @@ class Links:
         return nbytes * min((cost.seconds_per_byte for cost in costs), default=0.0)
 
     @memo
-    def costs(self, kind: str, group_size: int, stride: int = 1) -> Mapping[str, Cost]:
+    def costs(self, kind: str, group_size: int, stride: int = 1) -> Mapping[str, AlphaBeta]:
         """Return what a collective takes by each algorithm that there is for it, by name; none for
         a single device."""
         if group_size == 1:
             return {}
         if self.layout.torus is not None:
             return self._on_slices(self.layout.torus, kind, group_size, stride)
-        group = _Group.of(self.rates, self.layout, group_size, stride)
+        group = _InNodes.of(self.rates, self.layout, group_size, stride)
         if kind == "collective-permute":
             return {"one message": group.message()}
         if kind == "all-to-all":
@@ -122,7 +122,9 @@ class Links:
         }
         return {name: cost for name, cost in summed.items() if cost is not None}
 
-    def _on_slices(self, torus: Torus, kind: str, size: int, stride: int) -> Mapping[str, Cost]:
+    def _on_slices(
+        self, torus: Torus, kind: str, size: int, stride: int
+    ) -> Mapping[str, AlphaBeta]:
         """Return what a collective takes on slices of a torus: inside of each, and then between
         them a ring of what each device has a share of."""
         inside = max(1, min(size, torus.num_devices // stride))
@@ -132,55 +134,40 @@ class Links:
             return here
         far = self._between_slices
         if kind == "collective-permute":
-            near = here.get("one message", Cost(0, 0))
-            return {"one message": Cost(*map(max, near, far))}
+            near = here.get("one message", AlphaBeta(0, 0))
+            return {"one message": AlphaBeta(*map(max, near, far))}
         steps, share = ring_steps(kind, slices), 1 if kind == "all-to-all" else inside
         ring = far.times(steps, steps / slices / share)
         return {f"{way}, then slices": cost + ring for way, cost in here.items()} or {"ring": ring}
 
     @property
-    def _between_slices(self) -> Cost:
+    def _between_slices(self) -> AlphaBeta:
         link = self.rates.fabric.slices
         assert link is not None, "a cluster of several slices has links between them"
-        return Cost(link.latency_seconds.value, 1 / link.bytes_per_second.value)
-
-    def routed_seconds(
-        self, source: Sequence[int], target: Sequence[int], nbytes: float
-    ) -> float | None:
-        """Return the seconds of one message of so many bytes from each device of a place to one of
-        another, over the shortest ways on a torus or between slices; None on other links."""
-        torus = self.layout.torus
-        return None if torus is None else self._routed(tuple(source), tuple(target)).seconds(nbytes)
+        return AlphaBeta(link.latency_seconds.value, 1 / link.bytes_per_second.value)
 
     @memo
-    def _routed(self, source: tuple[int, ...], target: tuple[int, ...]) -> Cost:
+    def routed(self, source: tuple[int, ...], target: tuple[int, ...]) -> AlphaBeta | None:
+        """Return the cost of a message from each device of a place to one of another at the same
+        time, over a torus or between slices; None where a network joins the nodes."""
         torus, count = self.layout.torus, max(len(source), len(target))
-        assert torus is not None, "asked"
-        if len({device // torus.num_devices for device in (*source, *target)}) > 1:
+        if torus is None:
+            return None
+        size, ends = torus.num_devices, [source, target]
+        if len({device // size for device in (*source, *target)}) > 1:
             return self._between_slices
-        pairs = [
-            (source[i * len(source) // count], target[i * len(target) // count])
-            for i in range(count)
-        ]
-        return torus.message([(a % torus.num_devices, b % torus.num_devices) for a, b in pairs])
+        sent = ([place[i * len(place) // count] % size for i in range(count)] for place in ends)
+        return torus.message([*zip(*sent, strict=True)])
 
-    def send_seconds(self, nbytes: float, leaves_node: bool, senders: int = 1) -> float:
-        """Return the seconds of one message from a device to another one; on a torus, to its
-        neighbour.
-
-        Args:
-            nbytes: Size of the message.
-            leaves_node: Whether the other device stands in another node.
-            senders: Devices of one node that send or receive such messages at the same time.
-        """
+    def send_seconds(self, nbytes: float, leaves_node: bool) -> float:
+        """Return the seconds of one message from a device to another one, in its own node or not;
+        on a torus, to its neighbour. Alone on its adapter: where a node sends replicas, one of them
+        has to leave it."""
         if self.layout.torus is not None:
             return self.layout.torus.hop.seconds(nbytes)
         if not leaves_node:
             return self.rates.intra_node.seconds(nbytes)
-        sharing = min(senders, self.rates.fabric.devices_per_adapter.value)
-        tree = self.rates.fabric.fat_tree
-        slowed = 1 if tree is None else tree.oversubscription.value
-        return self.rates.inter_node.seconds(nbytes * sharing * slowed)
+        return self.rates.inter_node.seconds(nbytes * self.rates.fabric.oversubscription.value)
 
     def slowest_of_ring(self, num_nodes: int) -> Link:
         """Return the link that limits one ring through all devices of so many nodes: what enters
@@ -195,101 +182,92 @@ class Links:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _InNodes:
     """A group of devices in nodes, and the groups like it that communicate at the same time.
 
     Attributes:
         rates: The target's.
-        size: Devices n.
-        inside: Devices m of the group in each node.
-        nodes: Nodes N.
-        ring_bytes_per_second: Bandwidth A between nodes, per device, for messages to the next node.
-        in_leaf: Nodes of the group under one leaf of a fat tree, at most N.
-        far_bytes_per_second: Bandwidth A for messages that leave the leaf.
+        size, inside, nodes: Devices n, m of them in each of N nodes.
+        adapter: Bandwidth A between nodes, per device.
+        in_leaf: Nodes of the group under one leaf of a fat tree.
+        out_of_leaf: Bandwidth A of messages to another leaf.
     """
 
     rates: Rates
     size: int
     inside: int
     nodes: int
-    ring_bytes_per_second: float
+    adapter: float
     in_leaf: int
-    far_bytes_per_second: float
+    out_of_leaf: float
 
     @classmethod
-    def of(cls, rates: Rates, layout: Layout, size: int, stride: int) -> _Group:
+    def of(cls, rates: Rates, layout: Layout, size: int, stride: int) -> _InNodes:
         per_node, fabric = layout.devices_per_node, rates.fabric
         inside = max(1, min(size, per_node // stride))
         nodes = -(-size // inside)
         sharing = min(per_node, fabric.devices_per_adapter.value)
-        between = rates.inter_node.bytes_per_second.value / sharing
-        in_leaf, ring, far = nodes, 1.0, 1.0
-        if (tree := fabric.fat_tree) is not None:
-            in_leaf = max(1, int(tree.nodes_per_leaf.value) // max(1, stride // per_node))
-            if nodes > in_leaf:
-                far = tree.oversubscription.value
-                ring = max(1.0, far / in_leaf)
-        leaf = min(nodes, in_leaf)
-        return cls(rates, size, inside, nodes, between / ring, leaf, between / far)
+        adapter = rates.inter_node.bytes_per_second.value / sharing
+        in_leaf = max(1, int(fabric.nodes_per_leaf.value) // max(1, stride // per_node))
+        far = adapter / fabric.oversubscription.value if nodes > in_leaf else adapter
+        return cls(rates, size, inside, nodes, adapter, min(in_leaf, nodes), far)
 
-    def ring(self, kind: str) -> Cost:
+    def ring(self, kind: str) -> AlphaBeta:
         """Return the cost of an all-gather or a reduce-scatter round one ring."""
         inside, between = self.rates.intra_node, self.rates.inter_node
         reached = inside.bytes_per_second
         if kind == "reduce-scatter" and self.rates.fabric.reduce_scatter is not None:
             reached = self.rates.fabric.reduce_scatter
         rates = [reached.value] if self.inside > 1 else []
-        rates += [self.inside * self.ring_bytes_per_second] if self.nodes > 1 else []
+        if self.nodes > 1:  # one device of a leaf's nodes sends out of it, for each adapter
+            rates.append(self.inside * min(self.adapter, self.in_leaf * self.out_of_leaf))
         leaving = self.nodes - (self.inside == 1) if self.nodes > 1 else 0
         fixed = (self.size - 1 - leaving) * inside.latency_seconds.value
         fixed += leaving * between.latency_seconds.value
-        return Cost(fixed, (self.size - 1) / self.size / min(rates))
+        return AlphaBeta(fixed, (self.size - 1) / self.size / min(rates))
 
-    def tree(self) -> Cost | None:
+    def tree(self) -> AlphaBeta | None:
         """Return the cost of an all-reduce over trees of nodes; None inside one node."""
-        tree = self.rates.fabric.tree
-        if tree is None or self.nodes == 1:
+        step, efficiency = self.rates.fabric.tree_seconds, self.rates.fabric.tree_efficiency
+        if step is None or efficiency is None or self.nodes == 1:
             return None
-        fixed = (self.inside - 1) * tree.intra_node_seconds.value
-        fixed += self._levels * tree.inter_node_seconds.value
-        rate = self.inside * self.far_bytes_per_second
+        rate = self.inside * self.out_of_leaf
         if self.inside > 1:
             rate = min(rate, self.rates.intra_node.bytes_per_second.value)
-        return Cost(2 * fixed, 2 / (tree.efficiency.value * rate))
+        fixed = 2 * (self.inside - 1) * step.value + self._up_and_down
+        return AlphaBeta(fixed, 2 / (efficiency.value * rate))
 
-    def switch_sums(self) -> Cost | None:
+    def switch_sums(self) -> AlphaBeta | None:
         """Return the cost of an all-reduce that the switches of nodes add up; None without such
         switches, or where each node has one device of the group."""
-        sums, tree = self.rates.fabric.switch_sums, self.rates.fabric.tree
+        sums = self.rates.fabric.switch_sums
         if sums is None or self.inside == 1:
             return None
         fixed = sums.latency_seconds.value
         per_byte = (1 + 1 / self.inside) / sums.bytes_per_second.value
-        if self.nodes == 1:
-            return Cost(fixed, per_byte)
-        if tree is None:
-            return None
-        fixed += 2 * self._levels * tree.inter_node_seconds.value
-        return Cost(fixed, max(per_byte, 2 / (self.inside * self.far_bytes_per_second)))
+        if self.nodes > 1:
+            fixed += self._up_and_down
+            per_byte = max(per_byte, 2 / (self.inside * self.out_of_leaf))
+        return AlphaBeta(fixed, per_byte)
 
-    def direct(self) -> Cost:
+    def direct(self) -> AlphaBeta:
         """Return the cost of an all-to-all, a message after the other."""
         near, other = self.inside - 1, self.size - self.inside
         far = self.size - min(self.size, self.inside * self.in_leaf)
         inside, between = self.rates.intra_node, self.rates.inter_node
         fixed = near * inside.latency_seconds.value + other * between.latency_seconds.value
-        per_byte = near / inside.bytes_per_second.value + far / self.far_bytes_per_second
-        per_byte += (other - far) / self.ring_bytes_per_second
-        return Cost(fixed, per_byte / self.size)
+        per_byte = near / inside.bytes_per_second.value + far / self.out_of_leaf
+        per_byte += (other - far) / self.adapter
+        return AlphaBeta(fixed, per_byte / self.size)
 
-    def message(self) -> Cost:
+    def message(self) -> AlphaBeta:
         """Return the cost of a message to the device a stride away."""
         if self.nodes == 1:
             link = self.rates.intra_node
-            return Cost(link.latency_seconds.value, 1 / link.bytes_per_second.value)
-        return Cost(self.rates.inter_node.latency_seconds.value, 1 / self.far_bytes_per_second)
+            return AlphaBeta(link.latency_seconds.value, 1 / link.bytes_per_second.value)
+        return AlphaBeta(self.rates.inter_node.latency_seconds.value, 1 / self.out_of_leaf)
 
     @property
-    def _levels(self) -> int:
-        """The levels of a binary tree of the nodes below its root, log2(N) rounded up."""
-        return (self.nodes - 1).bit_length()
+    def _up_and_down(self) -> float:
+        """The latency of the way up a binary tree of the nodes and down again."""
+        return 2 * (self.nodes - 1).bit_length() * self.rates.inter_node.latency_seconds.value

@@ -44,7 +44,7 @@ class Link:
         return self.latency_seconds.value + nbytes / self.bytes_per_second.value
 
 
-class Cost(NamedTuple):
+class AlphaBeta(NamedTuple):
     """The seconds of a collective by one algorithm: fixed_seconds + bytes x seconds_per_byte."""
 
     fixed_seconds: float
@@ -54,41 +54,13 @@ class Cost(NamedTuple):
         """Return the seconds of a collective of so many bytes."""
         return self.fixed_seconds + nbytes * self.seconds_per_byte
 
-    def __add__(self, other: tuple[float, ...]) -> Cost:  # type: ignore[override]
+    def __add__(self, other: tuple[float, ...]) -> AlphaBeta:  # type: ignore[override]
         """Return the cost of one collective and then another one of as many bytes."""
-        return Cost(self[0] + other[0], self[1] + other[1])
+        return AlphaBeta(self[0] + other[0], self[1] + other[1])
 
-    def times(self, latencies: float, shares: float) -> Cost:
+    def times(self, latencies: float, shares: float) -> AlphaBeta:
         """Return the cost of so many latencies, and of so many times the bytes."""
-        return Cost(self.fixed_seconds * latencies, self.seconds_per_byte * shares)
-
-
-@dataclass(frozen=True)
-class FatTree:
-    """A network between nodes in which several nodes share a leaf switch.
-
-    Attributes:
-        nodes_per_leaf: Nodes whose adapters one leaf switch (or one set of rail switches) joins.
-        oversubscription: Bytes per second into a leaf from its nodes over those out of it; 1 or
-            more.
-    """
-
-    nodes_per_leaf: Sourced
-    oversubscription: Sourced
-
-
-@dataclass(frozen=True)
-class TreeSums:
-    """The numbers of all-reduces that go up and down trees over nodes, a chain inside each node.
-
-    Attributes:
-        intra_node_seconds, inter_node_seconds: Latency of a step inside a node and between nodes.
-        efficiency: Fraction of the bandwidth of a ring that the trees reach.
-    """
-
-    intra_node_seconds: Sourced
-    inter_node_seconds: Sourced
-    efficiency: Sourced
+        return AlphaBeta(self.fixed_seconds * latencies, self.seconds_per_byte * shares)
 
 
 @dataclass(frozen=True)
@@ -124,19 +96,23 @@ class Fabric:
             another number than all-gathers reach.
         switch_sums: All-reduces that the switch of a node adds up (NVLS): latency, and the bytes
             per second that a device sends and receives.
-        tree: The tree algorithm of all-reduces over several nodes.
+        tree_seconds: Latency of a step inside a node of all-reduces over trees of nodes.
+        tree_efficiency: Fraction of the bandwidth of a ring that the trees reach.
         devices_per_adapter: Devices that share one adapter, whose bandwidth is then that of
-            ``inter_node``; 1 where each has its own.
-        fat_tree: The network between nodes, where it is oversubscribed.
+            ``inter_node``.
+        nodes_per_leaf: Nodes whose adapters one leaf switch (or set of rail switches) joins.
+        oversubscription: Bytes per second into a leaf from its nodes over those out of it.
         torus: The links of chips that stand on a torus.
         slices: The link between slices of a torus (the data-center network), per device.
     """
 
     reduce_scatter: Sourced | None = None
     switch_sums: Link | None = None
-    tree: TreeSums | None = None
+    tree_seconds: Sourced | None = None
+    tree_efficiency: Sourced | None = None
     devices_per_adapter: Sourced = Sourced(1, "none")
-    fat_tree: FatTree | None = None
+    nodes_per_leaf: Sourced = Sourced(1, "none")
+    oversubscription: Sourced = Sourced(1, "none")
     torus: TorusLinks | None = None
     slices: Link | None = None
 

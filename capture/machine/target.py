@@ -22,8 +22,7 @@ as it is:
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
                      device, as all-gathers reach it; host: the same as to_device and to_host, and
                      duplex (true or false); fabric, optional: reduce_scatter (bytes per second),
-                     switch_sums, tree, devices_per_adapter, fat_tree, torus, slices, see
-                     ``capture.machine.rates.Fabric``
+                     switch_sums, ..., see ``capture.machine.rates.Fabric``
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
                      ascending. Both: ``options`` of XLA, numbers, true or false
 
@@ -363,35 +362,31 @@ def _check_links(links: Mapping[str, Link | TorusLinks | None]) -> None:
             )
 
 
+#: The numbers of a fabric, each with the interval that it must lie in.
+_FABRIC = {
+    "reduce_scatter": (1.0, math.inf),
+    "tree_seconds": (0.0, math.inf),
+    "tree_efficiency": (0.01, 1.0),
+    "devices_per_adapter": (1.0, math.inf),
+    "nodes_per_leaf": (1.0, math.inf),
+    "oversubscription": (1.0, math.inf),
+}
+
+
 def _check_fabric(fabric: Fabric) -> None:
-    """Refuse numbers that no network has: each with the interval that it must lie in."""
-    tree, leaf, torus = fabric.tree, fabric.fat_tree, fabric.torus
-    wanted: list[tuple[str, float, float, float]] = [
-        ("devices_per_adapter", fabric.devices_per_adapter.value, 1, math.inf)
-    ]
-    if fabric.reduce_scatter is not None:
-        wanted += [("reduce_scatter", fabric.reduce_scatter.value, 1, math.inf)]
-    if tree is not None:
-        wanted += [
-            ("tree.intra_node_seconds", tree.intra_node_seconds.value, 0, math.inf),
-            ("tree.inter_node_seconds", tree.inter_node_seconds.value, 0, math.inf),
-            ("tree.efficiency", tree.efficiency.value, 0.01, 1),
-        ]
-    if leaf is not None:
-        wanted += [
-            ("fat_tree.nodes_per_leaf", leaf.nodes_per_leaf.value, 1, math.inf),
-            ("fat_tree.oversubscription", leaf.oversubscription.value, 1, math.inf),
-        ]
-    if torus is not None:
-        wanted += [
-            ("torus.host", len(torus.host), 2, 3),
-            ("torus.host", min(torus.host, default=0), 1, math.inf),
-            ("torus.devices_per_chip", torus.devices_per_chip, 1, math.inf),
-            ("torus.wraps_at", torus.wraps_at, 2, math.inf),
-        ]
-    for name, value, least, most in wanted:
-        if not least <= value <= most:
+    """Refuse numbers that no network has."""
+    for name, (least, most) in _FABRIC.items():
+        number = getattr(fabric, name)
+        if number is not None and not least <= number.value <= most:
             raise documents.FieldError(
-                f"links.fabric.{name} is {value:g} and must be at least {least:g}"
+                f"links.fabric.{name} is {number.value:g} and must be at least {least:g}"
                 + (f" and at most {most:g}" if most < math.inf else "")
             )
+    torus = fabric.torus
+    if torus and (len(torus.host) not in (2, 3) or min(*torus.host, torus.devices_per_chip) < 1):
+        raise documents.FieldError(
+            f"links.fabric.torus has host {torus.host} and devices_per_chip "
+            f"{torus.devices_per_chip}; a host has chips on two axes or three, a chip a device"
+        )
+    if torus and torus.wraps_at < 2:
+        raise documents.FieldError("links.fabric.torus.wraps_at must be 2 or more")

@@ -35,12 +35,12 @@ from functools import cached_property
 from itertools import pairwise, permutations
 from typing import NamedTuple
 
-from capture.machine.rates import Cost, TorusLinks
+from capture.machine.rates import AlphaBeta, TorusLinks
 
 Coordinates = tuple[int, ...]
 
 
-class Axis(NamedTuple):
+class GroupAxis(NamedTuple):
     """How a group stands on one axis of a torus.
 
     Attributes:
@@ -53,7 +53,7 @@ class Axis(NamedTuple):
     apart: int
     is_ring: bool
 
-    def gather(self, hop: Cost, both_ways: bool) -> Cost:
+    def gather(self, hop: AlphaBeta, both_ways: bool) -> AlphaBeta:
         """Return the cost of an all-gather along the axis.
 
         Args:
@@ -68,7 +68,7 @@ class Axis(NamedTuple):
             parts = 2 * self.size
         return hop.times(steps * self.apart, steps * self.apart / parts)
 
-    def exchange(self, hop: Cost) -> Cost:
+    def exchange(self, hop: AlphaBeta) -> AlphaBeta:
         """Return the cost of an all-to-all along the axis, of V bytes on each device."""
         steps = self.size // 2 if self.is_ring else self.size - 1
         crossing = self.size**2 // 4 / self.size / (2 if self.is_ring else 1)
@@ -108,7 +108,7 @@ class Torus:
 
     @cached_property
     def coordinates(self) -> tuple[Coordinates, ...]:
-        """Where each device stands: its number on its chip, then its chip on each axis."""
+        """The place of each device: its number on its chip, then its chip on each axis."""
         host = (self.links.devices_per_chip, *self.links.host)
         hosts = tuple(n // of for n, of in zip(self._lengths, host, strict=True))
         within = tuple(_counted(host))
@@ -124,22 +124,22 @@ class Torus:
 
     @cached_property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether each axis is a ring; the axis of a chip's own devices is none."""
+        """The axes that are rings, true or false for each; that of a chip's own devices is none."""
         closed = [length % self.links.wraps_at == 0 for length in self.shape]
         if self.links.wraps_together:
             closed = [all(closed)] * len(closed)
         return (False, *closed)
 
     @property
-    def hop(self) -> Cost:
+    def hop(self) -> AlphaBeta:
         """The cost of a message to a neighbour."""
-        return Cost(self.links.latency_seconds.value, 1 / self.links.bytes_per_second.value)
+        return AlphaBeta(self.links.latency_seconds.value, 1 / self.links.bytes_per_second.value)
 
     def is_block(self, first: int, num_devices: int) -> bool:
-        """Return whether devices that follow one another are a box of the torus."""
+        """Return whether so many devices from ``first`` on are a box of the torus."""
         return _box(self.coordinates[first : first + num_devices]) is not None
 
-    def costs(self, kind: str, size: int, stride: int) -> dict[str, Cost]:
+    def costs(self, kind: str, size: int, stride: int) -> dict[str, AlphaBeta]:
         """Return what a collective takes by each algorithm, by name, as ``Links.costs`` does."""
         if kind == "collective-permute":
             pairs = [(d, d + stride) for d in range(self.num_devices - stride)]
@@ -150,8 +150,8 @@ class Torus:
             return {"one ring of all": around.times(twice, twice)}
         if kind == "all-to-all":
             each = [axis.exchange(self.hop) for axis in axes]
-            together = Cost(len(axes) * max(c[0] for c in each), max(c[1] for c in each))
-            return {"axis by axis": sum(each, Cost(0, 0)), "all axes at once": together}
+            together = AlphaBeta(len(axes) * max(c[0] for c in each), max(c[1] for c in each))
+            return {"axis by axis": sum(each, AlphaBeta(0, 0)), "all axes at once": together}
         found = {}
         for way, both_ways in (("halves", False), ("both ways", True)):
             each = [axis.gather(self.hop, both_ways) for axis in axes]
@@ -160,7 +160,7 @@ class Torus:
             found[f"all axes at once, {way}"] = _at_once(each, sizes).times(twice, twice)
         return found
 
-    def message(self, pairs: Sequence[tuple[int, int]]) -> Cost:
+    def message(self, pairs: Sequence[tuple[int, int]]) -> AlphaBeta:
         """Return the cost of messages that pairs of devices send at the same time, each by the
         shortest way, along one axis after the other."""
         load, hops = Counter[tuple[Coordinates, int, int]](), 0
@@ -196,19 +196,19 @@ class Torus:
             for offset in range(stride)
         ]
 
-    def _axes(self, size: int, stride: int) -> list[Axis] | None:
+    def _axes(self, size: int, stride: int) -> list[GroupAxis] | None:
         """Return how groups stand on the axes where they have several devices; None if they are no
         boxes, or not all alike."""
         found = {_box([self.coordinates[d] for d in group]) for group in self._groups(size, stride)}
         if len(found) != 1 or (box := found.pop()) is None:
             return None
         return [
-            Axis(count, apart, wraps and count * apart == length)
+            GroupAxis(count, apart, wraps and count * apart == length)
             for (count, apart), wraps, length in zip(box, self.wraps, self._lengths, strict=True)
             if count > 1
         ]
 
-    def _around(self, kind: str, size: int, stride: int) -> Cost:
+    def _around(self, kind: str, size: int, stride: int) -> AlphaBeta:
         """Return the cost of an all-gather, reduce-scatter or all-to-all round a ring of all
         devices, as their order has it."""
         groups = self._groups(size, stride) or [list(range(0, size * stride, stride))]
@@ -239,7 +239,7 @@ def _box(members: Sequence[Coordinates]) -> tuple[tuple[int, int], ...] | None:
     return tuple((len(side), min(gap)) for side, gap in zip(sides, apart, strict=True))
 
 
-def _one_by_one(each: Sequence[Cost], sizes: Sequence[int]) -> Cost:
+def _one_by_one(each: Sequence[AlphaBeta], sizes: Sequence[int]) -> AlphaBeta:
     """Return the cost of an all-gather along one axis after the other, in the best order."""
 
     def per_byte(order: Sequence[int]) -> float:
@@ -250,17 +250,17 @@ def _one_by_one(each: Sequence[Cost], sizes: Sequence[int]) -> Cost:
         return total
 
     best = min(map(per_byte, permutations(range(len(each)))))
-    return Cost(sum(cost.fixed_seconds for cost in each), best)
+    return AlphaBeta(sum(cost.fixed_seconds for cost in each), best)
 
 
-def _at_once(each: Sequence[Cost], sizes: Sequence[int]) -> Cost:
+def _at_once(each: Sequence[AlphaBeta], sizes: Sequence[int]) -> AlphaBeta:
     """Return the cost of an all-gather of one part per axis, of which none has the axis of another
     one; parts wait for each other before they change axes."""
     count, size = len(each), math.prod(sizes)
-    held, total = [1 / count / size] * count, Cost(0, 0)
+    held, total = [1 / count / size] * count, AlphaBeta(0, 0)
     for phase in range(count):
         axes = [(part + phase) % count for part in range(count)]
         held = [part * sizes[axis] for part, axis in zip(held, axes, strict=True)]
         per_byte = max(h * each[a].seconds_per_byte for h, a in zip(held, axes, strict=True))
-        total += Cost(max(cost.fixed_seconds for cost in each), per_byte)
+        total += AlphaBeta(max(cost.fixed_seconds for cost in each), per_byte)
     return total

@@ -25,7 +25,6 @@ are reported. Without these two it is never above: see ``capture.step.program``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +63,8 @@ class LinkTimes:
     """Times of transfers from the links of a target: latency + bytes per device / rate.
 
     **Assumes** that every device has its link to itself, and sends or receives its part at the same
-    time as the others of its place.
+    time as the others of its place. Where devices share an adapter this is too fast for parts that
+    all differ: of replicas one would have to leave the node, and how many there are is not known.
 
     Attributes:
         cluster: Says which devices share a node.
@@ -87,14 +87,11 @@ class LinkTimes:
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
         """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes, whose adapters the senders or receivers of a node share; or over a torus."""
-        routed = self._links.routed_seconds(source, target, nbytes)
-        if routed is not None:
-            return routed
-        node_of = self.cluster.node_of_device
-        ends = [Counter(node_of[device] for device in place) for place in (source, target)]
-        sharing = max(max(end.values()) for end in ends)
-        return self._links.send_seconds(nbytes, len(set().union(*ends)) > 1, sharing)
+        nodes; or over a torus."""
+        if (routed := self._links.routed(tuple(source), tuple(target))) is not None:
+            return routed.seconds(nbytes)
+        nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
+        return self._links.send_seconds(nbytes, len(nodes) > 1)
 
     @cached_property
     def _links(self) -> Links:

@@ -272,15 +272,15 @@ def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> n
         cluster: Of a target with rates.
         choice: Of the stage.
     """
-    rates, per_node = Target.load(cluster.target).rates, cluster.nodes[0]
+    rates = Target.load(cluster.target).rates
     assert rates is not None, "times are known"
-    links, senders = Links(rates, cluster.layout), min(choice.num_devices, per_node)
-    ends = min(1.0, choice.num_devices / per_node) if len(cluster.nodes) > 1 else 0.0
+    links = Links(rates, cluster.layout)
+    ends = min(1.0, choice.num_devices / cluster.nodes[0]) if len(cluster.nodes) > 1 else 0.0
     sends = np.zeros(graph.num_layers + 1)
     for stop in range(1, graph.num_layers):
         for v in graph.crossing(stop):
             nbytes = graph.value_bytes(v, choice.value_split)
-            sends[stop] += ends * links.send_seconds(nbytes, True, senders)
+            sends[stop] += ends * links.send_seconds(nbytes, True)
             sends[stop] += (1 - ends) * links.send_seconds(nbytes, False)
     return sends
 

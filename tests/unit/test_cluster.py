@@ -112,32 +112,32 @@ def test_notations_of_slices(text, target, written, hosts):
         (
             "2x(4x4x4)",
             "h100",
-            "cluster 2x(4x4x4) is of slices of a torus, and target='h100' has none; write NxG: N "
+            "cluster 2x(4x4x4) is of slices of a torus that target='h100' does not have; give NxG: N "
             "nodes of G devices.",
         ),
         (
             "2x(4x4x4)",
             "cpu",
-            "cluster 2x(4x4x4) is of slices of a torus, and target='cpu' has none; write NxG: N "
+            "cluster 2x(4x4x4) is of slices of a torus that target='cpu' does not have; give NxG: N "
             "nodes of G devices.",
         ),
         (
             "4x4x4",
             "v5e",
-            "cluster 1x(4x4x4) is of slices that v5e does not have; give one slice or more, of 2 "
-            "axes that are multiples of a host's 2x2 chips.",
+            "cluster 1x(4x4x4) is of slices of a torus that target='v5e' does not have; give one slice "
+            "or more, of 2 axes that are multiples of a host's 2x2 chips.",
         ),
         (
             "3x4x4",
             "v5p",
-            "cluster 1x(3x4x4) is of slices that v5p does not have; give one slice or more, of 3 "
-            "axes that are multiples of a host's 2x2x1 chips.",
+            "cluster 1x(3x4x4) is of slices of a torus that target='v5p' does not have; give one slice "
+            "or more, of 3 axes that are multiples of a host's 2x2x1 chips.",
         ),
         (
             "0x(4x4x4)",
             "v5p",
-            "cluster 0x(4x4x4) is of slices that v5p does not have; give one slice or more, of 3 "
-            "axes that are multiples of a host's 2x2x1 chips.",
+            "cluster 0x(4x4x4) is of slices of a torus that target='v5p' does not have; give one slice "
+            "or more, of 3 axes that are multiples of a host's 2x2x1 chips.",
         ),
     ],
 )

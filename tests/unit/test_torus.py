@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from messages import Network
 
 from capture.machine.links import Layout, Links
-from capture.machine.rates import Cost, Fabric, Link, Sourced, TorusLinks
+from capture.machine.rates import AlphaBeta, Fabric, Link, Sourced, TorusLinks
 from capture.machine.target import Target
-from capture.machine.torus import Axis, Torus
+from capture.machine.torus import GroupAxis, Torus
 
 HOP, RATE, NBYTES = 1e-6, 50e9, 96_000_000
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -29,7 +29,7 @@ def torus(*shape: int, host: tuple[int, ...] = (), wraps_at: int = 4, chip: int 
     return Torus(links, shape)
 
 
-def along(axis: Axis, pieces: int, both_ways: bool, nbytes: float, latency: float) -> float:
+def along(axis: GroupAxis, pieces: int, both_ways: bool, nbytes: float, latency: float) -> float:
     """The seconds of all-gathers of all groups on an axis at once: on rings every part goes round
     as two halves, or whole by the shorter way; on lines both ways to the ends."""
     size, apart, is_ring = axis
@@ -58,9 +58,9 @@ AXES += [(4, 2, True), (2, 2, False), (4, 2, False)]
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize("axis", [Axis(*axis) for axis in AXES], ids=map(str, AXES))
+@pytest.mark.parametrize("axis", [GroupAxis(*axis) for axis in AXES], ids=map(str, AXES))
 def test_an_axis_has_the_seconds_of_its_messages(axis, both_ways):
-    cost = axis.gather(Cost(HOP, 1 / RATE), both_ways)
+    cost = axis.gather(AlphaBeta(HOP, 1 / RATE), both_ways)
     pieces, rel = (1, 1e-9) if axis.apart == 1 else (64, 0.04)
     messages = partial(along, axis, pieces, both_ways)
     assert cost.fixed_seconds == pytest.approx(messages(0, 1), rel=1e-9)
@@ -68,7 +68,7 @@ def test_an_axis_has_the_seconds_of_its_messages(axis, both_ways):
     assert cost.seconds(NBYTES) >= messages(NBYTES, 1) * (1 - rel)
 
 
-def exchanged(axis: Axis, pieces: int, nbytes: float, latency: float) -> float:
+def exchanged(axis: GroupAxis, pieces: int, nbytes: float, latency: float) -> float:
     """The seconds of an all-to-all on an axis: every part by the shorter way, if there are two as
     short, a half by each."""
     size, is_ring = axis.size, axis.is_ring
@@ -93,8 +93,8 @@ def exchanged(axis: Axis, pieces: int, nbytes: float, latency: float) -> float:
 @pytest.mark.parametrize("size", [2, 4, 5, 8])
 @pytest.mark.parametrize("is_ring", [False, True])
 def test_an_all_to_all_on_an_axis_has_the_seconds_of_its_busiest_link(size, is_ring):
-    axis = Axis(size, 1, is_ring)
-    cost = axis.exchange(Cost(HOP, 1 / RATE))
+    axis = GroupAxis(size, 1, is_ring)
+    cost = axis.exchange(AlphaBeta(HOP, 1 / RATE))
     assert cost.fixed_seconds == pytest.approx(exchanged(axis, 1, 0, 1))
     found = exchanged(axis, 48, NBYTES, 0)
     assert cost.seconds_per_byte * NBYTES == pytest.approx(found, rel=0.05)
@@ -212,7 +212,7 @@ def test_slices_send_the_share_of_each_device():
     one = links.costs("all-reduce", 16, 1)
     two = links.costs("all-reduce", 48, 1)
     for name, cost in one.items():
-        expected = cost + Cost(4 * 2e-5, 4 / 3 / 16 / 5e9)
+        expected = cost + AlphaBeta(4 * 2e-5, 4 / 3 / 16 / 5e9)
         assert two[f"{name}, then slices"] == pytest.approx(expected)
     apart = links.costs("all-gather", 3, 16)
     assert apart == {"ring": pytest.approx((2 * 2e-5, 2 / 3 / 5e9))}
@@ -221,10 +221,12 @@ def test_slices_send_the_share_of_each_device():
         links.costs("all-to-all", 16, 1)["axis by axis"].seconds_per_byte + 1 / 2 / 5e9
     )
     assert links.seconds("collective-permute", 5e9, 2, 16) == pytest.approx(1 + 2e-5)
-    assert links.routed_seconds(range(4), range(16, 20), 5e9) == pytest.approx(1 + 2e-5)
-    assert links.routed_seconds([0], [1], RATE) == pytest.approx(1 + HOP)
-    assert links.routed_seconds([16], [17], RATE) == pytest.approx(1 + HOP)
-    assert links.send_seconds(RATE, True, 4) == pytest.approx(1 + HOP)
+    assert links.routed((0, 1, 2, 3), (16, 17, 18, 19)).seconds(5e9) == pytest.approx(1 + 2e-5)
+    assert links.routed((0,), (1,)).seconds(RATE) == pytest.approx(1 + HOP)
+    assert links.routed((16,), (17,)).seconds(RATE) == pytest.approx(1 + HOP)
+    assert links.routed((0, 1), (4,)) == pytest.approx((2 * HOP, 2 / RATE))  # one below the other
+    assert links.routed((0, 1), (4, 5)) == pytest.approx((HOP, 1 / RATE))
+    assert links.send_seconds(RATE, True) == pytest.approx(1 + HOP)
 
 
 @pytest.mark.parametrize("target", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
