@@ -74,7 +74,7 @@ class TorusLinks:
         devices_per_chip: Devices that JAX shows of a chip.
         wraps_at: An axis whose length is a multiple of this many chips is closed to a ring.
         wraps_together: Whether the axes of a slice are closed only if all of them can be.
-        source: The documentation of hosts and rings.
+        source: Where that is from.
     """
 
     latency_seconds: Sourced

@@ -69,6 +69,7 @@ TARGETS_FOLDER = Path(__file__).parent / "targets"
 Platform = Literal["cpu", "cuda", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
 _NOTHING, _AS_THEY_ARE, _ANY_HOST = Sourced(0, "none"), Products(), HostMachine()
+_NO_FABRIC = Fabric()
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,10 @@ def _read(data: object, name: str) -> Target:
         )
     file = replace(TARGET, name=f"target file {name!r}")
     try:
-        return file.read(data, _TargetFile).target(name)
+        found = file.read(data, _TargetFile)
+        if isinstance(data, Mapping) and found.links:  # a misspelt part would be left out
+            documents.read(data["links"].get("fabric", {}), Fabric, "links.fabric", strict=True)
+        return found.target(name)
     except documents.FieldError as error:
         raise file.corrupt(str(error)) from None
 
@@ -267,7 +271,7 @@ class _Links:
     intra_node: Link
     inter_node: Link
     host: Mapping[str, Any]
-    fabric: Mapping[str, Any] = field(default_factory=dict)
+    fabric: Fabric = _NO_FABRIC
 
     @property
     def host_link(self) -> HostLink:
@@ -321,8 +325,7 @@ class _TargetFile:
         if self.memory_rate is None or self.links is None:
             wanted = "memory_rate" if self.memory_rate is None else "links"
             raise documents.FieldError(f"{wanted} is missing")
-        host = self.links.host_link
-        fabric = documents.read(self.links.fabric, Fabric, "links.fabric", strict=True)
+        host, fabric = self.links.host_link, self.links.fabric
         _check_links(
             {
                 "intra_node": self.links.intra_node,

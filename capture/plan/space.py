@@ -23,8 +23,8 @@ class StageSpace:
     A stage stays inside the rest of its node, on a power of two of devices.
 
     Attributes:
-        whole_nodes: Stages may also span 2, 4, 8, ... whole nodes; on a torus, that form a box
-            (``Cluster.is_block``).
+        whole_nodes: Stages may also span 2, 4, 8, ... whole nodes; of a torus, those that form a
+            box.
         any_divisor: Degrees may be any divisor of a node, not only powers of two.
 
     Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md, C-j
