@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import Network
 
+from capture.machine.cluster import Cluster
 from capture.machine.links import Layout, Links
 from capture.machine.rates import AlphaBeta, Fabric, Link, Sourced, TorusLinks
 from capture.machine.target import Target
@@ -247,6 +248,18 @@ def test_devices_stand_where_the_compiler_puts_them(target):
             core = device.core_on_chip if links.devices_per_chip > 1 else 0
             assert slice_.coordinates[number] == (core, *chip)
             assert number // slice_.devices_per_host == device.process_index
+
+
+def test_more_devices_than_a_slice_has_are_those_of_several_slices():
+    pytest.importorskip("libtpu")
+    from capture.compiler.target_devices import devices_of
+
+    cluster = Cluster.parse("2x(16x16)", "v5e")
+    devices = devices_of(Target.load("v5e"), cluster.num_devices)
+    assert len(devices) == cluster.num_devices == 512
+    assert [device.slice_index for device in devices] == [0] * 256 + [1] * 256
+    for number, device in enumerate(devices):
+        assert cluster.torus.coordinates[number % 256][1:] == tuple(device.coords)[:2]
 
 
 @given(
