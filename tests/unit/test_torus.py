@@ -16,7 +16,7 @@ from capture.machine.cluster import Cluster
 from capture.machine.links import Layout, Links
 from capture.machine.rates import AlphaBeta, Fabric, Link, Sourced, TorusLinks
 from capture.machine.target import Target
-from capture.machine.torus import GroupAxis, Torus
+from capture.machine.torus import GroupAxis, Torus, _box
 
 HOP, RATE, NBYTES = 1e-6, 50e9, 96_000_000
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -187,6 +187,11 @@ def test_devices_that_are_no_box_make_one_ring_of_all():
     odd = torus(4, 4).costs("all-gather", 6, 1)
     assert set(odd) == {"one ring of all"}
     assert odd["one ring of all"].seconds_per_byte >= 5 / 6 / (2 * RATE)
+
+
+def test_devices_at_unequal_distances_are_no_box():
+    assert _box([(0,), (1,), (4,)]) is None and _box([(0,), (2,), (4,)]) == ((3, 2),)
+    assert _box([(0, 0), (0, 1), (1, 0)]) is None
 
 
 def test_messages_have_the_seconds_of_their_busiest_link():
