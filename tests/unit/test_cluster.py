@@ -134,6 +134,12 @@ def test_notations_of_slices(text, target, written, hosts):
             "or more, of 3 axes that are multiples of a host's 2x2x1 chips.",
         ),
         (
+            "1x(0x4)",
+            "v6e",
+            "cluster 1x(0x4) is of slices of a torus that target='v6e' does not have; give one slice "
+            "or more, of 2 axes that are multiples of a host's 2x2 chips.",
+        ),
+        (
             "0x(4x4x4)",
             "v5p",
             "cluster 0x(4x4x4) is of slices of a torus that target='v5p' does not have; give one slice "

@@ -66,6 +66,17 @@ def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
     assert MODEL.program_seconds(sent) == pytest.approx(3 * expected, rel=1e-12)
 
 
+def test_a_part_of_another_collective_has_neither_its_latency_nor_a_slower_algorithm():
+    """The bound of a sum that a compiler may add to another one: never above what that grows by."""
+    model = TimeModel(Target.load("h100").rates, Layout(8))
+    whole = Collective("all-reduce", NBYTES, 8, 1, 3)
+    part = replace(whole, is_part=True)
+    alone, added = model.collective_seconds(whole), model.collective_seconds(part)
+    larger = model.collective_seconds(replace(whole, nbytes=2 * NBYTES))
+    assert added == pytest.approx(3 * 9 / 8 * NBYTES / 308.57e9, rel=1e-4)
+    assert alone > added <= larger - alone + 1e-15
+
+
 @pytest.mark.parametrize(
     ("target", "dtype", "precision", "flops_per_second"),
     [
