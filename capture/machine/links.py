@@ -147,12 +147,11 @@ class Links:
         return AlphaBeta(link.latency_seconds.value, 1 / link.bytes_per_second.value)
 
     @memo
-    def routed(self, source: tuple[int, ...], target: tuple[int, ...]) -> AlphaBeta | None:
+    def routed(self, source: tuple[int, ...], target: tuple[int, ...]) -> AlphaBeta:
         """Return the cost of a message from each device of a place to one of another at the same
-        time, over a torus or between slices; None where a network joins the nodes."""
+        time, over the torus that the devices stand on or between its slices."""
         torus, count = self.layout.torus, max(len(source), len(target))
-        if torus is None:
-            return None
+        assert torus is not None, "devices on a torus"
         size, ends = torus.num_devices, [source, target]
         if len({device // size for device in (*source, *target)}) > 1:
             return self._between_slices

@@ -155,9 +155,12 @@ class Torus:
         found = {}
         for way, both_ways in (("halves", False), ("both ways", True)):
             each = [axis.gather(self.hop, both_ways) for axis in axes]
-            sizes = [axis.size for axis in axes]
-            found[f"axis by axis, {way}"] = _one_by_one(each, sizes).times(twice, twice)
-            found[f"all axes at once, {way}"] = _at_once(each, sizes).times(twice, twice)
+            sizes, order = [axis.size for axis in axes], range(len(axes))
+            phases = [_in_phases(each, sizes, [one]) for one in permutations(order)]
+            rotated = [[*order[i:], *order[:i]] for i in order]
+            found[f"axis by axis, {way}"] = min(phases, key=lambda of: of.seconds_per_byte)
+            found[f"all axes at once, {way}"] = _in_phases(each, sizes, rotated)
+        found = {name: cost.times(twice, twice) for name, cost in found.items()}
         return found
 
     def message(self, pairs: Sequence[tuple[int, int]]) -> AlphaBeta:
@@ -239,28 +242,14 @@ def _box(members: Sequence[Coordinates]) -> tuple[tuple[int, int], ...] | None:
     return tuple((len(side), min(gap)) for side, gap in zip(sides, apart, strict=True))
 
 
-def _one_by_one(each: Sequence[AlphaBeta], sizes: Sequence[int]) -> AlphaBeta:
-    """Return the cost of an all-gather along one axis after the other, in the best order."""
-
-    def per_byte(order: Sequence[int]) -> float:
-        total, gathered = 0.0, 1.0
-        for axis in order:  # the last one first: it has all bytes
-            total += gathered * each[axis].seconds_per_byte
-            gathered /= sizes[axis]
-        return total
-
-    best = min(map(per_byte, permutations(range(len(each)))))
-    return AlphaBeta(sum(cost.fixed_seconds for cost in each), best)
-
-
-def _at_once(each: Sequence[AlphaBeta], sizes: Sequence[int]) -> AlphaBeta:
-    """Return the cost of an all-gather of one part per axis, of which none has the axis of another
-    one; parts wait for each other before they change axes."""
-    count, size = len(each), math.prod(sizes)
-    held, total = [1 / count / size] * count, AlphaBeta(0, 0)
-    for phase in range(count):
-        axes = [(part + phase) % count for part in range(count)]
+def _in_phases(
+    each: Sequence[AlphaBeta], sizes: Sequence[int], orders: Sequence[Sequence[int]]
+) -> AlphaBeta:
+    """Return the cost of an all-gather of one part of the array for each order of axes; in every
+    phase no two parts have the same axis, and they wait for each other before they change axes."""
+    held, total = [1 / len(orders) / math.prod(sizes)] * len(orders), AlphaBeta(0, 0)
+    for axes in zip(*orders, strict=True):
         held = [part * sizes[axis] for part, axis in zip(held, axes, strict=True)]
-        per_byte = max(h * each[a].seconds_per_byte for h, a in zip(held, axes, strict=True))
-        total += AlphaBeta(max(cost.fixed_seconds for cost in each), per_byte)
+        sent = (part * each[axis].seconds_per_byte for part, axis in zip(held, axes, strict=True))
+        total += AlphaBeta(max(each[axis].fixed_seconds for axis in axes), max(sent))
     return total

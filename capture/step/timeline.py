@@ -88,8 +88,8 @@ class LinkTimes:
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
         """Return the seconds over the link inside a node if all devices lie in one, or between
         nodes; or over a torus."""
-        if (routed := self._links.routed(tuple(source), tuple(target))) is not None:
-            return routed.seconds(nbytes)
+        if self.cluster.slice_shape:
+            return self._links.routed(tuple(source), tuple(target)).seconds(nbytes)
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
         return self._links.send_seconds(nbytes, len(nodes) > 1)
 
