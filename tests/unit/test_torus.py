@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import Network
 
-from capture.machine.cluster import Cluster
+from capture.machine.cluster import Cluster, Machine
 from capture.machine.links import Layout, Links
 from capture.machine.rates import AlphaBeta, Fabric, Link, Sourced, TorusLinks
 from capture.machine.target import Target
 from capture.machine.torus import GroupAxis, Torus, _box
+from capture.measured.work import Collective
+from capture.step.timeline import LinkTimes
+from capture.step.times import TimeModel
 
 HOP, RATE, NBYTES = 1e-6, 50e9, 96_000_000
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -253,6 +256,24 @@ def test_devices_stand_where_the_compiler_puts_them(target):
             core = device.core_on_chip if links.devices_per_chip > 1 else 0
             assert slice_.coordinates[number] == (core, *chip)
             assert number // slice_.devices_per_host == device.process_index
+
+
+def test_every_price_knows_the_torus():
+    """Programs, sends between stages, and what searches ask: links of one layout."""
+    cluster, rates = Cluster.parse("2x2x4", "v5p"), Target.load("v5p").rates
+    link = rates.fabric.torus.bytes_per_second.value
+    sends = LinkTimes(cluster, rates)
+    assert sends.between(range(4), range(4, 8), link) == pytest.approx(1 + HOP)
+    assert sends.between(range(8), range(8, 16), link) == pytest.approx(2 + 2 * HOP)  # one link
+    of_nodes = LinkTimes(Cluster((4,) * 4, "v5p"), rates)
+    plain = rates.inter_node.seconds(link)
+    assert of_nodes.between(range(4), range(4, 8), link) == pytest.approx(plain)
+    gathered = Collective("all-gather", 10**9, 16, 1)
+    expected = Links(rates, cluster.layout).seconds("all-gather", 10**9, 16)
+    assert TimeModel(rates, cluster.layout).collective_seconds(gathered) == expected
+    assert Machine.of(cluster).links.seconds("all-gather", 10**9, 16) == expected
+    without = Links(rates, Cluster((4,) * 4, "v5p").layout).seconds("all-gather", 10**9, 16)
+    assert expected < without  # several axes at once
 
 
 def test_more_devices_than_a_slice_has_are_those_of_several_slices():
