@@ -18,6 +18,8 @@ between nodes; V are the bytes.
                           a + 2 log2(N) b + max(V (1 + 1 / m) / R, 2 V / (m A))
     direct                all-to-all: a message to every other device, one after the other
                           (m - 1) (a + V / n / R) + (n - m) (b + V / n / A)
+    two levels            all-to-all of chips of a torus in nodes, inside and then between these
+                          (m - 1) (a + V / m / R) + (N - 1) (b + V / N / A)
     one message           collective-permute
 
 Bytes that leave a leaf of a fat tree have A divided by its oversubscription: all of them, but of a
@@ -112,7 +114,8 @@ class Links:
         if kind == "collective-permute":
             return {"one message": group.message()}
         if kind == "all-to-all":
-            return {"direct": group.direct()}
+            on_torus = self.rates.fabric.torus is not None
+            return {"two levels": group.two_levels()} if on_torus else {"direct": group.direct()}
         if kind != "all-reduce":
             return {"ring": group.ring(kind)}
         summed = {
@@ -258,6 +261,15 @@ class _InNodes:
         per_byte = near / inside.bytes_per_second.value + far / self.out_of_leaf
         per_byte += (other - far) / self.adapter
         return AlphaBeta(fixed, per_byte / self.size)
+
+    def two_levels(self) -> AlphaBeta:
+        """Return the cost of an all-to-all inside nodes and then between them: of chips on a torus
+        whose slice is not known, which have no network that joins all of them."""
+        inside, between = self.rates.intra_node, self.rates.inter_node
+        near, far = self.inside - 1, self.nodes - 1
+        fixed = near * inside.latency_seconds.value + far * between.latency_seconds.value
+        per_byte = near / self.inside / inside.bytes_per_second.value
+        return AlphaBeta(fixed, per_byte + far / self.nodes / self.out_of_leaf)
 
     def message(self) -> AlphaBeta:
         """Return the cost of a message to the device a stride away."""

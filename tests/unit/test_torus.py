@@ -276,6 +276,13 @@ def test_every_price_knows_the_torus():
     assert expected < without  # several axes at once
 
 
+def test_chips_in_nodes_exchange_in_two_levels():
+    """Where no slice is named: not over a network that joins all chips, which there is not."""
+    rates = Target.load("v5e").rates
+    found = Links(rates, Cluster((4,) * 64, "v5e").layout).seconds("all-to-all", 1e9, 256)
+    assert found == pytest.approx((3 + 63) * 1e-6 + (3 / 4 + 63 / 64) * 1e9 / 100e9)
+
+
 def test_more_devices_than_a_slice_has_are_those_of_several_slices():
     pytest.importorskip("libtpu")
     from capture.compiler.target_devices import devices_of
