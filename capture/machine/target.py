@@ -43,6 +43,7 @@ from capture import documents
 from capture.errors import TargetError
 from capture.extras import EXTRA_OF, compilers_of, install_command
 from capture.machine.rates import (
+    HIDDEN,
     DeviceMemory,
     HostLink,
     HostMachine,
@@ -340,4 +341,5 @@ class _TargetFile:
             products.dtypes,
             compute.kernel_seconds,
             compute.cores,
+            HIDDEN[self.platform],
         )

@@ -107,7 +107,7 @@ class OpenPart:
     @cached_property
     def bounded(self) -> TimePredictor:
         """The predictor of lower bounds of seconds, without what is compiled."""
-        return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes))
+        return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes), least=True)
 
     @cached_property
     def expected(self) -> TimePredictor:
