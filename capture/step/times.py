@@ -45,7 +45,7 @@ from capture.plan.schedule import Schedule
 from capture.step.overlap import ProgramSeconds, overlapped
 
 #: What is counted of a program.
-Resource = Literal["all", "computing", "sending"]
+Resource = Literal["all", "longer", "computing", "sending"]
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,9 @@ class TimeModel:
     Attributes:
         rates: The target's: compute, memory and links.
         devices_per_node: Where collectives leave the node.
-        counts: What of a program whose order is not known: all seconds, or those of one resource,
-            which are a lower bound and add up over layers.
+        counts: What of a program: all seconds; those of the resource that is busy for longer, as
+            if all else were hidden; or, where its order is not known, those of one resource, which
+            are a lower bound and add up over layers.
     """
 
     rates: Rates
@@ -108,11 +109,16 @@ class TimeModel:
     def program_seconds(self, work: ProgramWork) -> float:
         """Return the seconds of one execution of a program on every device of a stage."""
         found = self.seconds_of(work)
-        return {
-            "all": found.total,
-            "computing": found.computing,
-            "sending": found.sending,
-        }[self.counts if work.order is None else "all"]
+        if self.counts == "longer":
+            return max(found.computing, found.sending)
+        if self.counts == "all" or work.order is not None:
+            return found.total
+        return found.computing if self.counts == "computing" else found.sending
+
+    @cached_property
+    def longer(self) -> TimeModel:
+        """The model that counts the longer of computing and sending."""
+        return replace(self, counts="longer")
 
     def seconds_of(self, work: ProgramWork) -> ProgramSeconds:
         """Return the seconds of one execution of a program, computing and sending apart."""

@@ -7,8 +7,10 @@ alone compiles in a second or two, and says by how much. So
     stage >= expected(stage) x least of compiled / expected
 
 over what was compiled of the same kind: tensor and sequence parallelism, and recomputation; layers
-alone and whole stages, of any size. Of a kind of which nothing is compiled the bound from tracing
-stays. This is no rule that every program obeys, as that bound is, and is said apart from it.
+alone and whole stages, of any size. Of a layer alone the longer of computing and sending counts: in
+a stage there is more for either to hide behind. Of a kind of which nothing is compiled the bound
+from tracing stays. This is no rule that every program obeys, as that bound is, and is said apart
+from it.
 
 Of the plan that is least by what is known, a layer is compiled of each kind that is not known, with
 every recomputation at once: until no plan is faster than the best one by more than is asked, or all
@@ -185,9 +187,11 @@ class _Ratios:
         compiled: Mapping[StageConfig, StageCost],
         asked: Sequence[StageConfig] = (),
     ) -> None:
-        """Learn ratios of compiled stages; kinds that were asked for and did not compile get 0."""
+        """Learn ratios of compiled stages, or of the layers that were ``asked`` for alone: kinds of
+        them that did not compile get 0."""
+        model = part.expected.model.longer if asked else part.expected.model
         for config, cost in compiled.items():
-            times = part.expected.model.stage_times(cost)
+            times = model.stage_times(cost)
             if config.microbatch_size == part.size and times is not None:
                 ratio = times.microbatch_seconds / part.expected.microbatch_seconds(config)
                 for kind in map(_kind, config.choice.measured):

@@ -1,0 +1,247 @@
+"""Tests of seconds in which collectives hide behind kernels."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from capture.compiler.work import work_of_text
+from capture.machine.target import Target
+from capture.measured.work import Collective, Kernel, ProgramWork
+from capture.step.overlap import ProgramSeconds, overlapped
+from capture.step.times import TimeModel
+
+
+def test_a_transfer_hides_behind_what_runs_before_its_end():
+    assert overlapped("+0 0 -0 1", [2.0, 1.0], [1.5]) == ProgramSeconds(3.0, 1.5, 0.0)
+
+
+def test_what_is_waited_for_at_once_is_exposed():
+    assert overlapped("0 =0 1", [2.0, 1.0], [1.5]) == ProgramSeconds(3.0, 1.5, 1.5)
+
+
+def test_transfers_have_the_link_one_after_the_other():
+    """The second begins when the first has ended: of four seconds two are hidden."""
+    assert overlapped("+0 +0 0 -0 -1", [2.0], [2.0]) == ProgramSeconds(2.0, 4.0, 2.0)
+
+
+def test_what_ends_after_the_last_kernel_is_exposed():
+    """A transfer that goes on in the next turn of a loop is waited for there, and in the end."""
+    assert overlapped("3( -0 0 +0 )", [1.0], [0.5]) == ProgramSeconds(3.0, 1.5, 1.5)
+    assert overlapped("3( -0 +0 0 )", [1.0], [1.5]) == ProgramSeconds(3.0, 4.5, 1.5)
+
+
+def test_loops_run_as_often_as_they_do():
+    inner = "2( 0 2( 1 ) )"
+    assert overlapped(inner, [1.0, 10.0], []).computing == 2 * (1 + 2 * 10)
+    sent = overlapped("2( 0 2( +0 1 -0 ) )", [1.0, 10.0], [12.0])
+    assert (sent.computing, sent.sending, sent.exposed) == (42.0, 48.0, 8.0)
+
+
+class _Events:
+    """An independent simulation: every moment at which something ends is visited, and both
+    resources take what they may begin then."""
+
+    def __init__(self, order, kernels, collectives):
+        self.given = self._flat(order.split(), kernels, collectives)
+
+    def _flat(self, words, kernels, collectives):
+        """The words with loops written out: ("run", seconds), ("send", name, seconds), ("wait",
+        name)."""
+        numbers, count = {}, 0
+        for place, word in enumerate(words):
+            if word[0] == "+":
+                numbers[place], count = count, count + 1
+
+        def body(first, last):
+            place = first
+            while place < last:
+                word = words[place]
+                if word[-1] == "(":
+                    depth, end = 1, place + 1
+                    while depth:
+                        depth += (words[end][-1] == "(") - (words[end] == ")")
+                        end += 1
+                    for _ in range(int(word[:-1])):
+                        yield from body(place + 1, end - 1)
+                    place = end
+                    continue
+                if word[0] == "+":
+                    yield "send", numbers[place], collectives[int(word[1:])]
+                elif word[0] == "=":
+                    yield "send", "now", collectives[int(word[1:])]
+                    yield "wait", "now"
+                elif word[0] == "-":
+                    yield "wait", int(word[1:])
+                else:
+                    yield "run", kernels[int(word)]
+                place += 1
+
+        return list(body(0, len(words)))
+
+    def seconds(self):
+        now, queue, sending, done, pending = 0.0, [], None, {}, {}
+        given, busy_until = iter(self.given), 0.0
+        item = next(given, None)
+        while item is not None or sending or queue:
+            moved = False
+            if sending is None and queue:
+                name, length = queue.pop(0)
+                sending, moved = (name, now + length), True
+            if sending is not None and sending[1] <= now:
+                done[sending[0]] = True
+                pending[sending[0]] -= 1
+                sending, moved = None, True
+            if item is not None and busy_until <= now:
+                if item[0] == "run":
+                    busy_until, item, moved = now + item[1], next(given, None), True
+                elif item[0] == "send":
+                    queue.append(item[1:])
+                    pending[item[1]] = pending.get(item[1], 0) + 1
+                    item, moved = next(given, None), True
+                elif not pending.get(item[1], 0):
+                    item, moved = next(given, None), True
+            if not moved:
+                ends = [t for t in (busy_until, sending[1] if sending else 0.0) if t > now]
+                now = min(ends)
+        return max(now, busy_until)
+
+
+def _drawn(generator, depth=0):
+    words = []
+    for _ in range(generator.randint(1, 6)):
+        kind = generator.random()
+        if kind < 0.2 and depth < 2:
+            times = generator.randint(1, 3)
+            words += [f"{times}(", *_drawn(generator, depth + 1), ")"]
+        elif kind < 0.45:
+            words.append(f"+{generator.randint(0, 2)}")
+        elif kind < 0.55:
+            words.append(f"={generator.randint(0, 2)}")
+        elif kind < 0.75:
+            words.append("-")
+        else:
+            words.append(str(generator.randint(0, 2)))
+    return words
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_orders_take_as_long_as_by_events(seed):
+    """Of random programs, loops in loops and waits in other turns among them."""
+    generator = random.Random(seed)
+    words = _drawn(generator)
+    count = sum(word[0] == "+" for word in words)
+    order = " ".join(
+        f"-{generator.randrange(count)}" if word == "-" else word
+        for word in words
+        if word != "-" or count
+    )
+    kernels, sent = ([generator.choice([0.5, 1.0, 2.25, 4.0]) for _ in "abc"] for _ in "12")
+    found = overlapped(order, kernels, sent)
+    assert found.total == pytest.approx(_Events(order, kernels, sent).seconds(), rel=1e-12)
+    assert found.total >= max(found.computing, found.sending) - 1e-12
+
+
+PROGRAM = """HloModule m, is_scheduled=true, num_partitions=2
+
+%body (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[1024]{0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %s = (f32[1024]{0}, f32[2048]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %y = f32[1024]{0} multiply(%x, %x)
+  %d = f32[2048]{0} all-gather-done(%s)
+  %z = f32[1024]{0} slice(%d), slice={[0:1024]}
+  %w = f32[1024]{0} add(%y, %z)
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%i, %w)
+}
+
+%condition (q: (s32[], f32[1024])) -> pred[] {
+  %q = (s32[], f32[1024]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant(7)
+  ROOT %l = pred[] compare(%j, %n), direction=LT
+}
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (v: f32[1024]) -> f32[1024] {
+  %v = f32[1024]{0} parameter(0)
+  %k = s32[] constant(0)
+  %r = f32[1024]{0} all-reduce-start(%v), replica_groups={}, to_apply=%sum
+  %e = f32[1024]{0} exponential(%v)
+  %a = f32[1024]{0} all-reduce-done(%r)
+  %u = f32[1024]{0} all-reduce-start(%e), replica_groups={}, to_apply=%sum, backend_config={"is_sync":true}
+  %f = f32[1024]{0} all-reduce-done(%u)
+  %g = f32[1024]{0} add(%a, %f)
+  %o = (s32[], f32[1024]{0}) tuple(%k, %g)
+  %h = (s32[], f32[1024]{0}) while(%o), condition=%condition, body=%body
+  ROOT %m = f32[1024]{0} get-tuple-element(%h), index=1
+}
+"""
+
+
+def test_the_order_of_a_scheduled_program_is_read():
+    """A transfer that is begun and waited for, one that is waited for at once, and one in a loop
+    whose length its condition tells."""
+    work = work_of_text(PROGRAM)
+    gather, reduce = 0, 1
+    assert [one.kind for one in work.collectives] == ["all-gather", "all-reduce"]
+    assert [one.count for one in work.collectives] == [7, 2]
+    shape = [word for word in work.order.split() if not word.isdigit()]
+    assert shape == [f"+{reduce}", "-0", f"={reduce}", "7(", f"+{gather}", "-1", ")"]
+    counted = sum(one.count for one in work.kernels)
+    assert counted == 2 + 7 * 4, "of the loop: multiply, slice, add and the condition"
+
+
+def test_a_program_without_a_schedule_has_no_order():
+    assert work_of_text(PROGRAM.replace("is_scheduled=true, ", "")).order is None
+
+
+def test_kernels_that_only_write_come_last():
+    work = work_of_text(PROGRAM)
+    more = work.writing({4096: 3})
+    model = TimeModel(Target.load("h100").rates, 8)
+    written = 3 * model.kernel_seconds(Kernel(4096))
+    assert model.program_seconds(more) == pytest.approx(model.program_seconds(work) + written)
+
+
+RATES = Target.load("h100").rates
+LARGE = Collective("all-gather", 2**32, 8, 1, over_replicas=True)
+
+
+def _work(seconds, *sent):
+    nbytes = int(seconds * RATES.reached_bytes_per_second)
+    return ProgramWork(0, "float32", 0, nbytes, sent, kernels=(Kernel(nbytes),))
+
+
+def test_without_an_order_a_share_is_hidden_and_no_more_than_kernels_take():
+    model = TimeModel(RATES, 8)
+    link = model.collective_seconds(LARGE)
+    hidden = RATES.hidden["all-gather"].value
+    assert 0 < hidden < 1
+    enough, short = (model.seconds_of(_work(share * link, LARGE)) for share in (2, 0.1))
+    assert enough.exposed == pytest.approx((1 - hidden) * link)
+    assert short.exposed == pytest.approx(0.9 * link, rel=1e-6)
+    along = replace(LARGE, over_replicas=False)
+    assert model.seconds_of(_work(2 * link, along)).exposed == pytest.approx(link)
+
+
+def test_bounds_count_the_resources_apart():
+    """Both add up over layers, which the longer of them does not."""
+    work = _work(1.0, LARGE)
+    all_of, computing, sending, longer = (
+        TimeModel(RATES, 8, counts).program_seconds(work)
+        for counts in ("all", "computing", "sending", "longer")
+    )
+    assert longer == max(computing, sending) <= all_of
+    assert computing == pytest.approx(1.0) and sending > 0
+    ordered = replace(work, order="=0 0")
+    whole = TimeModel(RATES, 8).program_seconds(ordered)
+    assert whole == pytest.approx(computing + sending)
+    assert TimeModel(RATES, 8, "sending").program_seconds(ordered) == whole, "as compiled"
