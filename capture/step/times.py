@@ -228,6 +228,24 @@ class TimeModel:
         )
 
 
+def exposed_seconds(
+    model: TimeModel, cost: StageCost, num_microbatches: int, splits_backward: bool
+) -> float:
+    """Return the seconds of a step in which the devices of a compiled stage only send to each
+    other, its micro-batches and its update together.
+
+    Args:
+        splits_backward: Whether its backward pass runs as two programs.
+    """
+    passes = [cost.forward_work, cost.backward_work]
+    if splits_backward and cost.split is not None:
+        passes[1:] = [cost.split.inputs_work, cost.split.weights_work]
+    counted = [(work, num_microbatches) for work in passes] + [(cost.update_work, 1)]
+    return sum(
+        count * model.seconds_of(work).exposed for work, count in counted if work is not None
+    )
+
+
 def pipeline_seconds(
     microbatch: Sequence[float], once: Sequence[float], num_microbatches: int
 ) -> float:

@@ -7,9 +7,12 @@ import pytest
 
 from capture.compiler.work import work_of_text
 from capture.machine.target import Target
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.measured.work import Collective, Kernel, ProgramWork
+from capture.plan.prediction import StepTime
+from capture.predictor.step_time import describe_time
 from capture.step.overlap import ProgramSeconds, overlapped
-from capture.step.times import TimeModel
+from capture.step.times import TimeModel, exposed_seconds
 from tests.overlap_events import Events
 
 
@@ -141,6 +144,32 @@ def test_kernels_that_only_write_come_last():
     model = TimeModel(Target.load("h100").rates, 8)
     written = 3 * model.kernel_seconds(Kernel(4096))
     assert model.program_seconds(more) == pytest.approx(model.program_seconds(work) + written)
+
+
+def test_a_stage_exposes_what_its_passes_do_in_every_micro_batch():
+    """And its update once; of a backward pass in two programs these two."""
+    model = TimeModel(Target.load("h100").rates, 8)
+    sent = Collective("all-reduce", 2**28, 8, 1)
+    exposed = model.collective_seconds(sent)
+    work = ProgramWork(0, "float32", 0, 0, (sent,), kernels=(Kernel(8),), order="0 =0")
+    hidden = replace(work, kernels=(Kernel(2**40),), order="+0 0 -0")
+    cost = StageCost(
+        *([0] * 5),
+        *([()] * 3),
+        forward_work=work,
+        backward_work=hidden,
+        update_work=work,
+        split=SplitCost(0, 0, 0, 0, inputs_work=work, weights_work=work),
+    )
+    assert exposed_seconds(model, cost, 3, False) == pytest.approx(4 * exposed)
+    assert exposed_seconds(model, cost, 3, True) == pytest.approx((3 * 3 + 1) * exposed)
+
+
+def test_a_line_says_what_nothing_hides():
+    time = StepTime(2.0, 1.0, 1e12, (0.1, 0.2), exposed_seconds_per_stage=(0.5, 0.0))
+    assert describe_time(time).endswith("; communication that nothing hides: 25% 0%")
+    without = replace(time, exposed_seconds_per_stage=())
+    assert describe_time(without).endswith("per stage: 10% 20%")
 
 
 RATES = Target.load("h100").rates
