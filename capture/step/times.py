@@ -45,7 +45,7 @@ from capture.plan.schedule import Schedule
 from capture.step.overlap import ProgramSeconds, overlapped
 
 #: What is counted of a program.
-Resource = Literal["all", "longer", "computing", "sending"]
+Resource = Literal["all", "computing", "sending"]
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,16 @@ class TimeModel:
     Attributes:
         rates: The target's: compute, memory and links.
         devices_per_node: Where collectives leave the node.
-        counts: What of a program: all seconds; those of the resource that is busy for longer, as
-            if all else were hidden; or, where its order is not known, those of one resource, which
-            are a lower bound and add up over layers.
+        counts: What of a program whose order is not known: all seconds, or those of one resource,
+            which are a lower bound and add up over layers.
+        hides_stride: The distance of replicas, if all that they send is to be hidden where kernels
+            take long enough; 0 to hide what is hidden.
     """
 
     rates: Rates
     devices_per_node: int
     counts: Resource = "all"
+    hides_stride: int = 0
 
     @cached_property
     def links(self) -> Links:
@@ -109,16 +111,15 @@ class TimeModel:
     def program_seconds(self, work: ProgramWork) -> float:
         """Return the seconds of one execution of a program on every device of a stage."""
         found = self.seconds_of(work)
-        if self.counts == "longer":
-            return max(found.computing, found.sending)
         if self.counts == "all" or work.order is not None:
             return found.total
         return found.computing if self.counts == "computing" else found.sending
 
-    @cached_property
-    def longer(self) -> TimeModel:
-        """The model that counts the longer of computing and sending."""
-        return replace(self, counts="longer")
+    @memo
+    def hiding_replicas(self, tensor_parallel: int) -> TimeModel:
+        """Return the model of what layers take among many others, as far as it is known of them
+        alone: behind these, all that their replicas send may hide."""
+        return replace(self, hides_stride=tensor_parallel)
 
     def seconds_of(self, work: ProgramWork) -> ProgramSeconds:
         """Return the seconds of one execution of a program, computing and sending apart."""
@@ -135,15 +136,28 @@ class TimeModel:
 
     def _hidden(self, sent: Collective) -> float:
         """Return the share of a collective that is hidden, if kernels take long enough."""
+        if self.hides_stride:
+            return float(sent.over_replicas)
         known = self.rates.hidden.get(sent.kind) if sent.over_replicas else None
         return known.value if known else 0.0
+
+    def _is_of_replicas(self, sent: Collective) -> bool:
+        return sent.stride == self.hides_stride or self.hides_stride == 1
 
     def _overlapped(self, work: ProgramWork) -> ProgramSeconds:
         if id(work) not in self._known:
             assert work.order is not None and work.kernels is not None, "its order is known"
             kernels = [*map(self.kernel_seconds, work.kernels)]
             sent = [self.collective_seconds(replace(one, count=1)) for one in work.collectives]
-            self._known[id(work)] = work, overlapped(work.order, kernels, sent)
+            found = overlapped(work.order, kernels, sent)
+            if self.hides_stride:
+                seen = [
+                    0.0 if self._is_of_replicas(one) else seconds
+                    for one, seconds in zip(work.collectives, sent, strict=True)
+                ]
+                least = max(overlapped(work.order, kernels, seen).total, found.sending)
+                found = replace(found, exposed=least - found.computing)
+            self._known[id(work)] = work, found
         return self._known[id(work)][1]
 
     @cached_property

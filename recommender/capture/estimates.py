@@ -37,9 +37,10 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
             known[config.choice] += part.expected.microbatch_seconds(config)
             real[config.choice] += times.microbatch_seconds
     for config, cost in part.alone.items():
-        # What they send has little to hide behind, other than in a stage of many.
-        expected = model.longer.stage_times(part.most.measurements[config])
-        times = model.longer.stage_times(cost)
+        # What replicas send has little to hide behind, other than in a stage of many.
+        among = model.hiding_replicas(config.choice.tensor_parallel)
+        expected = among.stage_times(part.most.measurements[config])
+        times = among.stage_times(cost)
         if config.choice not in choices and times is not None and expected is not None:
             known[config.choice] += expected.microbatch_seconds
             real[config.choice] += times.microbatch_seconds

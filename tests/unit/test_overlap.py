@@ -196,13 +196,34 @@ def test_without_an_order_a_share_is_hidden_and_no_more_than_kernels_take():
 def test_bounds_count_the_resources_apart():
     """Both add up over layers, which the longer of them does not."""
     work = _work(1.0, LARGE)
-    all_of, computing, sending, longer = (
+    all_of, computing, sending = (
         TimeModel(RATES, 8, counts).program_seconds(work)
-        for counts in ("all", "computing", "sending", "longer")
+        for counts in ("all", "computing", "sending")
     )
-    assert longer == max(computing, sending) <= all_of
+    assert max(computing, sending) <= all_of <= computing + sending
     assert computing == pytest.approx(1.0) and sending > 0
     ordered = replace(work, order="=0 0")
     whole = TimeModel(RATES, 8).program_seconds(ordered)
     assert whole == pytest.approx(computing + sending)
     assert TimeModel(RATES, 8, "sending").program_seconds(ordered) == whole, "as compiled"
+
+
+def test_among_other_layers_all_that_replicas_send_may_hide():
+    """Of a layer alone: what tensor parallelism sends stays exposed, and the link is still shared."""
+    model = TimeModel(RATES, 8)
+    replicas, tensors = Collective("all-gather", 2**30, 4, 2), Collective("all-reduce", 2**28, 2, 1)
+    kernels = (Kernel(2**36),)
+    work = ProgramWork(0, "float32", 0, 0, (replicas, tensors), kernels=kernels, order="=0 0 =1 0")
+    seconds = [model.collective_seconds(each) for each in (replicas, tensors)]
+    alone, among = model.seconds_of(work), model.hiding_replicas(2).seconds_of(work)
+    assert alone.exposed == pytest.approx(sum(seconds))
+    assert among.exposed == pytest.approx(seconds[1])
+    short = replace(work, kernels=(Kernel(8),))
+    assert model.hiding_replicas(2).program_seconds(short) == pytest.approx(sum(seconds))
+    assert model.hiding_replicas(1).seconds_of(work).exposed == pytest.approx(0, abs=1e-9)
+    expected = _work(100.0, replace(replicas, over_replicas=True))
+    assert (
+        model.hiding_replicas(2).seconds_of(expected).exposed
+        == 0
+        < model.seconds_of(expected).exposed
+    )
