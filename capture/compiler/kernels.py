@@ -54,9 +54,13 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 _ELEMENT = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
-#: In a condition, the number of iterations.
-_BOUND = re.compile(r" = [su]32\[\]\S* constant\((\d+)\)")
+_LOOP = re.compile(r"\b(condition|body)=%([\w.\-]+)")
+#: In a condition, the place of a loop's counter among its values.
+_COUNTER = re.compile(r" get-tuple-element\([^)]*\), index=(\d+)")
+_NAMED_NUMBER = re.compile(r"%([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
+_NUMBER = re.compile(r" = [su]32\[\]\S* constant\((\d+)\)")
+#: What a loop's body makes of its values.
+_RESULTS = re.compile(r"^  ROOT %[\w.\-]+ = .* tuple\((.*?)\)", re.M)
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
 #: Any computation, and nothing else: an instruction may have the name of one.
 _COMPUTATIONS = re.compile(r"\b\w+=%([\w.\-]+)|computations=\{([^}]*)\}")
@@ -239,13 +243,24 @@ class HloModule:
                 )
 
     def _times(self, rest: str) -> int:
-        """Return how often a loop runs: as the compiler wrote beside it, or as the number that its
-        condition compares a counter from 0 with, which is all that programs of TPUs tell."""
+        """Return how often a loop runs: as the compiler wrote beside it, or until its counter, from
+        0 in the steps that its body takes, reaches what its condition compares it with. This is all
+        that programs of TPUs tell."""
         if counted := _TRIP_COUNT.search(rest):
             return int(counted[1])
-        condition = self._body_of.get(next(iter(_CONDITION.findall(rest)), ""), "")
-        bounds = [int(bound) for bound in _BOUND.findall(condition)]
-        return bounds[0] if len(bounds) == 1 and "direction=LT" in condition else 1
+        bodies = {name: self._body_of.get(at, "") for name, at in _LOOP.findall(rest)}
+        condition, body = bodies.get("condition", ""), bodies.get("body", "")
+        compared, bounds = _COUNTER.findall(condition), _NUMBER.findall(condition)
+        if len(compared) != 1 or len(bounds) != 1 or "direction=LT" not in condition:
+            return 1
+        results = _RESULTS.search(body)
+        names = OPERAND.findall(results[1]) if results else []
+        counter = int(compared[0])
+        name = re.escape(names[counter]) if counter < len(names) else "-"
+        added = re.search(rf"^  %{name} = \S+ add\((.*?)\)", body, re.M)
+        steps = {each: int(number) for each, number in _NAMED_NUMBER.findall(body)}
+        step = sum(steps.get(each, 0) for each in OPERAND.findall(added[1])) if added else 1
+        return -(-int(bounds[0]) // (step or 1))
 
     def _largest_branch(self, rest: str) -> list[Step]:
         names = [name for m in _BRANCHES.finditer(rest) for name in OPERAND.findall(m[1] or m[2])]

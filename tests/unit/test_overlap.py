@@ -89,7 +89,8 @@ PROGRAM = """HloModule m, is_scheduled=true, num_partitions=2
   %d = f32[2048]{0} all-gather-done(%s)
   %z = f32[1024]{0} slice(%d), slice={[0:1024]}
   %w = f32[1024]{0} add(%y, %z)
-  ROOT %t = (s32[], f32[1024]{0}) tuple(%i, %w)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%next, %w)
 }
 
 %condition (q: (s32[], f32[1024])) -> pred[] {
@@ -131,7 +132,24 @@ def test_the_order_of_a_scheduled_program_is_read():
     shape = [word for word in work.order.split() if not word.isdigit()]
     assert shape == [f"+{reduce}", "-0", f"={reduce}", "7(", f"+{gather}", "-1", ")"]
     counted = sum(one.count for one in work.kernels)
-    assert counted == 2 + 7 * 4, "of the loop: multiply, slice, add and the condition"
+    assert counted == 2 + 7 * 5, "of the loop: multiply, slice, two sums and the condition"
+
+
+@pytest.mark.parametrize(
+    "changed, times",
+    [
+        (("constant(1)", "constant(2)"), 4),
+        (("constant(1)", "constant(7)"), 1),
+        (("direction=LT", "direction=GT"), 1),
+        (("tuple(%next", "tuple(%i"), 7),
+        (("constant(7)", "constant(0)"), 0),
+    ],
+)
+def test_a_loop_runs_until_its_counter_has_come_to_its_end(changed, times):
+    """In the steps of its body; where that is not known, as if it counted one by one, and once where
+    nothing is known."""
+    order = work_of_text(PROGRAM.replace(*changed)).order
+    assert [word for word in order.split() if word.endswith("(")] == [f"{times}("]
 
 
 def test_a_program_without_a_schedule_has_no_order():
