@@ -74,14 +74,24 @@ def _cuda_topology(config: str, num_devices: int) -> tuple[Any, ...]:
     )
 
 
+#: The part of a GPU's memory that XLA schedules with where it has no device: with one it takes the
+#: process's pool, and overlaps as much as that allows (xla/service/gpu/gpu_compiler.cc).
+_SCHEDULED_FRACTION = 0.8
+
+
 def target_config(target: Target) -> str:
     """Return the GPU description that XLA plans with, as a text proto
-    (``GpuTargetConfigProto``)."""
+    (``GpuTargetConfigProto``). Its memory is such that the scheduler has the pool of a process that
+    has the device."""
     fields = {
         key: value
         for key, value in target.compiler.items()
         if not key.startswith("options") and key != "source"
     }
+    if target.memory is not None and "device_memory_size" in fields.get("gpu_device_info", {}):
+        pool = target.memory.capacity_bytes.value * target.memory.allocator_fraction.value
+        size = int(pool / _SCHEDULED_FRACTION)
+        fields["gpu_device_info"] = {**fields["gpu_device_info"], "device_memory_size": size}
     return _text_proto(
         {**fields, "platform_name": "CUDA", "device_description_str": target.description}
     )

@@ -216,6 +216,8 @@ class Rates:
         kernel_seconds: The least that a kernel takes, its launch included.
         cores: Cores that make the tiles of products; 0 where products are taken to fill the device.
         fabric: What else of the links is known.
+        hidden: By kind of collective between replicas, the share of it that the compiler hides
+            behind kernels, where there are enough of them: of programs that are not compiled.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -229,6 +231,7 @@ class Rates:
     kernel_seconds: Sourced = Sourced(0.0, "none")
     cores: Sourced = Sourced(0, "none")
     fabric: Fabric = Fabric()
+    hidden: Mapping[str, Sourced] = field(default_factory=dict, hash=False)
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """Return the data type whose rate products have.
@@ -276,6 +279,17 @@ class Rates:
     def reached_bytes_per_second(self) -> float:
         """The bytes per second of device memory that streaming reaches: specified x efficiency."""
         return self.bytes_per_second.value * self.memory_efficiency.value
+
+
+_COMPILED = "mean of compiled stages (benchmarks/overlap.py)"
+#: By platform, ``Rates.hidden``. XLA for TPUs waits for sums, and gathers step by step.
+HIDDEN: Mapping[str, Mapping[str, Sourced]] = {
+    "cpu": {},
+    "cuda": {
+        kind: Sourced(0.85, _COMPILED) for kind in ("all-gather", "all-reduce", "reduce-scatter")
+    },
+    "tpu": {kind: Sourced(0.85, _COMPILED) for kind in ("all-gather", "reduce-scatter")},
+}
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from capture import documents
 from capture.errors import TargetError
 from capture.extras import EXTRA_OF, compilers_of, install_command
 from capture.machine.rates import (
+    HIDDEN,
     DeviceMemory,
     Fabric,
     HostLink,
@@ -350,6 +351,7 @@ class _TargetFile:
             compute.kernel_seconds,
             compute.cores,
             fabric,
+            HIDDEN[self.platform],
         )
 
 

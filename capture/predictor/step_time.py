@@ -153,9 +153,12 @@ def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepT
 def describe_time(time: StepTime) -> str:
     """Describe a simulated step in one line for people."""
     bubbles = " ".join(f"{fraction:.0%}" for fraction in time.bubble_fraction_per_stage)
+    exposed = " ".join(
+        f"{seconds / time.step_seconds:.0%}" for seconds in time.exposed_seconds_per_stage
+    )
     return (
         f"step {format_seconds(time.step_seconds)} (simulated), "
         f"{format_rate(time.examples_per_second)} examples/s, "
         f"{time.model_flops_per_second_per_device / 1e12:.1f} TFLOPS per device; pipeline bubble "
-        f"per stage: {bubbles}"
+        f"per stage: {bubbles}" + (f"; communication that nothing hides: {exposed}" * bool(exposed))
     )

@@ -96,7 +96,7 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
     num_layers = part.known.graph.num_layers
     stage = np.full((num_layers, num_layers + 1), inf)
     # Its tables are not kept: they are of all choices.
-    times = TimePredictor(part.bounds.profile, part.question.cluster.layout)
+    times = TimePredictor(part.bounds.profile, part.question.cluster.layout, least=True)
     for choice in stage_choices(part.known, part.question.remat):
         if choice.num_devices == num_devices and part.size % choice.data_parallel == 0:
             table = times.table(choice, part.size)

@@ -107,7 +107,7 @@ class OpenPart:
     @cached_property
     def bounded(self) -> TimePredictor:
         """The predictor of lower bounds of seconds, without what is compiled."""
-        return TimePredictor(self.bounds.profile, self.question.cluster.layout)
+        return TimePredictor(self.bounds.profile, self.question.cluster.layout, least=True)
 
     @cached_property
     def expected(self) -> TimePredictor:

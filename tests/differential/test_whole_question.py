@@ -111,7 +111,7 @@ def test_choices_are_posed_as_each_is_predicted(known, size):
         assert plain.kinds.max() < inside.sum(), "some are alike"
         again = search_problem(some, question, with_times=True, least=least, like=plain)
         for of, problem in ((profile, plain), (some, again)):
-            predictor, times = AdditivePredictor(of), TimePredictor(of, Layout(2))
+            predictor, times = AdditivePredictor(of), TimePredictor(of, Layout(2), least)
             asked = size, "1f1b", 16 // size, 4
             for d, n, choice in (
                 (d, n, each) for d, of_d in problem.choices.items() for n, each in enumerate(of_d)
