@@ -93,10 +93,6 @@ test-fast: $(VENV)/.stamp-dev ## What one runs all the time: unit and property t
 test-slow: $(VENV)/.stamp-dev ## What make test leaves out: models of the zoo, absent chips, processes that are killed
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=loadgroup -m slow
 
-.PHONY: test-all
-test-all: $(VENV)/.stamp-dev ## make test and make test-slow in one go: collected once, and what tests of a file share is made once
-	$(VENV)/bin/python -m pytest -q -n $(JOBS) -m "not ray and not recorded and not exhaustive"
-
 .PHONY: test-exhaustive
 test-exhaustive: $(VENV)/.stamp-dev ## The rest of what make test-slow has a part of: every schedule with every remat, larger models
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m exhaustive
@@ -144,7 +140,7 @@ environments: ## Make the environments that check uses beside $(VENV), as far as
 	-@$(MAKE) --no-print-directory $(VENV_ALPA)/.stamp
 
 .PHONY: check
-check: lint smoke-newest test-all ray alpa ## What .ci/run runs beside and after its walk through the pages: lint, the newest JAX, the tests, Ray clusters, and Alpa as a judge
+check: lint smoke-newest test test-slow ray alpa ## What .ci/run runs beside and after its walk through the pages: lint, the newest JAX, the tests, Ray clusters, and Alpa as a judge
 
 # Plans for the CPU and for a GPU that is not there, and a checked run of every kind of plan.
 SMOKE := $(addprefix tests/command_line/, \

@@ -67,9 +67,6 @@ def walk(folder: Path, pages: list[str]) -> int:
     )
     environment = {name: value for name, value in os.environ.items() if name not in of_others}
     environment |= {"PIP_CACHE_DIR": pip_cache, "XDG_CACHE_HOME": str(home)}
-    # What one command compiles for this processor, the next need not: half the time of most.
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(home / "compiled")
-    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     count, first = 0, True
     for page in pages:
         script, names = ["set -eo pipefail"], []

@@ -121,6 +121,8 @@ class StepTime:
         bubble_fraction_per_stage: The part of the step in which a stage computes nothing.
         passes_seconds_per_stage: Seconds of one execution of each program of a stage, by its kind.
         sends_seconds: Seconds that a micro-batch takes from each stage but the last to the next.
+        exposed_seconds_per_stage: Seconds of the step in which the devices of a stage only send to
+            each other, as it is compiled; () where stages are not compiled.
         simulated: Always: nothing of it was measured.
     """
 
@@ -130,6 +132,7 @@ class StepTime:
     bubble_fraction_per_stage: tuple[float, ...]
     passes_seconds_per_stage: tuple[Mapping[str, float], ...] = ()
     sends_seconds: tuple[float, ...] = ()
+    exposed_seconds_per_stage: tuple[float, ...] = ()
     simulated: bool = True
 
     @classmethod

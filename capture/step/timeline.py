@@ -28,9 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from capture.machine.cluster import Cluster
+from capture.machine.links import Links
 from capture.machine.rates import Rates
 from capture.step.behind import Behind
 from capture.step.ledger import Ledger, Memory, Peak, name_of
@@ -63,7 +65,8 @@ class LinkTimes:
     """Times of transfers from the links of a target: latency + bytes per device / rate.
 
     **Assumes** that every device has its link to itself, and sends or receives its part at the same
-    time as the others of its place.
+    time as the others of its place. Where devices share an adapter this is too fast for parts that
+    all differ: of replicas one would have to leave the node, and how many there are is not known.
 
     Attributes:
         cluster: Says which devices share a node.
@@ -86,9 +89,15 @@ class LinkTimes:
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
         """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes."""
+        nodes; or over a torus."""
+        if self.cluster.slice_shape:
+            return self._links.routed(tuple(source), tuple(target)).seconds(nbytes)
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
-        return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
+        return self._links.send_seconds(nbytes, len(nodes) > 1)
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.rates, self.cluster.layout)
 
 
 @dataclass(frozen=True)
