@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.machine.links import Layout
 from capture.machine.target import Target
 
 #: What stages of the sample do with their devices, as degrees and remat.
@@ -173,7 +174,7 @@ def measured(asked: Any, costs: Mapping[Any, Any]) -> list[dict[str, Any]]:
     between = bounds(asked, measurements)
     print(f"bounds: {time.process_time() - start:.1f} s of the processor", file=sys.stderr)
     measurements.costs.update(costs)
-    times = TimePredictor(between.least, 8) if has_times(between.least) else None
+    times = TimePredictor(between.least, Layout(8)) if has_times(between.least) else None
     predictors = {
         "least": AdditivePredictor(between.least),
         "compiled": AdditivePredictor(with_stages(between.least, list(costs), measurements)),

@@ -17,7 +17,7 @@ every term of the lower bound is held against the same of the compiled program:
     traffic          bytes beside products
     reduced          seconds of reduce-scatters, and of the first half of all-reduces
     gathered         seconds of all-gathers, and of the second half of all-reduces
-    total            seconds
+    total            seconds; of a bound the longer of computing and sending
 
 ``estimate`` is the total that is expected, over the compiled one. An interrupted run goes on with
 what OUTPUT has. The exit code is 1 if a term is above.
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.work import ProgramWork
@@ -125,6 +126,10 @@ def compared(between: Any, cost: Any, model: TimeModel) -> dict[str, dict[str, l
             getattr(each, f"{name}_work") for each in (between.least, between.most, cost)
         )
         bounded, compiled = terms(least, model), terms(real, model)
+        bounded["total"] = max(
+            replace(model, counts=counts).program_seconds(least)
+            for counts in ("computing", "sending")
+        )
         found[name] = {term: [bounded[term], compiled[term]] for term in bounded}
         found[name]["estimate"] = [model.program_seconds(most), compiled["total"]]
     return found
@@ -166,7 +171,7 @@ class Stages:
         self._backend = CompileBackend(loaded, target=target, num_devices=NUM_DEVICES)
         self._bounds = BoundsBackend(self._backend)
         assert target.rates is not None, "its work is counted"
-        self._model = TimeModel(target.rates, NUM_DEVICES)
+        self._model = TimeModel(target.rates, Layout(NUM_DEVICES))
 
     def rows(self, use: tuple[int, int, str, int, bool]) -> Iterator[dict[str, Any]]:
         """What is found of some layers with one use of devices."""

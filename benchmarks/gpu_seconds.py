@@ -38,6 +38,7 @@ from typing import Any
 
 from benchmarks.documents import arguments, finish
 from capture import environment
+from capture.machine.links import Layout
 from capture.plan.stage import Offload
 
 NUM_STEPS = 10
@@ -199,7 +200,7 @@ def predicted(case: Case, target: str) -> dict[str, Any]:
     found = verify(plan, measurements)
     timeline, rates = found.timeline(), Target.load(target).rates
     assert timeline is not None and rates is not None, "the target has rates"
-    model = TimeModel(rates, 1)
+    model = TimeModel(rates, Layout(1))
     config = StageConfig.of(plan.stages[0], plan.microbatch_size)
     least = BoundsBackend(measurements.backend).measure(config).least
     (cost,) = found.costs

@@ -339,8 +339,8 @@ def summed_once(plan: Plan, costs: Sequence[StageCost]) -> list[StageCost]:
         found.append(
             replace(
                 cost,
-                backward_work=replace(backward, collectives=others),
-                update_work=replace(update, collectives=update.collectives + sums),
+                backward_work=backward.sending(others),
+                update_work=update.sending(update.collectives + sums),
             )
         )
     return found

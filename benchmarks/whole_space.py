@@ -48,7 +48,7 @@ from capture.plan.sampling import random_plans
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor.step_time import predicted_timeline
-from capture.step.times import StageTimes, TimeModel
+from capture.step.times import Resource, StageTimes, TimeModel
 from profiling_runs.bounds import ModelBounds
 from profiling_runs.measurements import open_measurements
 from profiling_runs.pools.where import Where
@@ -118,7 +118,7 @@ class Space:
         self._parts: dict[int, OpenPart] = {}
         rates = Target.load(case.target).rates
         assert rates is not None, "its work is counted"
-        self.model = TimeModel(rates, max(cluster.nodes))
+        self.model = TimeModel(rates, cluster.layout)
 
     def part(self, count: int) -> OpenPart:
         """The plans of a number of micro-batches."""
@@ -150,14 +150,16 @@ class Space:
 
     def floors(self, config: StageConfig) -> tuple[int, float]:
         """Bytes and seconds of a stage as a floor counts its layers."""
-        nbytes, seconds, facts = 0, 0.0, self.known.facts
+        nbytes, facts = 0, self.known.facts
+        seconds: dict[Resource, float] = {"computing": 0.0, "sending": 0.0}
         for layer in range(config.first, config.stop):
             window, choice = (layer, layer + 1), _of_layer(config, layer)
             between = facts.bounds(window, choice, config.microbatch_size)
             nbytes += facts.least_held(window, choice, config.microbatch_size)
-            times = self._unlaunched.stage_times(between.least)
-            seconds += times.microbatch_seconds if times is not None else 0.0
-        return nbytes, seconds
+            for counts in seconds:
+                times = replace(self._unlaunched, counts=counts).stage_times(between.least)
+                seconds[counts] += times.microbatch_seconds if times is not None else 0.0
+        return nbytes, max(seconds.values())
 
     def least_step(self, part: OpenPart, limit: int | None) -> float:
         """The same by its stages."""

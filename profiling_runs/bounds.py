@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -149,44 +149,53 @@ class ModelBounds:
         if not costs.size:
             return np.inf, np.inf
         limit = cluster.num_devices * (limit_bytes or 0)
-        least, expected = (
+        *seconds, held = costs
+        computing, sending, expected = (
             max(
-                float(count @ (seconds + price * costs[2]).min(axis=1)) - price * limit
-                for price in _prices(seconds, costs[2], limit)
+                float(count @ (each + price * held).min(axis=1)) - price * limit
+                for price in _prices(each, held, limit)
             )
-            for seconds in costs[:2]
+            / cluster.num_devices
+            for each in seconds
         )
-        return least / cluster.num_devices, expected / cluster.num_devices
+        return max(computing, sending), expected
 
     @memo
-    def _time_models(self, cluster: Cluster) -> tuple[TimeModel, TimeModel]:
-        """Return two time models of a cluster: without the time to launch kernels, and with it."""
-        rates, num_devices = Target.load(cluster.target).rates, max(cluster.nodes)
+    def _time_models(self, cluster: Cluster) -> tuple[TimeModel, TimeModel, TimeModel]:
+        """Return three time models of a cluster: of what is computed at least, without the time to
+        launch kernels; of what is sent at least; and of what is expected."""
+        rates, layout = Target.load(cluster.target).rates, cluster.layout
         assert rates is not None, "times are known"
         unlaunched = replace(rates, kernel_seconds=replace(rates.kernel_seconds, value=0.0))
-        return TimeModel(unlaunched, num_devices), TimeModel(rates, num_devices)
+        return (
+            TimeModel(unlaunched, layout, "computing"),
+            TimeModel(rates, layout, "sending"),
+            TimeModel(rates, layout),
+        )
 
     @memo
     def _layer_costs(
         self, choices: tuple[StageChoice, ...], microbatch_size: int, cluster: Cluster
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many layers are of each distinct kind, (K,), and (3, K, choices) of all
-        devices of a stage: least and expected seconds, and least bytes held."""
+        """Return how many layers are of each distinct kind, (K,), and (4, K, choices) of all
+        devices of a stage: least seconds computing and sending, expected ones, and least bytes
+        held."""
         self._learn_floors()
         facts = self.facts
-        without, model = self._time_models(cluster)
+        *least_models, model = self._time_models(cluster)
         num_alike = Counter(
             alike for window, alike in facts.windows.items() if window[1] - window[0] == 1
         )
-        costs = np.zeros((3, len(num_alike), len(choices)))
+        costs = np.zeros((4, len(num_alike), len(choices)))
         for (i, window), (j, choice) in product(enumerate(num_alike), enumerate(choices)):
 
-            def least(window: Window, choice: StageChoice = choice) -> float:
-                return _seconds(without, facts.bounds(window, choice, microbatch_size).least)
+            def least(of: TimeModel, window: Window, choice: StageChoice = choice) -> float:
+                return _seconds(of, facts.bounds(window, choice, microbatch_size).least)
 
             expected = _seconds(model, facts.bounds(window, choice, microbatch_size).most)
             held = facts.least_held(window, choice, microbatch_size)
-            each = facts.least_added(window, least), expected, held
+            added = (facts.least_added(window, partial(least, of)) for of in least_models)
+            each = *added, expected, held
             costs[:, i, j] = choice.num_devices * np.array(each)
         return np.array(list(num_alike.values())), costs
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from capture.documents import read
 from capture.errors import ProfileError, plain
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.layer_passes import Pass, PassProfile
 from capture.measured.layer_profile import LayerProfile
@@ -275,7 +276,7 @@ class _Measured:
             return needs.seconds
         rates = Target.load(self.question.target).rates
         assert rates is not None, "checked"
-        return TimeModel(rates, 1).program_seconds(needs.work)
+        return TimeModel(rates, Layout(1)).program_seconds(needs.work)
 
     def _update_seconds(self, own: Sequence[int], state: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds of each layer's update on the host: measured, or the bytes moved

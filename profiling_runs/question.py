@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -108,7 +108,7 @@ class ProfileQuestion(OfWorkload):
         kind, _, target = self.backend.partition(":")
         if kind == "compile" and target:
             object.__setattr__(self, "backend", kind)
-            object.__setattr__(self, "cluster", Cluster(self.cluster.nodes, target))
+            object.__setattr__(self, "cluster", replace(self.cluster, target=target))
         if self.backend not in BACKENDS:
             raise TargetError.of(
                 f"backend={self.backend!r} is unknown; choose compile, compile:TARGET, run or "

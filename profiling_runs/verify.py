@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from capture.errors import ProfileError, said_once
@@ -14,15 +15,16 @@ from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph, agreed_value_dims
 from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
-from capture.plan.prediction import Verified
+from capture.plan.prediction import StepTime, Verified, error_fractions
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes, split_bytes
+from capture.predictor.step_time import time_summary
 from capture.step.interface import StageInterface, plan_interfaces
 from capture.step.ledger import Ledger
 from capture.step.pipeline import build_step, plan_timeline
 from capture.step.program import Step, replay
 from capture.step.timeline import StepTimeline
-from capture.step.times import TimeModel
+from capture.step.times import TimeModel, exposed_seconds
 from profiling_runs.measurements import Measurements
 
 
@@ -52,16 +54,34 @@ class Verification:
 
     def timeline(self) -> StepTimeline | None:
         """Simulate one step from the work of compiled programs; None for a target without rates."""
-        rates = Target.load(self.plan.cluster.target).rates
-        if rates is None:
+        model = self._time_model
+        if model is None:
             return None
-        model = TimeModel(rates, max(self.plan.cluster.nodes))
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
         return (
-            plan_timeline(self.program, self.plan.cluster, times, rates)
+            plan_timeline(self.program, self.plan.cluster, times, model.rates)
             if len(times) == len(self.costs)
             else None
         )
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """The simulated step in the form that a plan stores, with what its stages send that nothing
+        hides; None for a target without rates."""
+        timeline, model, plan = self.timeline(), self._time_model, self.plan
+        if timeline is None or model is None:
+            return None
+        exposed = (
+            exposed_seconds(model, cost, plan.num_microbatches, plan.schedule_table.splits_backward)
+            for cost in self.costs
+        )
+        found = time_summary(timeline, plan, self.graph)
+        return replace(found, exposed_seconds_per_stage=tuple(exposed))
+
+    @cached_property
+    def _time_model(self) -> TimeModel | None:
+        rates = Target.load(self.plan.cluster.target).rates
+        return None if rates is None else TimeModel(rates, self.plan.cluster.layout)
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
@@ -76,10 +96,9 @@ class Verification:
     @property
     def verified(self) -> Verified:
         """The compiled peaks, and the errors of the prediction, in the form that a plan stores."""
-        peaks, guesses, errors = self.peak_bytes_per_device, None, None
-        if self.plan.prediction is not None:
-            guesses = self.plan.prediction.peak_bytes_per_device
-            errors = tuple(p / peak - 1 for p, peak in zip(guesses, peaks, strict=True))
+        peaks, said = self.peak_bytes_per_device, self.plan.prediction
+        guesses = None if said is None else said.peak_bytes_per_device
+        errors = error_fractions(guesses, peaks)
         return Verified(peaks, guesses, errors, dict(self.provenance), self.num_compiled)
 
 

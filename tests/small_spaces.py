@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 
 from capture.machine.cluster import Cluster
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.bounds import Bounds
 from capture.measured.profile import Profile, StageConfig, rescaled
@@ -212,7 +213,9 @@ class SmallSpace:
     @cached_property
     def _seconds(self) -> Mapping[int, TimePredictor]:
         per_node = max(self.whole.cluster.nodes)
-        return {size: TimePredictor(each.least, per_node) for size, each in self.bounds.items()}
+        return {
+            size: TimePredictor(each.least, Layout(per_node)) for size, each in self.bounds.items()
+        }
 
     def step(self, plan: Plan) -> tuple[tuple[int, ...], float] | None:
         """Peaks and seconds of a step, replayed and simulated from what the compiler says; None of
@@ -260,7 +263,7 @@ def _stages(problem: SearchProblem) -> Iterator[tuple[Stage, ...]]:
             )
 
 
-_MODEL = TimeModel(Target.load(TARGET).rates, 4)
+_MODEL = TimeModel(Target.load(TARGET).rates, Layout(4))
 
 
 def _work(flops: float) -> ProgramWork:

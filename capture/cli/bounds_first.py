@@ -24,8 +24,6 @@ from capture.options import Option, options_of
 from capture.plan.choices import StageChoice, measured_choices
 from capture.plan.prediction import StepTime
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan
-from capture.predictor.step_time import time_summary
 from profiling_runs.bounds import Bounds, ModelBounds, bounds
 from profiling_runs.collect import split_warnings
 from profiling_runs.failures import causes
@@ -384,13 +382,6 @@ def _ended(result: StageAnswer) -> str:
     return "" if result.why.proven is None else result.why.proven.ended
 
 
-def _time(plan: Plan, measurements: Measurements) -> StepTime | None:
-    """Return the simulated step of a plan that is compiled already."""
-    known = verify(plan, measurements)
-    timeline = known.timeline()
-    return None if timeline is None else time_summary(timeline, plan, known.graph)
-
-
 def _with_times(
     result: StageAnswer, measurements: Measurements
 ) -> tuple[StageAnswer, StepTime | None]:
@@ -399,7 +390,7 @@ def _with_times(
     plan, front = result.plan, result.why.front
     if plan is None or not result.compiled:
         return result, None
-    own = _time(plan, measurements)
+    own = verify(plan, measurements).step_time
     if front is None:
         return result, own
     points = []
@@ -407,7 +398,7 @@ def _with_times(
         if point.notes:
             other = plan.of_front(name)
             is_own = other.decisions == plan.decisions
-            time = own if is_own else _time(other, measurements)
+            time = own if is_own else verify(other, measurements).step_time
             point = replace(point, notes=replace(point.notes, time=time))
         points.append(point)
     why = replace(result.why, front=replace(front, points=tuple(points)))

@@ -85,7 +85,8 @@ TARGET = Option(
 )
 CLUSTER = Option(
     "cluster",
-    "N nodes of G devices, or a list of nodes such as 4+2 (default: one device)",
+    "N nodes of G devices, a list such as 4+2, or a TPU's torus of chips: 4x4x4, 2x(16x16) "
+    "(default: one device)",
     metavar="NxG",
 )
 GLOBAL_BATCH = replace(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from capture.errors import ExecutionError
-from capture.machine.cluster import Cluster
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.space import StageSpace
@@ -40,9 +39,8 @@ def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[in
         )
 
     def replan(old: Plan, gone: frozenset[int]) -> Plan:
-        left = [size for node, size in enumerate(old.cluster.nodes) if node not in gone]
         question = PlanQuestion(
-            Cluster(tuple(left), old.cluster.target),
+            old.cluster.without(gone),
             old.global_batch_size,
             old.num_microbatches,
             old.schedule,

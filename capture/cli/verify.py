@@ -12,7 +12,7 @@ from capture.cli.output import emit, table
 from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
-from capture.predictor.step_time import describe_time, time_summary
+from capture.predictor.step_time import describe_time
 from capture.quantities import format_bytes, ids_text
 from capture.report.documents import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
@@ -39,7 +39,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
     from profiling_runs.verify import verify
 
     found = verify(plan, measurements)
-    peaks, timeline = found.peak_bytes_per_device, found.timeline()
+    peaks = found.peak_bytes_per_device
     verified = plan.with_(verification=found.verified)
     report = VerifyReport(
         "stages",
@@ -56,7 +56,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
             for s, stage in enumerate(plan.stages)
         ),
         verified.headroom(options.memory),
-        time=None if timeline is None else time_summary(timeline, plan, found.graph),
+        time=found.step_time,
         source=found.provenance,
         num_compiled=found.num_compiled,
         host_peak_bytes=found.host_peak_bytes,

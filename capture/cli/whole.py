@@ -130,7 +130,7 @@ def _default(options: argparse.Namespace, fixed: Fixed) -> None:
     """Set options that the user left out to what the plan has."""
     plan, default = fixed.plan, options.parser.get_default
     taken = {
-        "cluster": "+".join(map(str, plan.cluster.nodes)),
+        "cluster": str(plan.cluster),
         "target": plan.cluster.target,
         "global_batch": plan.global_batch_size,
         "num_layers": plan.num_layers if plan.auto_layers else None,

@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
@@ -44,8 +44,10 @@ _KERNEL_CALL = re.compile(
 #: They name values or wait, and run nothing.
 _NO_KERNELS = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|partition-id|replica-id"
-    r"|opt-barrier|add-dependency|.*-(?:done|update)"
+    r"|opt-barrier|add-dependency|.*-update"
 )
+#: They run a computation beside others: on TPUs a collective on the sparse cores.
+_CALLS_BESIDE = ("async-start", "call-start")
 #: They show the bytes of their operand in another shape.
 _VIEWS = ("bitcast", "reshape")
 #: They read of their first operand what they return.
@@ -54,6 +56,13 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 _ELEMENT = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LOOP = re.compile(r"\b(condition|body)=%([\w.\-]+)")
+#: In a condition, the place of a loop's counter among its values.
+_COUNTER = re.compile(r" get-tuple-element\([^)]*\), index=(\d+)")
+_NAMED_NUMBER = re.compile(r"%([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
+_NUMBER = re.compile(r" = [su]32\[\]\S* constant\((\d+)\)")
+#: What a loop's body makes of its values.
+_RESULTS = re.compile(r"^  ROOT %[\w.\-]+ = .* tuple\((.*?)\)", re.M)
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
 #: Any computation, and nothing else: an instruction may have the name of one.
 _COMPUTATIONS = re.compile(r"\b\w+=%([\w.\-]+)|computations=\{([^}]*)\}")
@@ -114,24 +123,31 @@ def costs_of(module: object) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of an optimised program that a device runs.
+    """An instruction of an optimised program that a device runs, or the end of one that runs beside
+    others.
 
     Attributes:
-        op, shape, rest: Opcode, result and attributes, as HLO writes them.
+        name, op, shape, rest: Name, opcode, result and attributes, as HLO writes them.
         operands: Their names and shapes, in order.
-        times: Number of times that it runs in one execution of the program.
         body: Text of the computation that a fusion calls, with those that this one calls; or
             nothing.
         text: The whole line.
+        is_begun: Whether it runs beside what follows, until its end.
     """
 
+    name: str
     op: str
     shape: str
     rest: str
     operands: tuple[tuple[str, str], ...]
-    times: int
     body: str
     text: str
+    is_begun: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it only waits for what its operand began."""
+        return self.op.endswith("-done")
 
     @property
     def is_kernel_call(self) -> bool:
@@ -156,8 +172,28 @@ class Instruction:
         return found["rest"], shapes.get(first[1], "") if first else ""
 
 
+class Loop(NamedTuple):
+    """A loop of an optimised program.
+
+    Attributes:
+        times: Number of times that its body runs, as far as the compiler knows; or 1.
+        body: What runs each time, in order; its condition among it.
+    """
+
+    times: int
+    body: tuple[Step, ...]
+
+
+Step: TypeAlias = Instruction | Loop
+
+
 class HloModule:
-    """An optimised, partitioned HLO module, read from its text."""
+    """An optimised, partitioned HLO module, read from its text.
+
+    Attributes:
+        num_partitions: Devices that run it.
+        is_scheduled: Whether its instructions stand in the order in which a device is given them.
+    """
 
     def __init__(self, text: str):
         found = list(_COMPUTATION.finditer(text))
@@ -166,13 +202,20 @@ class HloModule:
         (self._entry,) = [m["name"] for m in found if m[0].startswith("ENTRY")]
         counted = re.search(r"num_partitions=(\d+)", text)
         self.num_partitions = int(counted[1]) if counted else 1
+        self.is_scheduled = "is_scheduled=true" in text[: text.find("\n")]
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What a device is given, in the order of the text: instructions and loops of them, ends
+        of collectives among them."""
+        return tuple(self._run(self._entry))
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The instructions that a device runs, collectives among them, in loops and calls too."""
-        return tuple(self._run(self._entry, 1))
+        return tuple(_flat(self.steps))
 
-    def _run(self, computation: str, times: int) -> Iterator[Instruction]:
+    def _run(self, computation: str) -> Iterator[Step]:
         shapes: dict[str, str] = {}
         for m in INSTRUCTION.finditer(self._body_of[computation]):
             op, rest = m["op"], m["rest"]
@@ -181,30 +224,56 @@ class HloModule:
                 continue
             called = [name for name in _CALLED.findall(rest) if name in self._body_of]
             if op == "while":
-                counted = _TRIP_COUNT.search(rest)
-                for name in called:
-                    yield from self._run(name, times * (int(counted[1]) if counted else 1))
+                times = self._times(rest)
+                yield Loop(times, tuple(step for name in called for step in self._run(name)))
             elif op == "conditional":
-                yield from self._largest_branch(rest, times)
-            elif op == "call" or (op == "async-start" and called):
-                yield from self._run(called[0], times)
+                yield from self._largest_branch(rest)
+            elif op == "call" or (op in _CALLS_BESIDE and called):
+                inner = tuple(self._run(called[0]))
+                is_alone = op in _CALLS_BESIDE and len(inner) == 1
+                yield from (_begun(step, m["name"]) if is_alone else step for step in inner)
             else:
                 names = [name for name in OPERAND.findall(m["operands"]) if name in shapes]
                 inside = self._called(rest) if op == "fusion" else ()
                 yield Instruction(
+                    m["name"],
                     op,
                     m["shape"],
                     rest,
                     tuple((name, shapes[name]) for name in names),
-                    times,
                     "".join(self._body_of[name] for name in inside),
                     m[0],
+                    op.endswith("-start"),
                 )
 
-    def _largest_branch(self, rest: str, times: int) -> list[Instruction]:
+    def _times(self, rest: str) -> int:
+        """Return how often a loop runs: as the compiler wrote beside it, or until its counter, from
+        0 in the steps that its body takes, reaches what its condition compares it with. This is all
+        that programs of TPUs tell."""
+        if counted := _TRIP_COUNT.search(rest):
+            return int(counted[1])
+        bodies = {name: self._body_of.get(at, "") for name, at in _LOOP.findall(rest)}
+        condition, body = bodies.get("condition", ""), bodies.get("body", "")
+        compared, bounds = _COUNTER.findall(condition), _NUMBER.findall(condition)
+        if len(compared) != 1 or len(bounds) != 1 or "direction=LT" not in condition:
+            return 1
+        results = _RESULTS.search(body)
+        names = OPERAND.findall(results[1]) if results else []
+        counter = int(compared[0])
+        name = re.escape(names[counter]) if counter < len(names) else "-"
+        added = re.search(rf"^  %{name} = \S+ add\((.*?)\)", body, re.M)
+        steps = {each: int(number) for each, number in _NAMED_NUMBER.findall(body)}
+        step = sum(steps.get(each, 0) for each in OPERAND.findall(added[1])) if added else 1
+        return -(-int(bounds[0]) // (step or 1))
+
+    def _largest_branch(self, rest: str) -> list[Step]:
         names = [name for m in _BRANCHES.finditer(rest) for name in OPERAND.findall(m[1] or m[2])]
-        branches = [list(self._run(name, times)) for name in names]
-        return max(branches, key=lambda branch: sum(map(self.nbytes, branch)), default=[])
+        branches = [list(self._run(name)) for name in names]
+
+        def nbytes(branch: Sequence[Step]) -> int:
+            return sum(self.nbytes(each) for each in _flat(branch))
+
+        return max(branches, key=nbytes, default=[])
 
     def nbytes(self, instruction: Instruction) -> int:
         """Return the bytes that an instruction reads and writes; a library's workspace does not
@@ -286,6 +355,19 @@ class HloModule:
                 if name in self._text_of:
                     found |= dict.fromkeys((*self._called(self._body_of[name]), name))
         return tuple(found)
+
+
+def _flat(steps: Iterable[Step]) -> Iterator[Instruction]:
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _flat(step.body)
+        elif not step.is_end:
+            yield step
+
+
+def _begun(step: Step, name: str) -> Step:
+    """Return what is begun, by the name by which its end names it."""
+    return step if isinstance(step, Loop) else replace(step, name=name, is_begun=True)
 
 
 class _Made:

@@ -32,8 +32,8 @@ def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
         num_devices: Number of devices.
 
     Raises:
-        TargetError: ``target-devices`` if this process has fewer virtual CPU devices, or a TPU
-            target names no topology of that many; ``target-missing`` if the compiler of the target
+        TargetError: ``target-devices`` if this process has fewer virtual CPU devices;
+            ``target-missing`` if the compiler of the target
             is not installed; ``target-compiler`` if it refuses the target.
     """
     if target.platform == "cpu":
@@ -74,14 +74,24 @@ def _cuda_topology(config: str, num_devices: int) -> tuple[Any, ...]:
     )
 
 
+#: The part of a GPU's memory that XLA schedules with where it has no device: with one it takes the
+#: process's pool, and overlaps as much as that allows (xla/service/gpu/gpu_compiler.cc).
+_SCHEDULED_FRACTION = 0.8
+
+
 def target_config(target: Target) -> str:
     """Return the GPU description that XLA plans with, as a text proto
-    (``GpuTargetConfigProto``)."""
+    (``GpuTargetConfigProto``). Its memory is such that the scheduler has the pool of a process that
+    has the device."""
     fields = {
         key: value
         for key, value in target.compiler.items()
         if not key.startswith("options") and key != "source"
     }
+    if target.memory is not None and "device_memory_size" in fields.get("gpu_device_info", {}):
+        pool = target.memory.capacity_bytes.value * target.memory.allocator_fraction.value
+        size = int(pool / _SCHEDULED_FRACTION)
+        fields["gpu_device_info"] = {**fields["gpu_device_info"], "device_memory_size": size}
     return _text_proto(
         {**fields, "platform_name": "CUDA", "device_description_str": target.description}
     )
@@ -101,21 +111,23 @@ def _text_proto(fields: Mapping[str, object]) -> str:
 
 
 @lru_cache(maxsize=32)
-def _tpu_topology(name: str, chip_config: str | None) -> tuple[Any, ...]:
+def _tpu_topology(name: str, chip_config: str | None, num_slices: int = 1) -> tuple[Any, ...]:
     options: dict[str, Any] = {} if chip_config is None else {"chip_config_name": chip_config}
+    if num_slices > 1:
+        options["num_slices"] = num_slices
     return tuple(
         topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     )
 
 
 def _tpu_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
-    """Return the smallest topology of the target that is large enough: a program on a part of a
-    larger one may be refused."""
+    """Return the smallest topology of the target that is large enough, or several slices of the
+    largest: a program on a part of a larger one may be refused."""
+    chip_config = target.compiler.get("chip_config_name")
+    if not target.compiler["topologies"]:
+        raise ValueError("its file names no topology")
     for name in target.compiler["topologies"]:
-        devices = _tpu_topology(name, target.compiler.get("chip_config_name"))
+        devices = _tpu_topology(name, chip_config)
         if len(devices) >= num_devices:
             return devices
-    raise ValueError(
-        f"its largest topology {target.compiler['topologies'][-1]!r} has fewer than {num_devices} "
-        "devices"
-    )
+    return _tpu_topology(name, chip_config, -(-num_devices // len(devices)))

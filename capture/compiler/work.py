@@ -10,19 +10,29 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 
-from capture.compiler.kernels import HloModule, Instruction, calls_kernels, costs_of, shape_bytes
+from capture.compiler.kernels import (
+    HloModule,
+    Instruction,
+    Loop,
+    Step,
+    calls_kernels,
+    costs_of,
+    shape_bytes,
+)
 from capture.compiler.text import INSTRUCTION, OPERAND
 from capture.errors import TargetError
 from capture.measured.work import Collective, Kernel, ProgramWork
 
 _T = TypeVar("_T", Collective, Kernel)
+#: Of a program without products.
+_UNCOMPUTED = "float32", "default"
 _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
@@ -88,41 +98,133 @@ def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWo
     """Count the work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels
     of Pallas share ``local.kernels``."""
     program = HloModule(module.to_string())
-    calls = sum(one.times for one in program.instructions if one.is_kernel_call)
-    kernels, collectives = Counter[Kernel](), Counter[Collective]()
-    computed: Counter[tuple[str, str]] = Counter()
-    channels: set[str] = set()
-    for one in program.instructions:
-        if (found := _collective(one, program.num_partitions)) is not None:
-            collectives[found] += one.times
-            continue
-        for inner in _fused(one, program.num_partitions, channels):
-            collectives[inner] += one.times
-        kernel = Kernel(program.nbytes(one))
-        if one.is_product:
-            flops = local.kernels // calls if one.is_kernel_call else program.flops(one)
-            dtype, precision = _computed(*one.product)
-            shape = program.product_shape(one)
-            kernel = Kernel(kernel.nbytes, flops, dtype, precision, shape=shape)
-            computed[dtype, precision] += one.times
-        kernels[kernel] += one.times
-    dtype, precision = computed.most_common(1)[0][0] if computed else ("float32", "default")
+    reader = _Reader(program, local.kernels)
+    reader.read(program.steps)
+    dtype, precision = reader.computed.most_common(1)[0][0] if reader.computed else _UNCOMPUTED
     nbytes = Counter[bool]()
-    for kernel, count in kernels.items():
+    for kernel, count in reader.kernels.items():
         nbytes[bool(kernel.dtype)] += count * kernel.nbytes
     return ProgramWork(
-        int(costs_of(module).get("flops", 0)) + (local.kernels if calls else 0),
+        int(costs_of(module).get("flops", 0)) + (local.kernels if reader.num_calls else 0),
         dtype,
         product_bytes=nbytes[True],
         other_bytes=nbytes[False],
-        collectives=_counted(collectives),
+        collectives=_counted(reader.collectives),
         precision=precision,
-        kernels=_counted(kernels),
+        kernels=_counted(reader.kernels),
+        order=reader.order if program.is_scheduled else None,
     )
+
+
+class _Reader:
+    """The reader of what a program is given to run, in order.
+
+    Args:
+        program: Of a device.
+        local_flops: FLOPs of all kernels of Pallas together, which share them.
+
+    Attributes:
+        kernels, collectives, computed: What it runs, by how often; and of its products the data
+            types and precisions.
+        num_calls: Kernels of Pallas.
+    """
+
+    def __init__(self, program: HloModule, local_flops: int):
+        self._program, self._local = program, local_flops
+        self.kernels, self.collectives = Counter[Kernel](), Counter[Collective]()
+        self.computed: Counter[tuple[str, str]] = Counter()
+        self.num_calls = sum(times for one, times in _runs(program.steps) if one.is_kernel_call)
+        #: Of fusions on TPUs: they begin a collective, go on and end it beside other work.
+        self._last = {
+            channel: one.name
+            for one, _ in _runs(program.steps)
+            for channel in _CHANNEL.findall(one.body)
+        }
+        self._channels: dict[str, int] = {}
+        self._began: dict[str, int] = {}
+        self._order: list[tuple[str, Kernel | Collective | int]] = []
+
+    def read(self, steps: Sequence[Step], times: int = 1) -> None:
+        """Count what the steps run, each so many times, and note their order."""
+        for step in steps:
+            if isinstance(step, Loop):
+                self._order.append(("(", step.times))
+                self.read(step.body, times * step.times)
+                self._order.append((")", 0))
+            elif step.is_end:
+                self._end(step)
+            elif (found := _collective(step, self._program.num_partitions)) is not None:
+                self.collectives[found] += times
+                is_waited_for = not step.is_begun or '"is_sync":true' in step.rest
+                self._began[step.name] = self._begin(found, is_waited_for)
+            else:
+                self._read_kernel(step, times)
+
+    def _begin(self, found: Collective, is_waited_for: bool) -> int:
+        self._order.append(("=" if is_waited_for else "+", found))
+        return len(self._order) - 1
+
+    def _end(self, step: Instruction) -> None:
+        """Note the wait for what a step's operand began, unless it is no collective."""
+        for name, _ in step.operands:
+            if (place := self._began.get(name)) is not None and self._order[place][0] == "+":
+                self._order.append(("-", place))
+
+    def _read_kernel(self, step: Instruction, times: int) -> None:
+        for channel, found in _fused(step, self._program.num_partitions):
+            if channel not in self._channels:
+                self.collectives[found] += times
+                is_whole = self._last[channel] == step.name
+                self._channels[channel] = self._begin(found, is_whole)
+            elif self._last[channel] == step.name:
+                self._order.append(("-", self._channels[channel]))
+        kernel = Kernel(self._program.nbytes(step))
+        if step.is_product:
+            is_call = step.is_kernel_call
+            flops = self._local // self.num_calls if is_call else self._program.flops(step)
+            dtype, precision = _computed(*step.product)
+            shape = self._program.product_shape(step)
+            kernel = Kernel(kernel.nbytes, flops, dtype, precision, shape=shape)
+            self.computed[dtype, precision] += times
+        self.kernels[kernel] += times
+        self._order.append(("", kernel))
+
+    @property
+    def order(self) -> str:
+        """The order as ``ProgramWork`` writes it: the places of kernels and collectives among the
+        different ones, sorted."""
+        at: dict[object, int] = dict(_places(self.kernels))
+        at.update(_places(self.collectives))
+        ended = {place for mark, place in self._order if mark == "-"}
+        began = {place: i for i, place in enumerate(sorted(ended))}
+        words = []
+        for place, (mark, each) in enumerate(self._order):
+            if mark == "-":
+                words.append(f"-{began[each]}")
+            elif isinstance(each, int):
+                words.append(f"{each}(" if mark == "(" else ")")
+            else:
+                # What nothing waits for by name is waited for at once.
+                words.append(f"{'=' if mark == '+' and place not in ended else mark}{at[each]}")
+        return " ".join(words)
+
+
+def _runs(steps: Sequence[Step], times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Yield what runs, and how often."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _runs(step.body, times * step.times)
+        elif not step.is_end:
+            yield step, times
 
 
 def _counted(found: Counter[_T]) -> tuple[_T, ...]:
     return tuple(replace(one, count=count) for one, count in sorted(found.items()))
+
+
+def _places(found: Counter[_T]) -> Iterator[tuple[_T, int]]:
+    """Yield what was found with its place in ``_counted``."""
+    return ((each, place) for place, each in enumerate(sorted(found)))
 
 
 def _computed(attributes: str, operand: str) -> tuple[str, str]:
@@ -164,19 +266,15 @@ def _collective(instruction: Instruction, num_partitions: int) -> Collective | N
     size, stride = group_of(instruction.rest, num_partitions)
     result = shape_bytes(instruction.shape)
     sent = sum(shape_bytes(shape) for _, shape in instruction.operands)
-    # An asynchronous start returns its operands as well.
-    if match[2] and kind in (
-        "all-gather",
-        "reduce-scatter",
-        "collective-permute",
-    ):
+    # What begins returns its operands as well, but for a sum.
+    if match[2] and kind != "all-reduce":
         result -= sent
     return Collective(kind, max(result, sent), size, stride)
 
 
-def _fused(one: Instruction, num_partitions: int, known: set[str]) -> Iterator[Collective]:
-    """Yield the collectives of a fusion whose channels are not known yet: programs of TPUs begin
-    them, go on and end them beside other work, in a fusion each."""
+def _fused(one: Instruction, num_partitions: int) -> Iterator[tuple[str, Collective]]:
+    """Yield the collectives of a fusion with their channels: programs of TPUs begin them, go on and
+    end them beside other work, in a fusion each."""
     inside = {m["name"]: m for m in INSTRUCTION.finditer(one.body)}
     sliced = {
         name
@@ -184,21 +282,22 @@ def _fused(one: Instruction, num_partitions: int, known: set[str]) -> Iterator[C
         if m["op"] == "dynamic-slice"
         for name in OPERAND.findall(m["operands"])
     }
+    channels = set[str]()
     for name, m in inside.items():
         kind, channel = _COLLECTIVE.match(m["op"]), _CHANNEL.search(m["rest"])
-        if kind is None or channel is None or channel[1] in known:
+        if kind is None or channel is None or channel[1] in channels:
             continue
-        known.add(channel[1])
+        channels.add(channel[1])
         operands = tuple(
             (operand, inside[operand]["shape"])
             for operand in OPERAND.findall(m["operands"])
             if operand in inside
         )
-        inner = Instruction(m["op"], m["shape"], m["rest"], operands, one.times, "", m[0])
+        inner = Instruction(name, m["op"], m["shape"], m["rest"], operands, "", m[0])
         found = _collective(inner, num_partitions)
         if found is not None:
             scatters = name in sliced and found.kind == "all-reduce"
-            yield replace(found, kind="reduce-scatter") if scatters else found
+            yield channel[1], replace(found, kind="reduce-scatter") if scatters else found
 
 
 def group_of(text: str, num_partitions: int) -> tuple[int, int]:

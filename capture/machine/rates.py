@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from capture import documents
 from capture.machine.tiles import FULL_REUSE
@@ -42,6 +42,79 @@ class Link:
             2e-06
         """
         return self.latency_seconds.value + nbytes / self.bytes_per_second.value
+
+
+class AlphaBeta(NamedTuple):
+    """The seconds of a collective by one algorithm: fixed_seconds + bytes x seconds_per_byte."""
+
+    fixed_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds of a collective of so many bytes."""
+        return self.fixed_seconds + nbytes * self.seconds_per_byte
+
+    def __add__(self, other: tuple[float, ...]) -> AlphaBeta:  # type: ignore[override]
+        """Return the cost of one collective and then another one of as many bytes."""
+        return AlphaBeta(self[0] + other[0], self[1] + other[1])
+
+    def times(self, latencies: float, shares: float) -> AlphaBeta:
+        """Return the cost of so many latencies, and of so many times the bytes."""
+        return AlphaBeta(self.fixed_seconds * latencies, self.seconds_per_byte * shares)
+
+
+@dataclass(frozen=True)
+class TorusLinks:
+    """The links of chips that stand on a torus: each has two neighbours on every axis.
+
+    Attributes:
+        latency_seconds: Seconds per hop from a chip to its neighbour.
+        bytes_per_second: Bandwidth of one link in one direction, per device.
+        host: Chips of a host on each axis.
+        devices_per_chip: Devices that JAX shows of a chip.
+        wraps_at: An axis whose length is a multiple of this many chips is closed to a ring.
+        wraps_together: Whether the axes of a slice are closed only if all of them can be.
+        source: Where that is from.
+    """
+
+    latency_seconds: Sourced
+    bytes_per_second: Sourced
+    host: tuple[int, ...]
+    devices_per_chip: int
+    wraps_at: int
+    wraps_together: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The parts of a target's links beside the plain link of a node and the one between nodes. A
+    target without a part has None, and collectives then do without it.
+
+    Attributes:
+        reduce_scatter: Bytes per second that reduce-scatters reach inside a node, where that is
+            another number than all-gathers reach.
+        switch_sums: All-reduces that the switch of a node adds up (NVLS): latency, and the bytes
+            per second that a device sends and receives.
+        tree_seconds: Latency of a step inside a node of all-reduces over trees of nodes.
+        tree_efficiency: Fraction of the bandwidth of a ring that the trees reach.
+        devices_per_adapter: Devices that share one adapter, whose bandwidth is then that of
+            ``inter_node``.
+        nodes_per_leaf: Nodes whose adapters one leaf switch (or set of rail switches) joins.
+        oversubscription: Bytes per second into a leaf from its nodes over those out of it.
+        torus: The links of chips that stand on a torus.
+        slices: The link between slices of a torus (the data-center network), per device.
+    """
+
+    reduce_scatter: Sourced | None = None
+    switch_sums: Link | None = None
+    tree_seconds: Sourced | None = None
+    tree_efficiency: Sourced | None = None
+    devices_per_adapter: Sourced = Sourced(1, "none")
+    nodes_per_leaf: Sourced = Sourced(1, "none")
+    oversubscription: Sourced = Sourced(1, "none")
+    torus: TorusLinks | None = None
+    slices: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +208,8 @@ class Rates:
         compute_efficiency: Fraction of it that large matrix products reach.
         bytes_per_second: Specified bandwidth of the device's memory.
         memory_efficiency: Fraction of it that streaming reaches.
-        intra_node, inter_node: Links between devices.
+        intra_node, inter_node: Links between devices; of the second, several devices may share one
+            (``Fabric.devices_per_adapter``).
         host: Link with the memory of the host.
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
@@ -143,6 +217,9 @@ class Rates:
         cores: Cores that make the tiles of products; 0 where products are taken to fill the device.
         level: Fraction of what a kernel alone reaches, computing or reading memory, that kernels
             reach in a training step; 1 where no run was compared.
+        fabric: What else of the links is known.
+        hidden: By kind of collective between replicas, the share of it that the compiler hides
+            behind kernels, where there are enough of them: of programs that are not compiled.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -156,6 +233,8 @@ class Rates:
     kernel_seconds: Sourced = Sourced(0.0, "none")
     cores: Sourced = Sourced(0, "none")
     level: Sourced = Sourced(1.0, "none")
+    fabric: Fabric = Fabric()
+    hidden: Mapping[str, Sourced] = field(default_factory=dict, hash=False)
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """Return the data type whose rate products have.
@@ -206,6 +285,17 @@ class Rates:
         """The bytes per second of device memory that streaming reaches: specified x efficiency x
         level."""
         return self.bytes_per_second.value * self.memory_efficiency.value * self.level.value
+
+
+_COMPILED = "mean of compiled stages (benchmarks/overlap.py)"
+#: By platform, ``Rates.hidden``. XLA for TPUs waits for sums, and gathers step by step.
+HIDDEN: Mapping[str, Mapping[str, Sourced]] = {
+    "cpu": {},
+    "cuda": {
+        kind: Sourced(0.85, _COMPILED) for kind in ("all-gather", "all-reduce", "reduce-scatter")
+    },
+    "tpu": {kind: Sourced(0.85, _COMPILED) for kind in ("all-gather", "reduce-scatter")},
+}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ as it is:
                      message_bytes_per_second and delete_seconds, see
                      ``HostMachine``
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
-                     device; host: the same as to_device and to_host, and duplex (true or false)
+                     device, as all-gathers reach it; host: the same as to_device and to_host, and
+                     duplex (true or false); fabric, optional: reduce_scatter (bytes per second),
+                     switch_sums, ..., see ``capture.machine.rates.Fabric``
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
                      ascending. Both: ``options`` of XLA, numbers, true or false
 
@@ -32,6 +34,7 @@ as it is:
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -45,13 +48,16 @@ from capture import documents
 from capture.errors import TargetError
 from capture.extras import EXTRA_OF, compilers_of, install_command
 from capture.machine.rates import (
+    HIDDEN,
     DeviceMemory,
+    Fabric,
     HostLink,
     HostMachine,
     Link,
     Products,
     Rates,
     Sourced,
+    TorusLinks,
 )
 
 TARGET = documents.Format(
@@ -66,6 +72,7 @@ TARGETS_FOLDER = Path(__file__).parent / "targets"
 Platform = Literal["cpu", "cuda", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
 _NOTHING, _AS_THEY_ARE, _ANY_HOST = Sourced(0, "none"), Products(), HostMachine()
+_NO_FABRIC = Fabric()
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,10 @@ def _read(data: object, name: str) -> Target:
         )
     file = replace(TARGET, name=f"target file {name!r}")
     try:
-        return file.read(data, _TargetFile).target(name)
+        found = file.read(data, _TargetFile)
+        if isinstance(data, Mapping) and found.links:  # a misspelt part would be left out
+            documents.read(data["links"].get("fabric", {}), Fabric, "links.fabric", strict=True)
+        return found.target(name)
     except documents.FieldError as error:
         raise file.corrupt(str(error)) from None
 
@@ -264,6 +274,7 @@ class _Links:
     intra_node: Link
     inter_node: Link
     host: Mapping[str, Any]
+    fabric: Fabric = _NO_FABRIC
 
     @property
     def host_link(self) -> HostLink:
@@ -320,20 +331,19 @@ class _TargetFile:
             raise documents.FieldError(f"{wanted} is missing")
         if not self.level.value > 0:
             raise documents.FieldError(f"level is {self.level.value:g} and must be above 0")
-        host = self.links.host_link
-        links = {
-            "intra_node": self.links.intra_node,
-            "inter_node": self.links.inter_node,
-            "host.to_device": host.to_device,
-            "host.to_host": host.to_host,
-        }
-        for link_name, link in links.items():
-            latency, rate = link.latency_seconds.value, link.bytes_per_second.value
-            if latency < 0 or rate <= 0:
-                raise documents.FieldError(
-                    f"links.{link_name} has latency_seconds {latency:g} and bytes_per_second "
-                    f"{rate:g}; the first must be 0 or more, the second above 0"
-                )
+        host, fabric = self.links.host_link, self.links.fabric
+        _check_links(
+            {
+                "intra_node": self.links.intra_node,
+                "inter_node": self.links.inter_node,
+                "host.to_device": host.to_device,
+                "host.to_host": host.to_host,
+                "fabric.switch_sums": fabric.switch_sums,
+                "fabric.slices": fabric.slices,
+                "fabric.torus": fabric.torus,
+            }
+        )
+        _check_fabric(fabric)
         return Rates(
             compute.flops_per_second,
             compute.efficiency,
@@ -346,4 +356,48 @@ class _TargetFile:
             compute.kernel_seconds,
             compute.cores,
             self.level,
+            fabric,
+            HIDDEN[self.platform],
         )
+
+
+def _check_links(links: Mapping[str, Link | TorusLinks | None]) -> None:
+    for name, link in links.items():
+        if link is None:
+            continue
+        latency, rate = link.latency_seconds.value, link.bytes_per_second.value
+        if latency < 0 or rate <= 0:
+            raise documents.FieldError(
+                f"links.{name} has latency_seconds {latency:g} and bytes_per_second "
+                f"{rate:g}; the first must be 0 or more, the second above 0"
+            )
+
+
+#: The numbers of a fabric, each with the interval that it must lie in.
+_FABRIC = {
+    "reduce_scatter": (1.0, math.inf),
+    "tree_seconds": (0.0, math.inf),
+    "tree_efficiency": (0.01, 1.0),
+    "devices_per_adapter": (1.0, math.inf),
+    "nodes_per_leaf": (1.0, math.inf),
+    "oversubscription": (1.0, math.inf),
+}
+
+
+def _check_fabric(fabric: Fabric) -> None:
+    """Refuse numbers that no network has."""
+    for name, (least, most) in _FABRIC.items():
+        number = getattr(fabric, name)
+        if number is not None and not least <= number.value <= most:
+            raise documents.FieldError(
+                f"links.fabric.{name} is {number.value:g} and must be at least {least:g}"
+                + (f" and at most {most:g}" if most < math.inf else "")
+            )
+    torus = fabric.torus
+    if torus and (len(torus.host) not in (2, 3) or min(*torus.host, torus.devices_per_chip) < 1):
+        raise documents.FieldError(
+            f"links.fabric.torus has host {torus.host} and devices_per_chip "
+            f"{torus.devices_per_chip}; a host has chips on two axes or three, a chip a device"
+        )
+    if torus and torus.wraps_at < 2:
+        raise documents.FieldError("links.fabric.torus.wraps_at must be 2 or more")

@@ -3,7 +3,7 @@ which times are estimated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ class Collective:
         count: How many there are.
         is_part: Whether a compiler may put it into another one, so that its latency does not count;
             of lower bounds.
+        over_replicas: Whether it is of parameters or gradients, between replicas, so that little
+            else waits for it; of what is expected before anything is compiled.
     """
 
     kind: str
@@ -32,10 +34,11 @@ class Collective:
     stride: int
     count: int = 1
     is_part: bool = False
+    over_replicas: bool = False
 
     def to_json(self) -> dict[str, Any]:
         found = documents.fields_of(self, "kind", "nbytes", "group_size", "stride", "count")
-        return found | ({"is_part": True} if self.is_part else {})
+        return found | {name: True for name in ("is_part", "over_replicas") if getattr(self, name)}
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +83,11 @@ class ProgramWork:
             (``jax.lax.Precision``).
         kernels: Different ones, collectives aside; None in measurements from before they were
             counted, of which only the totals are known.
+        order: In which order a device is given them, words with spaces between: ``5`` runs the
+            kernel at this place of ``kernels``; ``=2`` a collective that the next word waits for;
+            ``+2`` begins one, and ``-0`` waits for the end of that which began at first (``+`` are
+            counted from 0, in the order of the words); ``32(`` and ``)`` enclose a loop. None where
+            it is not known.
     """
 
     flops: int
@@ -89,16 +97,27 @@ class ProgramWork:
     collectives: tuple[Collective, ...] = ()
     precision: str = "default"
     kernels: tuple[Kernel, ...] | None = None
+    order: str | None = None
 
     def writing(self, sizes: Mapping[int, int]) -> ProgramWork:
         """Return the work with further kernels that only write: ``sizes`` gives their number by
         bytes."""
         written = [Kernel(nbytes, count=count) for nbytes, count in sizes.items()]
+        order = self.order
+        if order is not None and self.kernels is not None:
+            first = len(self.kernels)
+            loops = (f"{one.count}( {first + i} )" for i, one in enumerate(written))
+            order = " ".join((order, *loops)).strip()
         return replace(
             self,
             other_bytes=self.other_bytes + sum(n * count for n, count in sizes.items()),
             kernels=None if self.kernels is None else (*self.kernels, *written),
+            order=order,
         )
+
+    def sending(self, collectives: Iterable[Collective]) -> ProgramWork:
+        """Return the work of a program that sends other things, whose order is not known."""
+        return replace(self, collectives=tuple(collectives), order=None)
 
     def to_json(self) -> dict[str, Any]:
         return {k: value for k, value in documents.fields_of(self).items() if value is not None}

@@ -27,10 +27,15 @@ class ClusterRow:
 
     nodes: tuple[int, ...]
     target_per_node: tuple[str, ...]
+    slice_shape: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterRow:
-        return cls(cluster.nodes, (cluster.target,) * len(cluster.nodes))
+        targets = (cluster.target,) * len(cluster.nodes)
+        return cls(cluster.nodes, targets, cluster.slice_shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return documents.but_empty(self, "slice_shape")
 
     @property
     def wrong(self) -> str:
@@ -51,7 +56,7 @@ class ClusterRow:
                 f"plan mixes the targets {targets}; one target per plan for now.",
                 "plan-mixed-targets",
             )
-        return Cluster(self.nodes, targets[0])
+        return Cluster(self.nodes, targets[0], self.slice_shape)
 
 
 @cache

@@ -9,6 +9,10 @@ from typing import Any, Literal
 from capture.machine.rates import DeviceMemory
 from capture.quantities import format_bytes, signed_bytes
 
+#: A plan whose estimate is so much above the limit is not compiled: none that was looked at was so
+#: much too high.
+HOPELESS = 1.5
+
 Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,8 @@ class StepTime:
         bubble_fraction_per_stage: The part of the step in which a stage computes nothing.
         passes_seconds_per_stage: Seconds of one execution of each program of a stage, by its kind.
         sends_seconds: Seconds that a micro-batch takes from each stage but the last to the next.
+        exposed_seconds_per_stage: Seconds of the step in which the devices of a stage only send to
+            each other, as it is compiled; () where stages are not compiled.
         simulated: Always: nothing of it was measured.
     """
 
@@ -130,6 +132,7 @@ class StepTime:
     bubble_fraction_per_stage: tuple[float, ...]
     passes_seconds_per_stage: tuple[Mapping[str, float], ...] = ()
     sends_seconds: tuple[float, ...] = ()
+    exposed_seconds_per_stage: tuple[float, ...] = ()
     simulated: bool = True
 
     @classmethod
@@ -142,6 +145,22 @@ class StepTime:
         return read(data, cls, path)
 
 
+def error_fractions(
+    predicted: Sequence[int] | None, compiled: Sequence[int]
+) -> tuple[float | None, ...] | None:
+    """Return, per device, the predicted peak over the compiled one, less 1: None of a device that
+    holds nothing. None where nothing was predicted.
+
+    Example:
+        >>> error_fractions((15, 0), (10, 0))
+        (0.5, None)
+    """
+    if predicted is None:
+        return None
+    peaks = zip(predicted, compiled, strict=True)
+    return tuple(guess / peak - 1 if peak else None for guess, peak in peaks)
+
+
 @dataclass(frozen=True)
 class Verified:
     """The peak memory of a plan's own stages, as the target's compiler reports it.
@@ -149,14 +168,15 @@ class Verified:
     Attributes:
         peak_bytes_per_device: Compiled peak memory, in node-major device order.
         predicted_peak_bytes_per_device: Predicted peak memory beside it, if the plan was predicted.
-        prediction_error_fraction_per_device: Predicted over compiled, less 1.
+        prediction_error_fraction_per_device: Predicted over compiled, less 1; null of a device that
+            holds nothing.
         source: Backend, target and versions.
         num_stages_compiled: Stages of which nothing was known before.
     """
 
     peak_bytes_per_device: tuple[int, ...]
     predicted_peak_bytes_per_device: tuple[int, ...] | None = None
-    prediction_error_fraction_per_device: tuple[float, ...] | None = None
+    prediction_error_fraction_per_device: tuple[float | None, ...] | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
     num_stages_compiled: int = 0
 

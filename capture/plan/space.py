@@ -23,7 +23,8 @@ class StageSpace:
     A stage stays inside the rest of its node, on a power of two of devices.
 
     Attributes:
-        whole_nodes: Stages may also span 2, 4, 8, ... whole nodes.
+        whole_nodes: Stages may also span 2, 4, 8, ... whole nodes; of a torus, those that form a
+            box.
         any_divisor: Degrees may be any divisor of a node, not only powers of two.
 
     Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md, C-j
@@ -40,21 +41,23 @@ class StageSpace:
             >>> StageSpace().degrees(Cluster((4,)))
             [[1, 2, 4], [1, 2], [1, 2], [1]]
         """
-        degrees = []
+        degrees: list[list[int]] = []
         for node, size in enumerate(cluster.nodes):
             for offset in range(size):
-                room = size - offset
+                room, first = size - offset, len(degrees)
                 if self.any_divisor:
                     here = [d for d in range(1, room + 1) if size % d == 0]
                 else:
                     here = [1 << bit for bit in range(room.bit_length()) if 1 << bit <= room]
+                here = [d for d in here if cluster.is_block(first, d)]
                 num_nodes = 2
                 while (
                     self.whole_nodes
                     and offset == 0
                     and cluster.nodes[node : node + num_nodes] == (size,) * num_nodes
                 ):
-                    here.append(size * num_nodes)
+                    if cluster.is_block(first, size * num_nodes):
+                        here.append(size * num_nodes)
                     num_nodes *= 2
                 degrees.append(here)
         return degrees

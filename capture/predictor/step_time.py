@@ -35,7 +35,7 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     Raises:
         ProfileError: ``profile-no-times``, and the codes of the predictors.
     """
-    times = TimePredictor(profile, max(plan.cluster.nodes))
+    times = TimePredictor(profile, plan.cluster.layout)
     return simulated_timeline(plan, AdditivePredictor(profile), times)
 
 
@@ -75,7 +75,7 @@ class CountedSteps:
 
     def __init__(self, profile: Profile, cluster: Cluster, times: TimePredictor | None = None):
         self._profile = profile
-        self.times = times or TimePredictor(profile, max(cluster.nodes))
+        self.times = times or TimePredictor(profile, cluster.layout)
         self.links = LinkTimes(cluster, self.times.model.rates)
         self._tables: dict[tuple[str, int, int], TableTimes] = {}
 
@@ -153,9 +153,12 @@ def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepT
 def describe_time(time: StepTime) -> str:
     """Describe a simulated step in one line for people."""
     bubbles = " ".join(f"{fraction:.0%}" for fraction in time.bubble_fraction_per_stage)
+    exposed = " ".join(
+        f"{seconds / time.step_seconds:.0%}" for seconds in time.exposed_seconds_per_stage
+    )
     return (
         f"step {format_seconds(time.step_seconds)} (simulated), "
         f"{format_rate(time.examples_per_second)} examples/s, "
         f"{time.model_flops_per_second_per_device / 1e12:.1f} TFLOPS per device; pipeline bubble "
-        f"per stage: {bubbles}"
+        f"per stage: {bubbles}" + (f"; communication that nothing hides: {exposed}" * bool(exposed))
     )

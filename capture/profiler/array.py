@@ -30,6 +30,7 @@ from capture.documents import read, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import fit_host_link
+from capture.machine.links import Layout
 from capture.machine.rates import HostLink, Rates
 from capture.machine.target import Target
 from capture.measured.store import Store
@@ -384,7 +385,7 @@ class ArrayProfile:
     @cached_property
     def times(self) -> TimeModel:
         """The model that gives the seconds of compiled programs."""
-        return TimeModel(self.rates or self.machine.rates, 1)
+        return TimeModel(self.rates or self.machine.rates, Layout(1))
 
     def seconds_of(self, num_models: int) -> float:
         """Return the seconds of all programs of ``num_models`` fused models, executed one after the

@@ -213,7 +213,7 @@ def _of_each_layer(work: ProgramWork | None, config: StageConfig) -> ProgramWork
             return each
         return replace(each, nbytes=each.nbytes // count, count=count)
 
-    return replace(work, collectives=tuple(map(of_layer, work.collectives)))
+    return work.sending(map(of_layer, work.collectives))
 
 
 def _traced(program: object) -> BoundedProgram:

@@ -56,8 +56,9 @@ CUT_VERSION = 1
 SEQUENCE_VERSION = "sequence 3"
 #: Bump when something else is counted of what programs compute, which only targets with rates are
 #: asked for: 2 counts kernels, 3 knows the shapes of products, 4 sees collectives that are part of
-#: a fusion, 5 counts the slices that a fusion reads or updates through views, not whole arrays.
-WORK_VERSION = 5
+#: a fusion, 5 counts the slices that a fusion reads or updates through views, not whole arrays, 6
+#: knows the order, in which collectives hide, and how often loops of TPUs run.
+WORK_VERSION = 6
 
 
 class CompileBackend:

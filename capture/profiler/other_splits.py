@@ -32,7 +32,7 @@ def sending(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> P
         return None
     sent = [one for one in work.collectives if one.stride != degree]
     sent += [replace(one, nbytes=one.nbytes // degree, stride=degree) for one in own.collectives]
-    return replace(work, collectives=tuple(sent))
+    return work.sending(sent)
 
 
 def splitting(work: ProgramWork | None, own: ProgramWork | None, degree: int) -> ProgramWork | None:
@@ -50,7 +50,7 @@ def gathering_again(work: ProgramWork | None) -> ProgramWork | None:
         replace(one, kind="all-gather") for one in work.collectives if one.kind == "all-reduce"
     ]
     sums = [one for one in again if one.stride == 1]
-    return replace(work, collectives=(*work.collectives, *sums))
+    return work.sending((*work.collectives, *sums))
 
 
 def together(least: StageCost) -> StageCost:
@@ -87,4 +87,4 @@ def among_replicas(work: ProgramWork | None, choice: StageChoice) -> ProgramWork
             found.append(one)
         elif choice.data_parallel > 1:
             found.append(replace(one, group_size=choice.data_parallel))
-    return replace(work, collectives=tuple(found))
+    return work.sending(found)

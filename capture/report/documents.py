@@ -9,7 +9,7 @@ from typing import Any
 
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Headroom
-from capture.plan.prediction import Prediction, StepTime
+from capture.plan.prediction import Prediction, StepTime, error_fractions
 from capture.quantities import format_bytes, format_rate, format_seconds, signed_bytes
 
 
@@ -223,12 +223,7 @@ class VerifyReport:
 
     def __post_init__(self) -> None:
         guesses, peaks = self.predicted_peak_bytes_per_device, self.peak_bytes_per_device
-        errors: tuple[float | None, ...] | None = None
-        if guesses is not None:
-            errors = tuple(
-                guess / peak - 1 if peak else None
-                for guess, peak in zip(guesses, peaks, strict=True)
-            )
+        errors = error_fractions(guesses, peaks)
         fits = self.headroom is None or self.headroom.verdict == "fits"
         object.__setattr__(self, "status", "ok" if fits else "infeasible")
         object.__setattr__(self, "prediction_error_fraction_per_device", errors)

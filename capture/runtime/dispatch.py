@@ -23,6 +23,7 @@ import numpy as np
 from capture.compiler.executable import Executable
 from capture.runtime.fast_paths import Put, flat_call, to_devices
 from capture.runtime.reshard import plan_moves, reshard
+from capture.step.behind import Touches
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits, with_scratch
 from capture.tracing.keys import is_key
@@ -41,7 +42,7 @@ Observer = Callable[[Instruction, list[Any]], None]
 
 Action = Callable[["Frame"], None]
 
-#: Instructions that may wait for copies while the host goes on with those of other devices.
+#: Instructions that may wait for copies while the host goes on with those of other memories.
 _MOST_BEHIND = 64
 
 #: POSIX; elsewhere the host just goes on.
@@ -176,7 +177,7 @@ class BoundStep:
 
     @cached_property
     def _held(self) -> dict[int, int]:
-        """The slot of each wait that only some devices wait for, by number of the wait."""
+        """The slot of each wait that only some memories wait for, by number of the wait."""
         return {
             number: each.slot
             for number, each in enumerate(self.step.instructions)
@@ -184,54 +185,43 @@ class BoundStep:
         }
 
     @cached_property
-    def _devices(self) -> list[set[int]]:
-        """The devices that each instruction has to do with."""
-        slots, places = self.step.slots, self.step.programs
-        found = []
-        for each in self.step.instructions:
-            at = [slots[slot].place for slot in each.used]
-            match each:
-                case Run(program=name):
-                    at.append(places[name].place)
-                case Free(slots=freed):
-                    at = [slots[slot].place for slot in freed]
-            found.append({device for place in at for device in place.devices})
-        return found
+    def _touches(self) -> list[Touches]:
+        return [Touches.of(self.step, each) for each in self.step.instructions]
 
     def _issue_by_place(self, frame: Frame, actions: Sequence[Action]) -> None:
-        """Issue in order, but for waits of some devices and what comes behind these for them. That
-        is issued when the copies have ended, or when so much waits that the host does, too."""
-        behind, busy = list[int](), set[int]()
+        """Issue in order, but for waits of some memories and what comes behind these. That is
+        issued when the copies have ended, or when so much waits that the host does, too."""
+        behind, busy = list[int](), Touches()
         for number, action in enumerate(actions):
             full = len(behind) > _MOST_BEHIND
             if full or any(self._over(frame, n) for n in behind):
                 behind, busy = self._issue_behind(frame, actions, behind, full)
-            if busy.isdisjoint(self._devices[number]) and self._over(frame, number) is not False:
+            if not busy.hold_up(self._touches[number]) and self._over(frame, number) is not False:
                 action(frame)
             else:
                 behind.append(number)
-                busy |= self._devices[number]
+                busy |= self._touches[number]
         while behind:
             behind, busy = self._issue_behind(frame, actions, behind, True)
 
     def _issue_behind(
         self, frame: Frame, actions: Sequence[Action], behind: Sequence[int], first: bool
-    ) -> tuple[list[int], set[int]]:
+    ) -> tuple[list[int], Touches]:
         """Issue what can be of the instructions that are held back, with ``first`` the first one in
-        any case: that is a wait. Return the rest, and whose devices that holds up."""
-        rest, busy = list[int](), set[int]()
+        any case: that is a wait. Return the rest, and what these hold up."""
+        rest, busy = list[int](), Touches()
         for number in behind:
-            free = busy.isdisjoint(self._devices[number])
+            free = not busy.hold_up(self._touches[number])
             if first or (free and self._over(frame, number) is not False):
                 actions[number](frame)
             else:
                 rest.append(number)
-                busy |= self._devices[number]
+                busy |= self._touches[number]
             first = False
         return rest, busy
 
     def _over(self, frame: Frame, number: int) -> bool | None:
-        """Return whether a wait's copy has ended; None for what is no wait of some devices."""
+        """Return whether a wait's copy has ended; None for what is no wait of some memories."""
         if number not in self._held:
             return None
         arrays: Any = frame.slots[self._held[number]]  # JAX's stubs leave a method out

@@ -174,7 +174,13 @@ class Exchanges:
             if each.expected_bytes
         ]
         return [
-            replace(each, nbytes=each.nbytes // count, count=count, is_part=False)
+            replace(
+                each,
+                nbytes=each.nbytes // count,
+                count=count,
+                is_part=False,
+                over_replicas=self._over_replicas,
+            )
             for each, count in self._together([*sums, *gathers])
         ]
 

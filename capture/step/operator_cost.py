@@ -122,9 +122,9 @@ class StepCost:
       in a buffer of its own (O-h, O-i).
     * Overlap. Of computation and communication of an operator, a fraction of the lesser is hidden:
       0 none, 1 ideal, or as measured (``capture.machine.link_fit.fit_overlap``) (O-m).
-    * Groups. Collectives run in two levels, inside and between nodes; slices may be shared by the
-      devices of one node only, which costs memory and saves gathering between nodes: then the
-      gradients of a shard are also reduced over the nodes.
+    * Groups. Collectives run over links inside and between nodes (``capture.machine.links``);
+      slices may be shared by the devices of one node only, which costs memory and saves gathering
+      between nodes: then the gradients of a shard are also reduced over the nodes.
 
     Attributes:
         model, machine: What is trained, and on what.

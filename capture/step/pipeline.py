@@ -67,7 +67,7 @@ def built(pipeline: Pipeline) -> Step:
     step.num_passes = next(numbered, len(step.instructions))
     free(step)
     if pipeline.hosts:
-        wait(step, by_place=True)
+        wait(step)
     return step
 
 

@@ -9,7 +9,7 @@ arrays that live and die together, so the list stays short.
     Feed   rows of the batch from the host into a slot
     Run    a program on slots; donated slots die, output slots come to life
     Copy   a slot, or some arrays of it, into a slot of another place
-    Wait   the host goes on, or some devices do, when the copy into a slot has ended
+    Wait   the host goes on, or what uses some memories, when the copy into a slot has ended
     Free   slots that nothing reads any more
 
 **Program order is memory order.** A GPU's client takes memory when a program or a copy from the
@@ -18,8 +18,8 @@ back: a slot that only programs read is freed without waiting, and a prefetch is
 ``Copy``. What a *copy* reads is the exception. It is given back when the copy ends, which no
 program's order tells: booked when the copy is issued, a step that swaps everything out replays far
 below what it takes. So what a copy between a device and a host reads or writes is freed only after
-its ``Wait`` (or, what it writes, after a program read it), and the peak over time is at most the
-ledger's, however slow the link (``tests/property/test_step_memory.py``).
+its ``Wait`` (or, what it writes, after a program read it), in the memory that waits, and the peak
+over time is at most the ledger's, however slow the link (``tests/property/test_step_memory.py``).
 
 Between devices program order has to suffice: a pipeline sends what each micro-batch made over a
 link that is faster than the passes around it, and a host that waited for each would end the
@@ -142,6 +142,11 @@ class _AnyInstruction:
         """The slots that a program takes over for good."""
         return ()
 
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """The slots that it writes or ends."""
+        return (*self.made, *self.consumed)
+
 
 @dataclass(frozen=True)
 class Feed(_AnyInstruction):
@@ -225,8 +230,8 @@ class Copy(_AnyInstruction):
 
 @dataclass(frozen=True)
 class Wait(_AnyInstruction):
-    """A wait of the host for the copy that makes a slot. With a place, only its devices wait: what
-    comes behind it for others, and for nothing that waits for these, may be issued before."""
+    """A wait of the host for the copy that makes a slot. With a place, only its memories wait: what
+    comes behind it, and neither uses these nor needs what does, may be issued before."""
 
     slot: int
     place: Place | None = None
@@ -239,6 +244,10 @@ class Wait(_AnyInstruction):
 @dataclass(frozen=True)
 class Free(_AnyInstruction):
     slots: tuple[int, ...]
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        return self.slots
 
 
 Instruction = Feed | Run | Copy | Wait | Free
@@ -317,6 +326,13 @@ class Step:
             else tuple(sorted({self.standing_for[device] for device in place.devices}))
             for place in self.places
         }
+
+    @cached_property
+    def held_up(self) -> dict[str, tuple[Memory, ...]]:
+        """The memories that a wait of each place holds up. The place itself, by its name, of a host
+        whose capacity nobody knows: it has room for everything."""
+        endless = {p.name for p in self.places if p.host and p.host.capacity_bytes is None}
+        return self.memories | {name: (name,) for name in endless}
 
     def slot(self, name: str, *of: Any, **more: Any) -> int:
         """Add a ``Slot`` with the given fields and return its number."""
@@ -407,9 +423,12 @@ def _unawaited(step: Step) -> Iterator[Violation]:
                 if step.slots[source].place.host or step.slots[target].place.host:
                     source_of[target] = source
                     users[source][target] = users[target][target] = label
-            case Wait(slot=slot):
-                users[source_of.get(slot, slot)].pop(slot, None)
-                users[slot].pop(slot, None)
+            case Wait(slot=slot, place=place):
+                for end in (source_of.get(slot, slot), slot):
+                    there = step.slots[end].place.memories
+                    if place is None or {*there} <= {*place.memories}:
+                        users[end].pop(slot, None)
+                        users[end].pop(end, None)  # which has ended before it was copied
             case Run():
                 for slot in instruction.read:
                     users[slot].pop(slot, None)

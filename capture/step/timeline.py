@@ -10,7 +10,8 @@ streams, called by their place where they have but one:
            on "stage 0 host" from the host, on "stage 0 -> host" to it, or on the first in both
            directions where they share the link
     Feed   on "stage 0 host"
-    Wait   takes no time; what is issued later begins when the copy has ended
+    Wait   takes no time; what is issued behind it (``capture.step.behind``) begins when the copy
+           has ended
     Free   takes no time, and happens when everything issued before it that uses the slots has ended
 
 A program or a copy waits for what wrote the slots that it reads; a program that donates a slot also
@@ -27,10 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from capture.machine.cluster import Cluster
+from capture.machine.links import Links
 from capture.machine.rates import Rates
+from capture.step.behind import Behind
 from capture.step.ledger import Ledger, Memory, Peak, name_of
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
 from capture.step.simulator import Allocation, MemoryUse, Simulation, Work, simulate
@@ -61,7 +65,8 @@ class LinkTimes:
     """Times of transfers from the links of a target: latency + bytes per device / rate.
 
     **Assumes** that every device has its link to itself, and sends or receives its part at the same
-    time as the others of its place.
+    time as the others of its place. Where devices share an adapter this is too fast for parts that
+    all differ: of replicas one would have to leave the node, and how many there are is not known.
 
     Attributes:
         cluster: Says which devices share a node.
@@ -84,9 +89,15 @@ class LinkTimes:
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
         """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes."""
+        nodes; or over a torus."""
+        if self.cluster.slice_shape:
+            return self._links.routed(tuple(source), tuple(target)).seconds(nbytes)
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
-        return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
+        return self._links.send_seconds(nbytes, len(nodes) > 1)
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.rates, self.cluster.layout)
 
 
 @dataclass(frozen=True)
@@ -190,9 +201,9 @@ class _Items:
         self._readers: dict[int, list[int]] = {}
         self._runs: dict[str, list[int]] = {name: [] for name in self.processes.values()}
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
-        #: What the host has waited for: for everything, and by device, if that waits for more.
-        self._waited: set[int] = set()
-        self._waited_at: dict[int, set[int]] = {}
+        self._behind = Behind(step)
+        #: The waits behind which the instruction is issued that is being entered.
+        self._waited: Iterable[int] = ()
         self.work: list[Work] = []
         persistent = tuple(step.persistent.values())
         self._add(
@@ -203,6 +214,7 @@ class _Items:
             self._enter(instruction)
 
     def _enter(self, instruction: Instruction) -> None:
+        self._waited = self._behind.enter(instruction)
         match instruction:
             case Feed():
                 self._feed(instruction)
@@ -210,14 +222,9 @@ class _Items:
                 self._run(instruction)
             case Copy():
                 self._copy(instruction)
-            case Wait(slot=slot, place=place):
-                places = self._step.places if place is None else (place,)
-                after = self._after({self._writer[slot]}, *places)
-                self._add(Work("wait", after=after, kind="wait"))
-                if place is None:
-                    self._waited, self._waited_at = {len(self.work) - 1}, {}
-                else:
-                    self._waited_at |= {d: {len(self.work) - 1} for d in self._devices(place)}
+            case Wait(slot=slot):
+                self._add(Work("wait", after=self._after({self._writer[slot]}), kind="wait"))
+                self._behind.wait(instruction, len(self.work) - 1)
             case Free(slots=slots):
                 self._free(slots)
 
@@ -229,19 +236,9 @@ class _Items:
         for slot in writes:
             self._writer[slot], self._readers[slot] = i, []
 
-    def _after(self, items: Iterable[int], *places: Place) -> tuple[int, ...]:
-        """Return what an item waits for: the given items, and what the host has waited for at these
-        places. What comes behind for one of them goes behind this."""
-        if not self._waited_at:
-            return tuple(sorted({*items, *self._waited}))
-        devices = self._devices(*places)
-        waited = {n for device in devices for n in self._waited_at.get(device, self._waited)}
-        self._waited_at |= dict.fromkeys(devices, waited)
-        return tuple(sorted({*items, *waited}))
-
-    def _devices(self, *places: Place) -> set[int]:
-        """Return the ids of the devices of places."""
-        return {device for place in places for device in place.devices}
+    def _after(self, items: Iterable[int]) -> tuple[int, ...]:
+        """Return what an item waits for: the given items, and what it is issued behind."""
+        return tuple(sorted({*items, *self._waited}))
 
     def _streams(self, pattern: str, *places: Place) -> tuple[str, ...]:
         """Return the pattern with the lanes of every place; shown where the first of them is."""
@@ -273,7 +270,7 @@ class _Items:
             f"feed micro-batch {feed.microbatch} to {slot.place.name}",
             self._streams("{} host", slot.place),
             self._seconds.transfer(feed, slot.nbytes, None, slot.place),
-            self._after(self._last_runs(slot.place, self._feeds_ahead), slot.place),
+            self._after(self._last_runs(slot.place, self._feeds_ahead)),
             allocates=self._buffers([feed.slot]),
             kind="feed",
         )
@@ -292,7 +289,7 @@ class _Items:
             run.label,
             self._streams(compute_stream("{}"), program.place),
             self._seconds.programs[run.program],
-            self._after(after, program.place),
+            self._after(after),
             temporaries=(Allocation("", memories, program.transient_bytes, "temporaries"),),
             produces=self._buffers(run.outputs),
             frees=self._names(run.donated),
@@ -310,8 +307,7 @@ class _Items:
                 *(self._readers[slot] for slot in here)
             )
             names = self._names(here)
-            place = self._step.slots[here[0]].place
-            self._add(Work("free", after=self._after(after, place), frees=names, kind="free"))
+            self._add(Work("free", after=self._after(after), frees=names, kind="free"))
 
     def _copy(self, copy: Copy) -> None:
         source, target = (self._step.slots[slot].place for slot in (copy.source, copy.target))
@@ -328,7 +324,7 @@ class _Items:
             copy.label,
             streams,
             self._seconds.transfer(copy, copy.nbytes, source, target),
-            self._after(after, source, target),
+            self._after(after),
             allocates=self._buffers([copy.target]),
             kind="transfer",
         )

@@ -1,7 +1,8 @@
 """Seconds from what programs compute, read and send: a roofline per program, alpha-beta per
 collective; and of a pipeline's step from those of its stages.
 
-    program    = sum over kernels of max(floor, products, bytes / B) + collectives
+    program    = kernels + collectives that are exposed
+    kernels    = sum of max(floor, products, bytes / B)
     products   = FLOPs / F; of a library's product on a GPU, by its tiles (capture.machine.tiles)
     F, B       = specified rates of the target, each times the fraction of it that is reached in
                practice
@@ -11,13 +12,16 @@ Kernels run one after the other, and small ones take as long as their launch: a 
 of a program cannot see them. Of programs that were measured before kernels were counted only totals
 are known, which is a lower bound of the sum:
 
-    program    = max(FLOPs of products / F, bytes of products / B) + other bytes / B + collectives
+    kernels    = max(FLOPs of products / F, bytes of products / B) + other bytes / B
 
 F is the rate of what products compute in, which is not always what they read: at default precision,
 float32 is TF32 on NVIDIA GPUs since Ampere and bfloat16 on TPUs (``Rates.computed_in``).
 
-Collectives are those of ``capture.machine.links``. Nothing is taken to overlap, so these are times
-of a step whose collectives are all exposed.
+Collectives are those of ``capture.machine.links``, and hide behind kernels as the compiler
+scheduled them (``capture.step.overlap``). Where the order is not known, they are expected to hide
+as far as compilers hide their kind (``Rates.hidden``), and what kernels cannot hide is exposed:
+
+    exposed    = max(collectives - kernels, sum of (1 - hidden) x collective)
 
 Source: Williams, Waterman, Patterson 2009 (roofline).
 """
@@ -28,8 +32,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
-from capture.machine.links import Links
+from capture.machine.links import Layout, Links
 from capture.machine.rates import Rates
 from capture.machine.tiles import tiled_seconds
 from capture.measured.stage_cost import StageCost
@@ -37,6 +42,10 @@ from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.memo import memo
 from capture.plan.orders import TaskKind
 from capture.plan.schedule import Schedule
+from capture.step.overlap import ProgramSeconds, overlapped
+
+#: What is counted of a program.
+Resource = Literal["all", "computing", "sending"]
 
 
 @dataclass(frozen=True)
@@ -83,31 +92,92 @@ class TimeModel:
 
     Attributes:
         rates: The target's: compute, memory and links.
-        devices_per_node: Where collectives leave the node.
+        layout: Where the devices stand that collectives join.
+        counts: What of a program whose order is not known: all seconds, or those of one resource,
+            which are a lower bound and add up over layers.
+        hides_stride: The distance of replicas, if all that they send is to be hidden where kernels
+            take long enough; 0 to hide what is hidden.
     """
 
     rates: Rates
-    devices_per_node: int
+    layout: Layout
+    counts: Resource = "all"
+    hides_stride: int = 0
 
     @cached_property
     def links(self) -> Links:
-        return Links(self.rates.intra_node, self.rates.inter_node, self.devices_per_node)
+        return Links(self.rates, self.layout)
 
     def program_seconds(self, work: ProgramWork) -> float:
         """Return the seconds of one execution of a program on every device of a stage."""
-        sent = sum(map(self.collective_seconds, work.collectives))
+        found = self.seconds_of(work)
+        if self.counts == "all" or work.order is not None:
+            return found.total
+        return found.computing if self.counts == "computing" else found.sending
+
+    @memo
+    def hiding_replicas(self, tensor_parallel: int) -> TimeModel:
+        """Return the model of what layers take among many others, as far as it is known of them
+        alone: behind these, all that their replicas send may hide."""
+        return replace(self, hides_stride=tensor_parallel)
+
+    def seconds_of(self, work: ProgramWork) -> ProgramSeconds:
+        """Return the seconds of one execution of a program, computing and sending apart."""
+        if work.order is not None and work.kernels is not None:
+            return self._overlapped(work)
+        computing = self._computing(work)
+        seconds = [*map(self.collective_seconds, work.collectives)]
+        exposed = sum(
+            (1 - self._hidden(one)) * each
+            for one, each in zip(work.collectives, seconds, strict=True)
+        )
+        sending = sum(seconds)
+        return ProgramSeconds(computing, sending, max(sending - computing, exposed))
+
+    def _hidden(self, sent: Collective) -> float:
+        """Return the share of a collective that is hidden, if kernels take long enough."""
+        if self.hides_stride:
+            return float(sent.over_replicas)
+        known = self.rates.hidden.get(sent.kind) if sent.over_replicas else None
+        return known.value if known else 0.0
+
+    def _is_of_replicas(self, sent: Collective) -> bool:
+        return sent.stride == self.hides_stride or self.hides_stride == 1
+
+    def _overlapped(self, work: ProgramWork) -> ProgramSeconds:
+        if id(work) not in self._known:
+            assert work.order is not None and work.kernels is not None, "its order is known"
+            kernels = [*map(self.kernel_seconds, work.kernels)]
+            sent = [self.collective_seconds(replace(one, count=1)) for one in work.collectives]
+            found = overlapped(work.order, kernels, sent)
+            if self.hides_stride:
+                seen = [
+                    0.0 if self._is_of_replicas(one) else seconds
+                    for one, seconds in zip(work.collectives, sent, strict=True)
+                ]
+                least = max(overlapped(work.order, kernels, seen).total, found.sending)
+                found = replace(found, exposed=least - found.computing)
+            self._known[id(work)] = work, found
+        return self._known[id(work)][1]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[ProgramWork, ProgramSeconds]]:
+        """The seconds of programs by ``id``, and the programs, kept alive so that it stays
+        valid."""
+        return {}
+
+    def _computing(self, work: ProgramWork) -> float:
         if work.kernels is not None:
-            return self._all_kernels(work.kernels) + sent
+            return self._all_kernels(work.kernels)
         flops_per_second = self.rates.reached_flops_per_second(work.dtype, work.precision)
         bytes_per_second = self.rates.reached_bytes_per_second
         products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
-        return products + work.other_bytes / bytes_per_second + sent
+        return products + work.other_bytes / bytes_per_second
 
     def collective_seconds(self, sent: Collective) -> float:
         """Return the seconds of all ``count`` of these collectives, one after the other."""
-        group = (sent.group_size, sent.stride)
-        seconds = self.links.seconds(sent.kind, sent.nbytes, *group)
-        return sent.count * (seconds - sent.is_part * self.links.seconds(sent.kind, 0, *group))
+        of = self.links.least_added_seconds if sent.is_part else self.links.seconds
+        return sent.count * of(sent.kind, sent.nbytes, sent.group_size, sent.stride)
 
     def _all_kernels(self, kernels: tuple[Kernel, ...]) -> float:
         """Return the seconds of a program's kernels, one after the other. Programs that differ in
@@ -169,6 +239,24 @@ class TimeModel:
             backward_inputs_seconds=self.program_seconds(split.inputs_work),
             backward_weights_seconds=self.program_seconds(split.weights_work),
         )
+
+
+def exposed_seconds(
+    model: TimeModel, cost: StageCost, num_microbatches: int, splits_backward: bool
+) -> float:
+    """Return the seconds of a step in which the devices of a compiled stage only send to each
+    other, its micro-batches and its update together.
+
+    Args:
+        splits_backward: Whether its backward pass runs as two programs.
+    """
+    passes = [cost.forward_work, cost.backward_work]
+    if splits_backward and cost.split is not None:
+        passes[1:] = [cost.split.inputs_work, cost.split.weights_work]
+    counted = [(work, num_microbatches) for work in passes] + [(cost.update_work, 1)]
+    return sum(
+        count * model.seconds_of(work).exposed for work, count in counted if work is not None
+    )
 
 
 def pipeline_seconds(

@@ -6,8 +6,10 @@ alone compiles in a second or two, and says by how much. So
 
     stage >= expected(stage) x least of compiled / expected
 
-over what was compiled of the same kind: tensor and sequence parallelism, and recomputation; layers
-alone and whole stages, of any size. Of a kind of which nothing is compiled the bound from tracing
+over what was compiled of the same kind: tensor and sequence parallelism, recomputation, and as many
+examples of a replica; before any of these is compiled, with any number of examples. Layers alone
+and whole stages count. Of a layer alone, what replicas send counts as hidden: in a
+stage there is more to hide it behind. Of a kind of which nothing is compiled the bound from tracing
 stays. This is no rule that every program obeys, as that bound is, and is said apart from it.
 
 Of the plan that is least by what is known, a layer is compiled of each kind that is not known, with
@@ -40,6 +42,10 @@ from recommender.question import PlanQuestion
 
 Kind = tuple[int, bool, Remat]
 """Tensor parallelism, whether it goes along the sequence, and what is recomputed."""
+_ANY_SIZE = 0
+"""Of ratios over all numbers of examples."""
+_ENOUGH_LAYERS = 24
+"""After so many, a kind that was compiled is not compiled with another number of examples."""
 
 
 class LayerProof:
@@ -148,15 +154,19 @@ class LayerProof:
             self._least[number] = seconds
 
     def _unknown(self, part: OpenPart, stage: StageConfig) -> Iterator[StageConfig]:
-        """Yield a layer of each unknown kind of a stage, once per unknown recompute policy."""
+        """Yield a layer of each unknown kind of a stage; of one that is not known with any number
+        of examples, once per recompute policy."""
         for choice in stage.choice.measured:
-            if not self._ratios.is_known(choice):
-                layer = _largest(part, replace(stage, choice=choice))
-                for remat in REMAT_POLICIES:
-                    other = replace(choice, remat=remat)
-                    config = replace(layer, choice=other)
-                    if config in part.most.measurements and not self._ratios.is_known(other):
-                        yield config
+            own = replace(stage, choice=choice)
+            is_near = self._ratios.is_known(own, _ANY_SIZE)
+            if self._ratios.is_known(own) or (is_near and self._num_layers >= _ENOUGH_LAYERS):
+                continue
+            policies = [choice.remat] if is_near else REMAT_POLICIES
+            layer = _largest(part, own)
+            for remat in policies:
+                config = replace(layer, choice=replace(choice, remat=remat))
+                if config in part.most.measurements and not self._ratios.is_known(config):
+                    yield config
 
     def _compile(self, part: OpenPart, layers: Sequence[StageConfig]) -> None:
         self._ratios.learn(part, self._search.layers(part, layers), layers)
@@ -165,19 +175,21 @@ class LayerProof:
 
 
 class _Ratios:
-    """The least compiled over expected seconds, by tensor and sequence parallelism and
-    recomputation."""
+    """The least compiled over expected seconds, by kind and by the examples of a replica."""
 
     def __init__(self) -> None:
-        self._least = dict[Kind, float]()
+        self._least = dict[tuple[Kind, int], float]()
 
     @property
     def error(self) -> float:
         """The largest part by which estimates were above what compiled; 0 if none was."""
         return max([0.0, *(1 / ratio - 1 for ratio in self._least.values() if ratio)])
 
-    def is_known(self, choice: StageChoice) -> bool:
-        return _kind(choice) in self._least
+    def is_known(self, config: StageConfig, num_examples: int | None = None) -> bool:
+        """Return whether a stage's kind, which is no mixture, was compiled with as many examples of
+        a replica, by default those of the stage."""
+        size = _examples(config) if num_examples is None else num_examples
+        return (_kind(config.choice), size) in self._least
 
     def learn(
         self,
@@ -185,21 +197,30 @@ class _Ratios:
         compiled: Mapping[StageConfig, StageCost],
         asked: Sequence[StageConfig] = (),
     ) -> None:
-        """Learn ratios of compiled stages; kinds that were asked for and did not compile get 0."""
+        """Learn ratios of compiled stages, or of the layers that were ``asked`` for alone: kinds of
+        them that did not compile get 0."""
+        model = part.expected.model
         for config, cost in compiled.items():
-            times = part.expected.model.stage_times(cost)
+            among = model.hiding_replicas(config.choice.tensor_parallel) if asked else model
+            times = among.stage_times(cost)
             if config.microbatch_size == part.size and times is not None:
                 ratio = times.microbatch_seconds / part.expected.microbatch_seconds(config)
-                for kind in map(_kind, config.choice.measured):
-                    self._least[kind] = min(ratio, self._least.get(kind, inf))
+                self._note(config, ratio)
         for config in asked:
-            self._least.setdefault(_kind(config.choice), 0.0)
+            if not self.is_known(config):
+                self._note(config, 0.0)
 
     def assume(self, stages: Sequence[StageConfig]) -> None:
         """Assume the least known ratio for kinds of stages that are not known."""
         least = min(self._least.values(), default=0.0)
-        for kind in (_kind(choice) for each in stages for choice in each.choice.measured):
-            self._least.setdefault(kind, least)
+        for each in (replace(s, choice=choice) for s in stages for choice in s.choice.measured):
+            if not self.is_known(each):
+                self._note(each, least)
+
+    def _note(self, config: StageConfig, ratio: float) -> None:
+        for kind in map(_kind, config.choice.measured):
+            for size in (_ANY_SIZE, _examples(config)):
+                self._least[kind, size] = min(ratio, self._least.get((kind, size), inf))
 
     def applied(
         self, part: OpenPart, problem: SearchProblem, expected: SearchProblem
@@ -211,7 +232,8 @@ class _Ratios:
         seconds = {
             d: np.maximum(
                 problem.seconds[d],
-                np.array([*map(self._of, choices)])[:, None] * expected.seconds[d],
+                np.array([self._of(choice, part.size) for choice in choices])[:, None]
+                * expected.seconds[d],
             )
             for d, choices in problem.choices.items()
         }
@@ -219,13 +241,21 @@ class _Ratios:
             seconds[d][choice, kind] = problem.seconds[d][choice, kind]
         return replace(problem, seconds=seconds)
 
-    def _of(self, choice: StageChoice) -> float:
+    def _of(self, choice: StageChoice, microbatch_size: int) -> float:
         """Return the part of the expected seconds that stages take at least; 0 if unknown."""
-        return min(self._least.get(_kind(each), 0.0) for each in choice.measured)
+        sizes = microbatch_size // choice.data_parallel, _ANY_SIZE
+        return min(
+            next((known[each, size] for size in sizes if (each, size) in known), 0.0)
+            for known, each in ((self._least, _kind(part)) for part in choice.measured)
+        )
 
 
 def _kind(choice: StageChoice) -> Kind:
     return choice.tensor_parallel, choice.sequence_parallel, choice.remat
+
+
+def _examples(config: StageConfig) -> int:
+    return config.microbatch_size // config.choice.data_parallel
 
 
 def _largest(part: OpenPart, stage: StageConfig) -> StageConfig:

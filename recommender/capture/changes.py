@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.documents import fields_of
-from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import REMAT_POLICIES, Remat, num_full_layers
@@ -211,6 +210,6 @@ def _changes(
             freed = replace(question, remat=None)
             yield Change(f"--remat {remat}", freed, {"remat": (remat,)})
     for factor in (2, 4, 8):
-        larger = Cluster(cluster.nodes * factor, cluster.target)
+        larger = replace(cluster, nodes=cluster.nodes * factor)
         if larger.num_devices <= num_layers * max(cluster.nodes):
             yield Change(f"--cluster {larger}", replace(question, cluster=larger))

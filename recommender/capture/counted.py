@@ -20,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from capture.machine.cluster import Cluster
+from capture.machine.links import Links
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
@@ -273,13 +274,14 @@ def sends_seconds(graph: LayerGraph, cluster: Cluster, choice: StageChoice) -> n
     """
     rates = Target.load(cluster.target).rates
     assert rates is not None, "times are known"
+    links = Links(rates, cluster.layout)
     ends = min(1.0, choice.num_devices / cluster.nodes[0]) if len(cluster.nodes) > 1 else 0.0
     sends = np.zeros(graph.num_layers + 1)
     for stop in range(1, graph.num_layers):
         for v in graph.crossing(stop):
             nbytes = graph.value_bytes(v, choice.value_split)
-            sends[stop] += ends * rates.inter_node.seconds(nbytes)
-            sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
+            sends[stop] += ends * links.send_seconds(nbytes, True)
+            sends[stop] += (1 - ends) * links.send_seconds(nbytes, False)
     return sends
 
 

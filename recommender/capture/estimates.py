@@ -29,12 +29,20 @@ def slowness(part: OpenPart) -> Mapping[StageChoice, float]:
     """Return by choice the ratio of compiled to expected seconds, over the compiled stages of the
     part's micro-batch size; without one, over layers that were compiled alone."""
     known, real = defaultdict[StageChoice, float](float), defaultdict[StageChoice, float](float)
-    stages = {c: cost for c, cost in part.known.verified.items() if c.microbatch_size == part.size}
-    choices = {config.choice for config in stages}
-    stages |= {c: cost for c, cost in part.alone.items() if c.choice not in choices}
-    for config, cost in stages.items():
-        if (times := part.expected.model.stage_times(cost)) is not None:
+    model, choices = part.expected.model, set[StageChoice]()
+    for config, cost in part.known.verified.items():
+        times = model.stage_times(cost)
+        if config.microbatch_size == part.size and times is not None:
+            choices.add(config.choice)
             known[config.choice] += part.expected.microbatch_seconds(config)
+            real[config.choice] += times.microbatch_seconds
+    for config, cost in part.alone.items():
+        # What replicas send has little to hide behind, other than in a stage of many.
+        among = model.hiding_replicas(config.choice.tensor_parallel)
+        expected = among.stage_times(part.most.measurements[config])
+        times = among.stage_times(cost)
+        if config.choice not in choices and times is not None and expected is not None:
+            known[config.choice] += expected.microbatch_seconds
             real[config.choice] += times.microbatch_seconds
     return {choice: real[choice] / seconds for choice, seconds in known.items() if seconds}
 

@@ -138,8 +138,9 @@ def smallest_cluster(
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """Find the fewest devices of a cluster on which a plan fits, and give all attempts.
 
-    Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending
-    number of devices. ``settled`` answers without extrapolation.
+    Tried are parts of the first node in powers of two, then its first nodes
+    (``Cluster.first_nodes``), by ascending number of devices. ``settled`` answers without
+    extrapolation.
 
     Returns:
         None first if nothing fits on the whole cluster either.
@@ -150,7 +151,7 @@ def smallest_cluster(
     while devices < size:
         parts.append(Cluster((devices,), cluster.target))
         devices *= 2
-    parts += [Cluster(cluster.nodes[: n + 1], cluster.target) for n in range(len(cluster.nodes))]
+    parts += cluster.first_nodes()
     attempts = []
     for part in parts:
         asked = replace(question, cluster=part)

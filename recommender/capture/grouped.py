@@ -16,6 +16,7 @@ from math import inf
 
 import numpy as np
 
+from capture.machine.links import Layout
 from capture.measured.profile import Profile
 from capture.memo import memo
 from capture.plan.choices import StageChoice
@@ -95,7 +96,7 @@ def _least_sum(part: OpenPart, num_devices: int) -> float:
     num_layers = part.known.graph.num_layers
     stage = np.full((num_layers, num_layers + 1), inf)
     # Its tables are not kept: they are of all choices.
-    times = TimePredictor(part.bounds.profile, max(part.question.cluster.nodes))
+    times = TimePredictor(part.bounds.profile, part.question.cluster.layout, least=True)
     for choice in stage_choices(part.known, part.question.remat):
         if choice.num_devices == num_devices and part.size % choice.data_parallel == 0:
             table = times.table(choice, part.size)
@@ -183,7 +184,7 @@ def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
     choices = [choice for choice in most.choices if choice.num_devices in usable]
     known = dict(zip(part.known.choices, ratios, strict=True))
     if ratios not in part.rows:  # what schedules do not change is the same of all
-        steps = CountedSteps(most, cluster, _Estimated(most, max(cluster.nodes), known))
+        steps = CountedSteps(most, cluster, _Estimated(most, cluster.layout, known))
         part.rows[ratios] = StageRows(AdditivePredictor(most), steps, part.size)
     rows = part.rows[ratios]
     return TableSearch(most, part.question, rows.steps, choices, rows)
@@ -205,10 +206,8 @@ class _Estimated(TimePredictor):
     others as expected times a ratio. Split backward passes not compiled have a fixed part for
     weights."""
 
-    def __init__(
-        self, profile: Profile, devices_per_node: int, ratios: Mapping[StageChoice, float]
-    ):
-        super().__init__(profile, devices_per_node)
+    def __init__(self, profile: Profile, layout: Layout, ratios: Mapping[StageChoice, float]):
+        super().__init__(profile, layout)
         self._ratios = ratios
 
     @memo

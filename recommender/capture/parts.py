@@ -107,12 +107,12 @@ class OpenPart:
     @cached_property
     def bounded(self) -> TimePredictor:
         """The predictor of lower bounds of seconds, without what is compiled."""
-        return TimePredictor(self.bounds.profile, max(self.question.cluster.nodes))
+        return TimePredictor(self.bounds.profile, self.question.cluster.layout, least=True)
 
     @cached_property
     def expected(self) -> TimePredictor:
         """The predictor of the seconds expected of stages, without what is compiled."""
-        return TimePredictor(self._most, max(self.question.cluster.nodes))
+        return TimePredictor(self._most, self.question.cluster.layout)
 
     def once(self, of: Callable[..., T], *given: Hashable) -> T:
         """Return a function's value for the part, kept until a compiled stage concerns it."""

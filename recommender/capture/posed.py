@@ -127,7 +127,8 @@ class _Predicting:
             self._predictor = AdditivePredictor(profile)
         else:
             self._paper = paper_predictor(profile).rows(question.num_microbatches)
-        self._times = TimePredictor(profile, max(question.cluster.nodes)) if with_times else None
+        layout = question.cluster.layout
+        self._times = TimePredictor(profile, layout, least) if with_times else None
         self._mixtures: dict[tuple[int, ...], tuple[np.ndarray, Mixed]] = {}
         self._may_be = ~empty_stages(self._num_layers)
         self._measured = {choice for choice, _ in profile.windows}

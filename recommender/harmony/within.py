@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capture.measured.layer_passes import Pass
+from capture.plan.headroom import HOPELESS
 from capture.plan.packs import PacksPlan, PacksPrediction, StepTimes
 from capture.plan.task_graph import Configuration, Mode
 from capture.predictor.pack_step import step_times
@@ -31,9 +32,6 @@ _MOST_SEARCHES = 20
 _JUDGED = 6
 #: Faster plans that are compiled after one that fits.
 _MOST_FASTER = 2
-#: An estimate so much above the limit is not compiled: none that was looked at was so much too
-#: high.
-_HOPELESS = 1.5
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def after_all(question: PacksQuestion, mode: Mode, least: int, compiled: Compile
         return None
     # With less room, less is fetched early.
     chosen = replace(chosen, plan=plan_of(question, mode, chosen.point.configuration))
-    return None if chosen.plan.known_peak_bytes > _HOPELESS * limit else chosen.through(compiled)
+    return None if chosen.plan.known_peak_bytes > HOPELESS * limit else chosen.through(compiled)
 
 
 def holds_instructions(question: PacksQuestion) -> bool:

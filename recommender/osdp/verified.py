@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from capture.plan.headroom import HOPELESS
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import counted, format_bytes
 from recommender.osdp.result import ShardingResult
@@ -26,9 +27,6 @@ _MOST_ROUNDS = 4
 #: Of the limit, what may be left unused before a larger budget is tried, and how far a budget stays
 #: below what was scaled.
 _CLOSE = 1 / 50
-#: An estimate so much above the limit is not compiled: none that was looked at was so much too
-#: high.
-_HOPELESS = 1.5
 
 
 def fastest_compiled(
@@ -69,7 +67,7 @@ def fastest_compiled(
         found = question(_scaled(limit, found.plan, compiled[found.plan]) * (1 - _CLOSE))
     if found.plan is None or ask(found.plan) > limit:
         plan = least()
-        if plan.peak_bytes > _HOPELESS * limit:
+        if plan.peak_bytes > HOPELESS * limit:
             return first
         if ask(plan) > limit:
             return replace(

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.bound_terms import compared
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
@@ -122,7 +123,7 @@ def test_sums_that_are_added_first_are_one():
 
 
 def test_a_latency_that_may_be_part_of_another_does_not_count():
-    model = TimeModel(Target.load("h100").rates, 8)
+    model = TimeModel(Target.load("h100").rates, Layout(8))
     whole = Collective("all-reduce", SQUARE, 2, 1)
     latency = 2 * model.rates.intra_node.latency_seconds.value
     part = model.collective_seconds(replace(whole, is_part=True))
@@ -157,7 +158,7 @@ def above(model, choices, change=lambda work: work):
     """Terms of stages for h100 that are above the compiled ones."""
     target = Target.load("h100")
     backend = CompileBackend(MODELS[model](), store=Store(), target=target, num_devices=4)
-    times = TimeModel(target.rates, 8)
+    times = TimeModel(target.rates, Layout(8))
     found = []
     for choice in choices:
         config = StageConfig(1, 2, choice, 4)

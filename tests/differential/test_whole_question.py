@@ -10,6 +10,7 @@ import pytest
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.machine.links import Layout
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload, WorkloadSpec
@@ -110,7 +111,7 @@ def test_choices_are_posed_as_each_is_predicted(known, size):
         assert plain.kinds.max() < inside.sum(), "some are alike"
         again = search_problem(some, question, with_times=True, least=least, like=plain)
         for of, problem in ((profile, plain), (some, again)):
-            predictor, times = AdditivePredictor(of), TimePredictor(of, 2)
+            predictor, times = AdditivePredictor(of), TimePredictor(of, Layout(2), least)
             asked = size, "1f1b", 16 // size, 4
             for d, n, choice in (
                 (d, n, each) for d, of_d in problem.choices.items() for n, each in enumerate(of_d)

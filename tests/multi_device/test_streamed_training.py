@@ -26,6 +26,7 @@ from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Swaps, Switches
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
+from capture.runtime.dispatch import BoundStep, Frame
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
@@ -163,6 +164,27 @@ def test_the_same_bits_however_they_are_cut():
         packs_plan((2, 1), (2,), batch=4, without=("jit", "offload", "p2p", "prefetch")),
     ]
     assert len({bits(workload, plan) for plan in plans}) == 1
+
+
+def test_devices_that_wait_alone_compute_the_same(monkeypatch):
+    """No copy ever seems to have ended before the host has to wait for it."""
+    workload = mlp(optax.adam(1e-3), num_blocks=2)
+    plan = packs_plan((1, 1), (1,), devices=2, mode="dp", batch=6, without=("offload",))
+    step, found, batch = streamed(workload, plan), list[Any](), workload.batch(jax.random.key(5), 6)
+
+    def never(self: BoundStep, frame: Frame, number: int) -> bool | None:
+        waits.append(number)
+        return False if number in self._held else None
+
+    for bound in (True, False):
+        waits = list[int]()
+        monkeypatch.setattr(BoundStep, "_over", never)
+        step.bound_run_ahead, state = bound, step.init(jax.random.key(0))
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        found.append([metrics.loss, *map(np.asarray, jax.tree.leaves(step.params(state)))])
+        assert bound == (not waits)
+    assert all(map(np.array_equal, *found))
 
 
 @functools.cache

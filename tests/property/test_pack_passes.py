@@ -384,7 +384,10 @@ def check_waits(step: Step) -> None:
                 replay(replace(step, instructions=[*instructions[:n], *instructions[n + 1 :]]))
             behind = next(e for e in instructions[n:] if not isinstance(e, Wait))
             gone = behind.slots if isinstance(behind, Free) else getattr(behind, "donated", ())
-            assert {each.slot, source.get(each.slot)} & {*gone}, "it comes before it has to"
+            ended = {each.slot, source.get(each.slot)} & {*gone}
+            assert ended, "it comes before it has to"
+            places = {step.slots[slot].place for slot in {*ended, source.get(each.slot, each.slot)}}
+            assert each.place in places, "it holds up what has nothing to do with it"
 
 
 @settings(max_examples=30)
@@ -392,6 +395,9 @@ def check_waits(step: Step) -> None:
 def test_every_wait_is_needed_where_it_is(problem, behind):
     graph, sizes, limit = problem
     check_waits(finished(Lowered(graph, sizes).resided(limit, behind=behind)))
+
+
+FAULTS = ("forgotten", "late", "early", "needless", "of the whole host", "of another place")
 
 
 @pytest.mark.parametrize("off", EXAMPLES)
@@ -407,8 +413,18 @@ def test_faults_of_waits_are_seen(off):
                 faults["early"] = [*issued[: n - 1], each, issued[n - 1], *issued[n + 1 :]]
         elif isinstance(each, Copy):
             faults["needless"] = [*issued[: n + 1], Wait(each.target), *issued[n + 1 :]]
+        if isinstance(each, Wait):
+            faults["of the whole host"] = [*issued[:n], Wait(each.slot), *issued[n + 1 :]]
+            others = (
+                place for place in step.places if not {*place.memories} & {*each.place.memories}
+            )
+            faults["of another place"] = [
+                *issued[:n],
+                Wait(each.slot, next(others)),
+                *issued[n + 1 :],
+            ]
         for name, instructions in faults.items():
             count[name] += 1
             with pytest.raises((AssertionError, ExecutionError, pytest.fail.Exception)):
                 check_waits(replace(step, instructions=instructions))
-    assert all(count[name] for name in ("forgotten", "late", "early", "needless"))
+    assert all(count[name] for name in FAULTS)

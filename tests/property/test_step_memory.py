@@ -28,7 +28,7 @@ from capture.step.program import (
 from capture.step.run_ahead import waits
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
 
-HOST = Host("host")
+HOST = Host("host", 10**6)
 #: A device may be in several places; the hosts' places are the same memory.
 DEVICES = (Place("a", (0,)), Place("also a", (0,)), Place("b", (1,)), Place("both", (0, 1)))
 HOSTS = (Place("host of a", (0,), HOST), Place("host of both", (0, 1), HOST))
@@ -42,7 +42,8 @@ class Writer:
         self.draw, self.by_place = draw, by_place
         self.step = Step((*DEVICES, *HOSTS))
         self.alive: list[int] = []
-        self.copies: list[Copy] = []  # not waited for
+        #: Copies, each with a slot that they may still use: its memory has not waited.
+        self.copies: list[tuple[Copy, int]] = []
         for place in self.step.places:
             self.step.programs[place.name] = Program("work", place, draw(st.integers(0, 50)))
 
@@ -53,9 +54,10 @@ class Writer:
         return slot
 
     def end(self, slots) -> None:
-        for copy in [c for c in self.copies if {c.source, c.target} & set(slots)]:
-            self.copies.remove(copy)
-            place = self.step.slots[copy.target].place if self.by_place else None
+        """What was copied into a slot that ends is nowhere to be waited for any more."""
+        for copy, slot in [c for c in self.copies if c[1] in slots or c[0].target in slots]:
+            self.copies.remove((copy, slot))
+            place = self.step.slots[slot].place if self.by_place else None
             self.step.instructions.append(Wait(copy.target, place))
         for slot in slots:
             self.alive.remove(slot)
@@ -92,8 +94,9 @@ class Writer:
             slot = Slot(f"slot {len(self.step.slots)}", target_place, "any", nbytes)
             self.step.slots.append(slot)
             self.alive.append(len(self.step.slots) - 1)
-            self.copies.append(Copy(source, self.alive[-1], nbytes, "copy"))
-            self.step.instructions.append(self.copies[-1])
+            copy = Copy(source, self.alive[-1], nbytes, "copy")
+            self.copies += [(copy, copy.source), (copy, copy.target)]
+            self.step.instructions.append(copy)
 
     def free(self) -> None:
         if slots := self.some(self.alive):
@@ -137,11 +140,12 @@ def test_over_time_no_memory_holds_more_than_the_ledger_books(step, speed, secon
 
 
 @given(streamed_steps(by_place=True), speeds, st.lists(st.integers(0, 99), min_size=6, max_size=6))
-def test_over_time_no_device_holds_more_where_it_alone_waits(step, speed, seconds):
+def test_over_time_no_memory_holds_more_where_it_alone_waits(step, speed, seconds):
     """Others go on meanwhile."""
     timeline = simulated(step, speed, dict(zip(step.programs, seconds, strict=True)))
-    for device, booked in enumerate(timeline.program_order.peak_bytes_per_device):
-        assert timeline.memory_of(device).peak.peak_bytes <= booked
+    for memory in (0, 1, "host"):
+        booked = timeline.program_order.peak_of(memory).peak_bytes
+        assert timeline.memory_of(memory).peak.peak_bytes <= booked
     everyone = [Wait(i.slot) if isinstance(i, Wait) else i for i in step.instructions]
     waiting = simulated(replace(step, instructions=everyone), speed, dict(timeline.program_seconds))
     assert timeline.step_seconds <= waiting.step_seconds
@@ -160,7 +164,7 @@ def test_devices_that_wait_for_nothing_go_on():
         step.instructions = [
             Run("a", (), (made, other), (), "first"),
             Copy(made, kept, 10, "out"),
-            Wait(kept, who),
+            *(Wait(kept, who and ends) for ends in (a, host)),
             Free((made, kept)),
             Run("b", (), (), (), "free to go"),
             Run("a", (), (own,), (), "behind"),
@@ -174,6 +178,29 @@ def test_devices_that_wait_for_nothing_go_on():
         of = dict(zip(labels, timeline.simulation.ends, strict=True))
         ends[who] = [of[label] for label in ("free to go", "behind", "behind what was sent")]
     assert ends == {None: [60, 60, 70], a: [10, 60, 60]}
+
+
+def test_who_takes_over_what_a_device_that_waits_puts_on_the_host_is_behind_that():
+    """The second device's program reads nothing, but what comes to the device before it does."""
+    places = a, b, host = Place("a", (0,)), Place("b", (1,)), Place("host of a", (0,), HOST)
+    step = Step(places, {place.name: Program("work", place, 1) for place in (a, b)})
+    made, other, came = (
+        step.slot(name, at, "any", 10) for name, at in (("made", a), ("other", a), ("came", b))
+    )
+    kept, handed = (step.slot(name, host, "any", 10) for name in ("kept", "handed"))
+    step.instructions = [
+        Run("a", (), (made, other), (), "first"),
+        Copy(made, kept, 10, "out"),
+        Wait(kept, a),
+        Free((made,)),
+        Copy(other, handed, 10, "hand over"),
+        Copy(handed, came, 10, "come"),
+        Run("b", (), (), (), "behind"),
+    ]
+    seconds = Seconds({"a": 10, "b": 10}, lambda of, *_: 40 if of.label == "out" else 1)
+    simulation = simulate_step(step, seconds).simulation
+    ends = dict(zip((item.label for item in simulation.work), simulation.ends, strict=True))
+    assert (ends["hand over"], ends["come"], ends["behind"]) == (51, 52, 60)
 
 
 def test_a_program_on_the_host_runs_for_each_device_of_its_place():
@@ -196,7 +223,6 @@ def swapping(
 ) -> Step:
     """Every layer makes 10 bytes, which go to the host and come back for its backward pass."""
     device, host = Place("device", (0,)), Place("host", (0,), Host("host", capacity_bytes))
-    who = device if by_place else None
     step = Step((device, host))
     step.programs |= {kind: Program(kind, device, 10) for kind in ("forward", "backward")}
     kept = []
@@ -206,14 +232,14 @@ def swapping(
         step.instructions += [
             Run("forward", (), (made,), (), f"forward {layer}"),
             Copy(made, kept[-1], 10, f"out {layer}"),
-            Wait(kept[-1], who),
+            Wait(kept[-1], device if by_place else None),
             Free((made,)),
         ]
     for layer in reversed(range(num_layers)):
         back = step.slot(f"back {layer}", device, "activations", 10)
         step.instructions += [
             Copy(kept[layer], back, 10, f"in {layer}"),
-            Wait(back, who),
+            Wait(back, host if by_place else None),
             Free((kept[layer],)),
             Run("backward", ((back,),), (), (back,), f"backward {layer}"),
         ]

@@ -11,6 +11,7 @@ from test_fastest_bounds import EXPECTED, QUESTION, Timed
 
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
+from capture.plan.choices import StageChoice
 from recommender.capture.by_layers import LayerProof, _Ratios
 from recommender.capture.effort import Effort
 from recommender.capture.parts import OpenPart
@@ -105,6 +106,20 @@ def test_no_stage_that_was_compiled_is_faster_than_its_kind_says():
         assert problem.seconds[d][row] <= known[d][row] <= seconds * (1 + 1e-9)
         nearer += known[d][row] > problem.seconds[d][row]
     assert nearer > len(real) / 2
+
+
+def test_a_kind_has_the_ratio_of_as_many_examples_or_the_least_known():
+    """A small layer compiles to less of what is expected than a large one."""
+    ratios, choice = _Ratios(), StageChoice(2, 1, "dots")
+    small, large = (StageConfig(0, 1, choice, 2 * size) for size in (1, 16))
+    ratios._note(large, 1.0)
+    assert ratios.is_known(large) and not ratios.is_known(small)
+    assert ratios._of(choice, 2) == 1.0, "nothing nearer is known"
+    ratios._note(small, 0.7)
+    assert [ratios._of(choice, 2 * size) for size in (1, 4, 16)] == [0.7, 0.7, 1.0]
+    other = replace(choice, data_parallel=4)
+    assert ratios._of(other, 64) == 1.0 and ratios._of(replace(choice, remat="none"), 2) == 0.0
+    assert ratios.error == pytest.approx(1 / 0.7 - 1)
 
 
 def test_what_tracing_proves_needs_no_layers():

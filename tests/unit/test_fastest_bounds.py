@@ -124,7 +124,7 @@ class Timed:
     @cached_property
     def predictors(self) -> tuple[AdditivePredictor, TimePredictor]:
         """Of bytes and of seconds, with all stages compiled."""
-        return AdditivePredictor(self.all), TimePredictor(self.all, max(QUESTION.cluster.nodes))
+        return AdditivePredictor(self.all), TimePredictor(self.all, QUESTION.cluster.layout)
 
     def value(self, stages, asked: PlanQuestion = QUESTION) -> tuple[int, float]:
         """The same of one plan."""

@@ -20,6 +20,7 @@ from test_verified import Compiler
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.machine.links import Layout
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import SplitCost
@@ -134,7 +135,7 @@ class Everything(Timed):
 
     def parts(self, **changes) -> list[Part]:
         """All schedules with all numbers of micro-batches; their floors say little."""
-        times, found = TimePredictor(self.bounds("most"), 1), list[Part]()
+        times, found = TimePredictor(self.bounds("most"), Layout(1)), list[Part]()
         for name, m in product(("1f1b", *TABLES), COUNTS):
             question = asked(name, m, **changes)
             layers = times.table(ONE, question.microbatch_size).at(0, NUM_LAYERS)
@@ -152,7 +153,7 @@ class Everything(Timed):
         if self.seed in EVERY:
             return EVERY[self.seed]
         found = {}
-        predictors = AdditivePredictor(self.all), TimePredictor(self.all, max(CLUSTER.nodes))
+        predictors = AdditivePredictor(self.all), TimePredictor(self.all, CLUSTER.layout)
         for name, m in product(("1f1b", *TABLES), COUNTS):
             num_borders = 2 * SCHEDULES[name].stages_per_group - 1
             for borders in combinations(range(1, NUM_LAYERS), num_borders):
@@ -340,8 +341,8 @@ def test_estimates_take_layers_like_compiled_ones_as_compiled():
     graph = replace(most.graph, layers=layers)
     most = replace(most, graph=graph, verified={config: planted.cost(config)})
     table = grouped._Estimated(most, 1, {ONE: 2.0}).table(ONE, MICROBATCH_SIZE)
-    expected = TimePredictor(replace(most, verified={}), 1).table(ONE, MICROBATCH_SIZE)
-    compiled = TimePredictor(most, 1).table(ONE, MICROBATCH_SIZE)
+    expected = TimePredictor(replace(most, verified={}), Layout(1)).table(ONE, MICROBATCH_SIZE)
+    compiled = TimePredictor(most, Layout(1)).table(ONE, MICROBATCH_SIZE)
     for name in ("forward", "backward_inputs", "backward_weights"):
         assert getattr(table, name)[2, 4] == getattr(compiled, name)[1, 3] > 0
     assert table.forward[0, 2] == 2 * expected.forward[0, 2], "the first layers are others"

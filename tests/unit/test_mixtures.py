@@ -17,6 +17,7 @@ from test_table_search import every_plan, question, recomputing
 
 from capture.cli.profile_file import read_profile
 from capture.machine.cluster import Cluster
+from capture.machine.links import Layout
 from capture.measured.profile import Calibration, StageConfig, StageError
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice, with_mixtures
@@ -78,7 +79,7 @@ def test_planted_layers_of_both_kinds_add_up():
     planted = Planted(6, seed=3)
     planted.fixed[0] *= 2
     profile = recomputing(planted, CHEAP, FULL)
-    predictor, times = AdditivePredictor(profile), TimePredictor(profile, 1)
+    predictor, times = AdditivePredictor(profile), TimePredictor(profile, Layout(1))
     cheap, full = (predictor.memory(choice, 16) for choice in (CHEAP, FULL))
     for num_full in (1, 2, 5, 9):
         memory = predictor.memory(mixed(num_full), 16)
@@ -101,9 +102,11 @@ def test_seconds_of_a_mixture_do_not_rest_on_stages_that_were_compiled():
     stage = StageConfig(0, 6, CHEAP, 16)
     slow = with_work(stage, profile.measurements[replace(stage, stop=1)], slowness=3.0)
     known = replace(profile, verified={stage: slow})
-    before, after = (TimePredictor(each, 1).table(mixed(1), 16) for each in (profile, known))
+    before, after = (
+        TimePredictor(each, Layout(1)).table(mixed(1), 16) for each in (profile, known)
+    )
     assert after.at(0, 6) == before.at(0, 6)
-    cheap = TimePredictor(known, 1).table(CHEAP, 16)
+    cheap = TimePredictor(known, Layout(1)).table(CHEAP, 16)
     assert cheap.at(0, 6).microbatch_seconds > 2 * before.at(0, 6).microbatch_seconds
 
 

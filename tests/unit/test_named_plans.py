@@ -12,6 +12,7 @@ from test_fastest_bounds import QUESTION, place
 from test_front_bounds import Planted
 
 from capture.cli.output import other_plans
+from capture.machine.links import Layout
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
@@ -471,7 +472,7 @@ def test_estimates_with_other_ratios_share_their_bytes():
         )
         for factor in (1.0, 2.0)
     )
-    own = TimePredictor(part.most, 2)
+    own = TimePredictor(part.most, Layout(2))
     for d, choices in once.choices.items():
         assert once.cost[d] is twice.cost[d]
         for c, choice in enumerate(choices):

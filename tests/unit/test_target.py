@@ -11,7 +11,8 @@ from synthetic_profiles import Planted
 
 from capture.errors import TargetError
 from capture.machine.cluster import Cluster
-from capture.machine.rates import DeviceMemory, Sourced
+from capture.machine.links import Layout, Links
+from capture.machine.rates import DeviceMemory, Fabric, Sourced
 from capture.machine.target import Target, target_names
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
@@ -55,6 +56,14 @@ def _document(name: str) -> dict:
 
 def with_links(**changes) -> dict:
     return {"links": _document("h100")["links"] | changes}
+
+
+def with_fabric(target: str, **changes) -> dict:
+    links = _document(target)["links"]
+    return {"links": links | {"fabric": links["fabric"] | changes}}
+
+
+FREE = {"value": 0, "source": "test"}
 
 
 def message(call) -> str:
@@ -159,6 +168,20 @@ def test_a_host_link_without_directions_has_the_same_in_both_which_share_it(tmp_
     assert not host.duplex and Target.load("h100").rates.host.duplex
 
 
+def test_links_of_files_from_before_the_fabric_keep_their_meaning(tmp_path):
+    """One ring inside a node and between nodes, at the file's own numbers."""
+    links = _document("h100")["links"]
+    del links["fabric"]
+    links["intra_node"]["bytes_per_second"]["value"] = 450e9
+    rates = Target.load(a_file(tmp_path, links=links)).rates
+    assert rates.fabric == Fabric()
+    found = Links(rates, Layout(8))
+    assert set(found.costs("all-reduce", 16)) == {"ring"}
+    expected = 7 * 3.4e-6 + 7 / 8 * 1e9 / 450e9
+    assert found.seconds("reduce-scatter", 1e9, 8) == pytest.approx(expected)
+    assert found.seconds("all-gather", 1e9, 8) == pytest.approx(expected)
+
+
 def a_host(bytes_per_second: float = 5e10, **changes) -> dict:
     link = {
         "latency_seconds": {"value": 1e-5, "source": "test"},
@@ -184,6 +207,38 @@ def a_host(bytes_per_second: float = 5e10, **changes) -> dict:
         (
             with_links(host=a_host(0)),
             "links.host.to_device has latency_seconds 1e-05 and bytes_per_second 0; the first must",
+            "target-corrupt",
+        ),
+        (
+            with_fabric("h100", oversubscription={"value": 0.5, "source": "test"}),
+            "links.fabric.oversubscription is 0.5 and must be at least 1",
+            "target-corrupt",
+        ),
+        (
+            with_fabric("h100", tree_efficiency={"value": 92, "source": "test"}),
+            "links.fabric.tree_efficiency is 92 and must be at least 0.01 and at most 1",
+            "target-corrupt",
+        ),
+        (
+            with_fabric("h100", switch_sums=a_host()["to_host"] | {"bytes_per_second": FREE}),
+            "links.fabric.switch_sums has latency_seconds 1e-05 and bytes_per_second 0; the first",
+            "target-corrupt",
+        ),
+        (
+            with_fabric("h100", oversubscripton={"value": 2, "source": "test"}),
+            "links.fabric.oversubscripton is no field",
+            "target-corrupt",
+        ),
+        (
+            with_fabric("v5p", torus=_document("v5p")["links"]["fabric"]["torus"] | {"host": [4]}),
+            "links.fabric.torus has host (4,) and devices_per_chip 1; a host has chips on two axes",
+            "target-corrupt",
+        ),
+        (
+            with_fabric(
+                "v5p", torus=_document("v5p")["links"]["fabric"]["torus"] | {"wraps_at": 1}
+            ),
+            "links.fabric.torus.wraps_at must be 2 or more",
             "target-corrupt",
         ),
         (

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture.machine.links import Layout
 from capture.machine.target import Target, target_names
 from capture.machine.tiles import FULL_REUSE, tiled_seconds
 from capture.measured.work import Kernel
@@ -51,7 +52,7 @@ def test_fusion_never_costs_and_no_product_is_faster_than_the_roofline(
     rates = Target.load(target).rates
     if rates is None:
         return
-    model = TimeModel(rates, 8)
+    model = TimeModel(rates, Layout(8))
 
     def of(batches):
         rows, columns = shape[1:]
@@ -66,7 +67,7 @@ def test_fusion_never_costs_and_no_product_is_faster_than_the_roofline(
 
 def test_small_products_fill_no_gpu_and_large_ones_do():
     rates = Target.load("h100").rates
-    model = TimeModel(rates, 8)
+    model = TimeModel(rates, Layout(8))
 
     def of(batches, width):
         flops = 2 * batches * width**3

@@ -13,6 +13,7 @@ from benchmarks.papers.osdp.pipeline import busiest_seconds
 from capture.documents import read, write
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
+from capture.machine.links import Layout
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost
@@ -24,12 +25,19 @@ from capture.step.times import TimeModel, pipeline_seconds
 
 RATES = Target.load("a100-40g").rates
 FAST, SLOW = RATES.intra_node, RATES.inter_node
-MODEL = TimeModel(RATES, devices_per_node=4)
+MODEL = TimeModel(RATES, Layout(4))
 NBYTES = 120_000_000
 
 
 def alpha_beta(link, steps: int, nbytes: float) -> float:
     return steps * (link.latency_seconds.value + nbytes / link.bytes_per_second.value)
+
+
+def ring(size: int, nodes: int, inside: int) -> float:
+    """The seconds of one ring that leaves every node by ``inside`` adapters."""
+    rate = min(FAST.bytes_per_second.value, inside * SLOW.bytes_per_second.value)
+    near, far = FAST.latency_seconds.value, SLOW.latency_seconds.value
+    return (size - 1 - nodes) * near + nodes * far + NBYTES * (size - 1) / size / rate
 
 
 @pytest.mark.parametrize(
@@ -42,26 +50,11 @@ def alpha_beta(link, steps: int, nbytes: float) -> float:
         ("collective-permute", 2, 1, alpha_beta(FAST, 1, NBYTES)),
         ("collective-permute", 2, 4, alpha_beta(SLOW, 1, NBYTES)),
         ("all-reduce", 2, 4, alpha_beta(SLOW, 2, NBYTES / 2)),  # one member in each node
-        (
-            "all-reduce",
-            8,
-            1,
-            2 * alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 2, NBYTES / 4 / 2),
-        ),  # four in each of two nodes
-        (
-            "all-reduce",
-            4,
-            2,
-            2 * alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 2, NBYTES / 2 / 2),
-        ),  # two in each of two
-        ("all-gather", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 4 / 2)),
-        (
-            "reduce-scatter",
-            4,
-            2,
-            alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 1, NBYTES / 2 / 2),
-        ),
-        ("all-to-all", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 2)),
+        ("all-reduce", 8, 1, 2 * ring(8, 2, 4)),  # four in each of two nodes
+        ("all-reduce", 4, 2, 2 * ring(4, 2, 2)),  # two in each of two
+        ("all-gather", 8, 1, ring(8, 2, 4)),
+        ("reduce-scatter", 4, 2, ring(4, 2, 2)),
+        ("all-to-all", 8, 1, alpha_beta(FAST, 3, NBYTES / 8) + alpha_beta(SLOW, 4, NBYTES / 8)),
         ("all-reduce", 1, 1, 0),
     ],
 )
@@ -71,6 +64,17 @@ def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
     )
     sent = ProgramWork(0, "bfloat16", 0, 0, (Collective(kind, NBYTES, group_size, stride, 3),))
     assert MODEL.program_seconds(sent) == pytest.approx(3 * expected, rel=1e-12)
+
+
+def test_a_part_of_another_collective_has_neither_its_latency_nor_a_slower_algorithm():
+    """The bound of a sum that a compiler may add to another one: never above what that grows by."""
+    model = TimeModel(Target.load("h100").rates, Layout(8))
+    whole = Collective("all-reduce", NBYTES, 8, 1, 3)
+    part = replace(whole, is_part=True)
+    alone, added = model.collective_seconds(whole), model.collective_seconds(part)
+    larger = model.collective_seconds(replace(whole, nbytes=2 * NBYTES))
+    assert added == pytest.approx(3 * 9 / 8 * NBYTES / 308.57e9, rel=1e-4)
+    assert alone > added <= larger - alone + 1e-15
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
     ],
 )
 def test_products_have_the_rate_of_what_they_compute_in(target, dtype, precision, flops_per_second):
-    model = TimeModel(Target.load(target).rates, devices_per_node=8)
+    model = TimeModel(Target.load(target).rates, Layout(8))
     assert model.program_seconds(ProgramWork(10**15, dtype, 0, 0, (), precision)) == pytest.approx(
         1e15 / flops_per_second
     )
@@ -185,7 +189,7 @@ def test_stage_times_are_the_sums_of_their_layers():
     profile = timed(planted, planted.profile(hybrid(4)))
     plan = make_plan([4, 2], [StageChoice(2, 1), StageChoice(1, 2)])
     plan = plan.with_(cluster=Cluster(plan.cluster.nodes, "a100-40g"))
-    times = TimePredictor(profile, 4)
+    times = TimePredictor(profile, Layout(4))
     unit = 10**9 / (RATES.rate_of("bfloat16").value * RATES.compute_efficiency.value)
     for found, config in zip(times.stage_times(plan), configs_of(plan), strict=True):
         units = (
@@ -222,7 +226,9 @@ def test_seconds_of_split_backward_passes_are_not_those_of_the_first_stage():
 
     measured = {config: split(config, cost) for config, cost in profile.measurements.items()}
     assert any((config.first, config.stop) == (0, 8) for config in measured), "an anchor"
-    table = TimePredictor(replace(profile, measurements=measured), 4).table(StageChoice(), 16)
+    table = TimePredictor(replace(profile, measurements=measured), Layout(4)).table(
+        StageChoice(), 16
+    )
     for stop in range(2, 9):
         assert table.backward_inputs[0, stop] == 0
         assert table.backward_weights[0, stop] == pytest.approx(table.backward[0, stop])
@@ -237,7 +243,7 @@ def test_a_step_takes_at_least_its_busiest_stage():
     plan = plan.with_(cluster=Cluster(plan.cluster.nodes, "a100-40g"))
     busiest = max(
         t.microbatch_seconds * 8 + t.update_seconds
-        for t in TimePredictor(profile, 4).stage_times(plan)
+        for t in TimePredictor(profile, Layout(4)).stage_times(plan)
     )
     timeline = predicted_timeline(plan, profile)
     summary = time_summary(timeline, plan, profile.graph_at(plan.microbatch_size))
@@ -254,7 +260,7 @@ def test_virtual_cpu_devices_have_no_times():
     with pytest.raises(
         ProfileError, match=r"target='cpu' says nothing about time.*\[profile-no-times\]$"
     ):
-        TimePredictor(profile, 4)
+        TimePredictor(profile, Layout(4))
 
 
 def test_the_two_closed_forms_of_a_pipeline():

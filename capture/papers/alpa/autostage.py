@@ -136,7 +136,7 @@ def autostaging_tables(
     """
     if master_copy:
         require_float32(profile.graph)
-    predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(cluster.nodes))
+    predictor, times = AdditivePredictor(profile), TimePredictor(profile, cluster.layout)
     submeshes = submesh_choices(cluster)
     choices = tuple(
         tuple(

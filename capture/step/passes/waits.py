@@ -2,7 +2,8 @@
 
 **Guarantee.** The rule of ``capture.step.program.replay`` holds, and no wait is needless or early:
 each is right before the instruction that ends what its copy uses, and nothing else has told the
-host that the copy has ended.
+memory where that was that the copy has ended. Nobody else waits: what goes out holds up its device,
+and what comes in the host, which both have room when it is there.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from collections.abc import Iterator
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
 
 
-def wait(step: Step, *, by_place: bool = False) -> None:
-    """Insert the waits into a step.
+def wait(step: Step) -> None:
+    """Insert the waits into a step, each with the place of what ends behind it.
 
     Args:
         step: Complete but for them, of any kind of plan.
-        by_place: Whether only the devices wait from which something goes, or to which it comes.
     """
     waits, found, passes = _Waits(step), list[Instruction](), step.num_passes
     for number, each in enumerate(step.instructions):
-        before = dict.fromkeys(waits.before(number, each))
-        found += [Wait(slot, step.slots[slot].place if by_place else None) for slot in before]
-        found.append(each)
+        before = list(dict.fromkeys(waits.before(number, each)))
+        found += [*before, each]
         passes += len(before) if number < step.num_passes else 0
     step.instructions, step.num_passes = found, passes
 
@@ -52,8 +51,8 @@ class _Waits:
                         self._freed.add(number)
                     freed.discard(target)
 
-    def before(self, number: int, each: Instruction) -> Iterator[int]:
-        """Enter an instruction; yield the targets of the copies to wait for before it."""
+    def before(self, number: int, each: Instruction) -> Iterator[Wait]:
+        """Enter an instruction; yield the waits before it."""
         match each:
             case Feed(slot=slot):
                 self._users[slot][slot] = None
@@ -67,21 +66,20 @@ class _Waits:
                 for slot in each.read:
                     self._users[slot].pop(slot, None)
                 for slot in each.donated:
-                    yield from self._end(slot)
+                    yield from self._last_told(slot)
                     self._users.pop(slot, None)
             case Free(slots=slots):
                 for slot in slots:
-                    yield from self._end(slot)
-                    for target in [*self._users.pop(slot, ())]:
-                        yield from self._ended(target)
+                    yield from self._last_told(slot)
+                    users = self._users.pop(slot, {})
+                    for target in [one for one in users if one != slot] or users:
+                        yield Wait(target, self._slots[slot].place)  # tells of that into the slot
 
-    def _end(self, slot: int) -> Iterator[int]:
-        """Yield the copy into a slot that ends, if its source is freed only after it."""
-        if slot in self._source:
-            yield from self._ended(slot)
-
-    def _ended(self, target: int) -> Iterator[int]:
-        yield target
-        self._users[target].pop(target, None)
-        if (source := self._source.pop(target, None)) is not None:
-            self._users[source].pop(target, None)
+    def _last_told(self, slot: int) -> Iterator[Wait]:
+        """Yield the wait for the copy into a slot that ends, if its source is freed only after it:
+        then nothing tells any more that the copy has ended."""
+        source = self._source.pop(slot, None)
+        if source is not None and slot in self._users[source]:
+            del self._users[source][slot]
+            self._users[source].pop(source, None)
+            yield Wait(slot, self._slots[source].place)
