@@ -40,6 +40,7 @@ from capture import environment
 from capture.errors import CaptureError
 from capture.machine.rates import Rates, Sourced
 from capture.machine.target import TARGETS_FOLDER, Target
+from capture.profiler.compile import PROGRAM_VERSION, WORK_VERSION
 
 if TYPE_CHECKING:
     from capture.measured.store import Store
@@ -81,23 +82,22 @@ def simulated(found: Verification, rates: Rates) -> Parts:
     from capture.step.times import TimeModel
 
     plan, (cost,) = found.plan, found.costs
-    model = TimeModel(rates, max(plan.cluster.nodes))
+    model = TimeModel(rates, plan.cluster.layout)
     times = model.stage_times(cost)
     assert times is not None, "programs that were compiled now have their work counted"
     seconds = plan_timeline(found.program, plan.cluster, [times], rates).step_seconds
-    computing = link = 0.0
+    computing = link = exposed = 0.0
     for work, count in (
         (cost.forward_work, plan.num_microbatches),
         (cost.backward_work, plan.num_microbatches),
         (cost.update_work, 1),
     ):
-        assert work is not None and work.kernels is not None, "so are its kernels"
-        computing += count * sum(k.count * model.kernel_seconds(k) for k in work.kernels)
-        link += count * sum(map(model.collective_seconds, work.collectives))
-    programs = (times.forward_seconds + times.backward_seconds) * plan.num_microbatches
-    exposed = programs + times.update_seconds - computing
-    peak = max(found.peak_bytes_per_device)
-    return Parts(float(seconds), computing, link, exposed, peak)
+        assert work is not None, "so is all of it"
+        took = model.seconds_of(work)
+        computing += count * took.computing
+        link += count * took.sending
+        exposed += count * took.exposed
+    return Parts(float(seconds), computing, link, exposed, max(found.peak_bytes_per_device))
 
 
 def sent_bytes(work: ProgramWork | None) -> int:
@@ -262,7 +262,8 @@ def key_of(configuration: Configuration, layers: Sequence[int]) -> str:
     """Return a text that changes when a row in a result is no longer its answer."""
     target = (TARGETS_FOLDER / f"{configuration.target}.json").read_text()
     platform = Target.load(configuration.target).platform
-    facts = [asdict(configuration), list(layers), environment.versions(platform), target]
+    compiled = [environment.versions(platform), WORK_VERSION, PROGRAM_VERSION]
+    facts = [asdict(configuration), list(layers), *compiled, target]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

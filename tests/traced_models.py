@@ -27,6 +27,7 @@ WORKLOADS = {
     "scan-penalty": lambda: models.scanned(penalty=0.01),
     "scan-unmarked": lambda: models.scanned(marked=False),
     "routed": models.routed,
+    "named-remat": models.named_remat,
     "control": models.control,
 }
 

@@ -51,6 +51,27 @@ def normals(key, **shapes):
     }
 
 
+def named_remat() -> Workload:
+    """Layers that keep some of their values by name, as users choose them for ``jax.checkpoint``."""
+    names = ["first", "second", "third", "fourth"]
+
+    def layer(p, h):
+        for name in names:
+            h = checkpoint_name(jnp.tanh(h @ p), name)
+        return h
+
+    kept = jax.checkpoint_policies.save_only_these_names(*names[:3], "of no value")
+
+    def loss(p, batch):
+        inputs, labels = batch
+        h = inputs
+        for each in p.values():
+            h = mark(jax.checkpoint(layer, policy=kept)(each, h))
+        return cross_entropy(h, labels)
+
+    return workload(loss, lambda key: normals(key, a=(D, D), b=(D, D), c=(D, D)), vectors_batch)
+
+
 def unet() -> Workload:
     """Long skips and a tied embedding."""
 

@@ -198,8 +198,13 @@ class ProgramHasher:
             if known not in self._known:
                 self._known[known] = value, self.body(value)
             return self._known[known][1]
-        if type(value).__repr__ is object.__repr__ and getattr(value, "__dict__", None):
-            return type(value).__qualname__ + self._text(vars(value))
+        own = getattr(value, "__dict__", None) or {}
+        # What a set prints differs from process to process (``save_only_these_names``).
+        has_set = not isinstance(value, type) and any(
+            isinstance(each, set | frozenset) for each in own.values()
+        )
+        if own and (has_set or type(value).__repr__ is object.__repr__):
+            return type(value).__qualname__ + self._text(own)
         return _ADDRESS.sub("", repr(value))
 
     def _code(self, code: types.CodeType) -> str:

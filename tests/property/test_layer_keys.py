@@ -69,10 +69,12 @@ def test_custom_rules_and_constants_are_part_of_the_key():
 
 
 def test_hashes_are_stable_over_processes():
-    names = ["convnet", "linen-dropout-remat", "routed"]
-    env = environment_apart(REPOSITORY / "tests", JAX_PLATFORMS="cpu", PYTHONHASHSEED="7")
-    lines = output_of("model_keys", *names, env=env).strip().splitlines()
-    for name, line in zip(names, lines, strict=True):
+    names = ["convnet", "linen-dropout-remat", "routed", "named-remat"]
+    lines = []
+    for seed in ("7", "8"):
+        env = environment_apart(REPOSITORY / "tests", JAX_PLATFORMS="cpu", PYTHONHASHSEED=seed)
+        lines += output_of("model_keys", *names, env=env).strip().splitlines()
+    for name, line in zip(2 * names, lines, strict=True):
         model = traced(name)
         assert line.split() == [
             model.graph.model_hash,
