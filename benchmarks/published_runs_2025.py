@@ -40,7 +40,6 @@ from capture import environment
 from capture.errors import CaptureError
 from capture.machine.rates import Rates, Sourced
 from capture.machine.target import TARGETS_FOLDER, Target
-from capture.profiler.compile import PROGRAM_VERSION, WORK_VERSION
 
 if TYPE_CHECKING:
     from capture.measured.store import Store
@@ -260,6 +259,8 @@ def published(row: Row) -> Document:
 
 def key_of(configuration: Configuration, layers: Sequence[int]) -> str:
     """Return a text that changes when a row in a result is no longer its answer."""
+    from capture.profiler.compile import PROGRAM_VERSION, WORK_VERSION
+
     target = (TARGETS_FOLDER / f"{configuration.target}.json").read_text()
     platform = Target.load(configuration.target).platform
     compiled = [environment.versions(platform), WORK_VERSION, PROGRAM_VERSION]
