@@ -172,7 +172,7 @@ class Instruction:
         return found["rest"], shapes.get(first[1], "") if first else ""
 
 
-class Loop(NamedTuple):
+class HloLoop(NamedTuple):
     """A loop of an optimised program.
 
     Attributes:
@@ -181,10 +181,10 @@ class Loop(NamedTuple):
     """
 
     times: int
-    body: tuple[Step, ...]
+    body: tuple[HloStep, ...]
 
 
-Step: TypeAlias = Instruction | Loop
+HloStep: TypeAlias = Instruction | HloLoop
 
 
 class HloModule:
@@ -205,7 +205,7 @@ class HloModule:
         self.is_scheduled = "is_scheduled=true" in text[: text.find("\n")]
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[HloStep, ...]:
         """What a device is given, in the order of the text: instructions and loops of them, ends
         of collectives among them."""
         return tuple(self._run(self._entry))
@@ -213,9 +213,9 @@ class HloModule:
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The instructions that a device runs, collectives among them, in loops and calls too."""
-        return tuple(_flat(self.steps))
+        return tuple(one for one, _ in runs(self.steps))
 
-    def _run(self, computation: str) -> Iterator[Step]:
+    def _run(self, computation: str) -> Iterator[HloStep]:
         shapes: dict[str, str] = {}
         for m in INSTRUCTION.finditer(self._body_of[computation]):
             op, rest = m["op"], m["rest"]
@@ -225,7 +225,7 @@ class HloModule:
             called = [name for name in _CALLED.findall(rest) if name in self._body_of]
             if op == "while":
                 times = self._times(rest)
-                yield Loop(times, tuple(step for name in called for step in self._run(name)))
+                yield HloLoop(times, tuple(step for name in called for step in self._run(name)))
             elif op == "conditional":
                 yield from self._largest_branch(rest)
             elif op == "call" or (op in _CALLS_BESIDE and called):
@@ -266,12 +266,12 @@ class HloModule:
         step = sum(steps.get(each, 0) for each in OPERAND.findall(added[1])) if added else 1
         return -(-int(bounds[0]) // (step or 1))
 
-    def _largest_branch(self, rest: str) -> list[Step]:
+    def _largest_branch(self, rest: str) -> list[HloStep]:
         names = [name for m in _BRANCHES.finditer(rest) for name in OPERAND.findall(m[1] or m[2])]
         branches = [list(self._run(name)) for name in names]
 
-        def nbytes(branch: Sequence[Step]) -> int:
-            return sum(self.nbytes(each) for each in _flat(branch))
+        def nbytes(branch: Sequence[HloStep]) -> int:
+            return sum(self.nbytes(each) for each, _ in runs(branch))
 
         return max(branches, key=nbytes, default=[])
 
@@ -357,17 +357,19 @@ class HloModule:
         return tuple(found)
 
 
-def _flat(steps: Iterable[Step]) -> Iterator[Instruction]:
+def runs(steps: Iterable[HloStep], times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Yield what runs, and how often, loops opened."""
     for step in steps:
-        if isinstance(step, Loop):
-            yield from _flat(step.body)
-        elif not step.is_end:
-            yield step
+        match step:
+            case HloLoop():
+                yield from runs(step.body, times * step.times)
+            case Instruction(is_end=False):
+                yield step, times
 
 
-def _begun(step: Step, name: str) -> Step:
+def _begun(step: HloStep, name: str) -> HloStep:
     """Return what is begun, by the name by which its end names it."""
-    return step if isinstance(step, Loop) else replace(step, name=name, is_begun=True)
+    return step if isinstance(step, HloLoop) else replace(step, name=name, is_begun=True)
 
 
 class _Made:

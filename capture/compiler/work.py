@@ -18,12 +18,13 @@ import numpy as np
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 
 from capture.compiler.kernels import (
+    HloLoop,
     HloModule,
+    HloStep,
     Instruction,
-    Loop,
-    Step,
     calls_kernels,
     costs_of,
+    runs,
     shape_bytes,
 )
 from capture.compiler.text import INSTRUCTION, OPERAND
@@ -133,32 +134,38 @@ class _Reader:
         self._program, self._local = program, local_flops
         self.kernels, self.collectives = Counter[Kernel](), Counter[Collective]()
         self.computed: Counter[tuple[str, str]] = Counter()
-        self.num_calls = sum(times for one, times in _runs(program.steps) if one.is_kernel_call)
+        self.num_calls = sum(times for one, times in runs(program.steps) if one.is_kernel_call)
         #: Of fusions on TPUs: they begin a collective, go on and end it beside other work.
         self._last = {
             channel: one.name
-            for one, _ in _runs(program.steps)
+            for one, _ in runs(program.steps)
             for channel in _CHANNEL.findall(one.body)
         }
         self._channels: dict[str, int] = {}
         self._began: dict[str, int] = {}
         self._order: list[tuple[str, Kernel | Collective | int]] = []
 
-    def read(self, steps: Sequence[Step], times: int = 1) -> None:
+    def read(self, steps: Sequence[HloStep], times: int = 1) -> None:
         """Count what the steps run, each so many times, and note their order."""
         for step in steps:
-            if isinstance(step, Loop):
-                self._order.append(("(", step.times))
-                self.read(step.body, times * step.times)
-                self._order.append((")", 0))
-            elif step.is_end:
-                self._end(step)
-            elif (found := _collective(step, self._program.num_partitions)) is not None:
-                self.collectives[found] += times
-                is_waited_for = not step.is_begun or '"is_sync":true' in step.rest
-                self._began[step.name] = self._begin(found, is_waited_for)
-            else:
-                self._read_kernel(step, times)
+            match step:
+                case HloLoop():
+                    self._order.append(("(", step.times))
+                    self.read(step.body, times * step.times)
+                    self._order.append((")", 0))
+                case Instruction(is_end=True):
+                    self._end(step)
+                case Instruction():
+                    self._read_instruction(step, times)
+
+    def _read_instruction(self, step: Instruction, times: int) -> None:
+        found = _collective(step, self._program.num_partitions)
+        if found is None:
+            self._read_kernel(step, times)
+            return
+        self.collectives[found] += times
+        is_waited_for = not step.is_begun or '"is_sync":true' in step.rest
+        self._began[step.name] = self._begin(found, is_waited_for)
 
     def _begin(self, found: Collective, is_waited_for: bool) -> int:
         self._order.append(("=" if is_waited_for else "+", found))
@@ -207,15 +214,6 @@ class _Reader:
                 # What nothing waits for by name is waited for at once.
                 words.append(f"{'=' if mark == '+' and place not in ended else mark}{at[each]}")
         return " ".join(words)
-
-
-def _runs(steps: Sequence[Step], times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """Yield what runs, and how often."""
-    for step in steps:
-        if isinstance(step, Loop):
-            yield from _runs(step.body, times * step.times)
-        elif not step.is_end:
-            yield step, times
 
 
 def _counted(found: Counter[_T]) -> tuple[_T, ...]:
