@@ -74,8 +74,8 @@ def _cuda_topology(config: str, num_devices: int) -> tuple[Any, ...]:
     )
 
 
-#: The part of a GPU's memory that XLA schedules with where it has no device: with one it takes the
-#: process's pool, and overlaps as much as that allows (xla/service/gpu/gpu_compiler.cc).
+#: The part of a GPU's memory that XLA schedules with where it has no device, by the overlap that it
+#: gives up (jax 0.10.2). With a device it takes the process's pool.
 _SCHEDULED_FRACTION = 0.8
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from capture.compiler.kernels import shape_bytes
 from capture.compiler.report import MemoryReport, parse_report, read_report
 from capture.compiler.report_compiler import ReportCompiler
 from capture.compiler.target_compiler import TargetCompiler
+from capture.compiler.target_devices import target_config
 from capture.compiler.work import LocalFlops, group_of, work_of_text
 from capture.documents import read
 from capture.errors import TargetError
@@ -263,6 +265,18 @@ def test_sizes_of_shapes(text, nbytes):
 def test_the_devices_of_a_collective(text, size, stride):
     """In each of the forms that XLA writes its groups in."""
     assert group_of(text, num_partitions=8) == (size, stride)
+
+
+def test_gpus_are_scheduled_with_the_memory_of_a_process_that_has_them():
+    """XLA takes four fifths of what it is told where it has no device."""
+    target = Target.load("h100")
+    (size,) = re.findall(r"device_memory_size: (\d+)", target_config(target))
+    memory = target.memory
+    pool = memory.capacity_bytes.value * memory.allocator_fraction.value
+    assert 0.8 * int(size) == pytest.approx(pool, abs=1)
+    without = replace(target, memory=None)
+    (size,) = re.findall(r"device_memory_size: (\d+)", target_config(without))
+    assert int(size) == target.compiler["gpu_device_info"]["device_memory_size"]
 
 
 def test_a_call_of_a_library_hides_no_other_bytes():
