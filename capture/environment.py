@@ -29,6 +29,8 @@ HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 #: Of a GPU's memory, what JAX's allocator may take; 0.75 where nothing is set.
 DEVICE_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
+#: What libtpu reads its flags from.
+_LIBTPU_FLAGS = "LIBTPU_INIT_ARGS"
 
 
 #: JAX must not look for devices, several workers may load libtpu at once, and no metadata server of
@@ -140,8 +142,18 @@ def prepare_worker(num_devices: int | None, platform: str, flags: Sequence[str])
         num_devices, platform: As for ``prepare``.
         flags: ``active_flags`` of the other process.
     """
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+    for name, found in _by_variable(flags).items():
+        os.environ[name] = " ".join(found)
     return prepare(num_devices, platform)
+
+
+def _by_variable(flags: Sequence[str]) -> dict[str, list[str]]:
+    """Return ``active_flags`` by the environment variable that each stands in."""
+    found: dict[str, list[str]] = {"XLA_FLAGS": []}
+    for flag in flags:
+        name, _, rest = flag.rpartition(" ")
+        found.setdefault(name or "XLA_FLAGS", []).append(rest)
+    return found
 
 
 @contextmanager
@@ -264,16 +276,24 @@ def warn() -> None:
         warnings.warn(str(violation), stacklevel=3)
 
 
-def active_flags() -> tuple[str, ...]:
-    """Return the XLA flags that belong in the key of every profile: sorted, the last of each name,
-    without the number of virtual devices.
+def active_flags(platform: str = "cpu") -> tuple[str, ...]:
+    """Return the compiler's flags that belong in the key of every profile: those of ``XLA_FLAGS``,
+    sorted, the last of each name, without the number of virtual devices; for TPUs also those of
+    ``LIBTPU_INIT_ARGS``, each behind this name.
 
     The number of devices is left out because a plan for fewer devices runs on a part of the mesh
     with the same executables.
+
+    Args:
+        platform: The target's.
     """
+    given = {"": _parse(_given_text())}
+    if platform == "tpu":
+        given[f"{_LIBTPU_FLAGS} "] = _parse(os.environ.get(_LIBTPU_FLAGS, ""))
     return tuple(
-        f"{name}={value}"
-        for name, value in sorted(_parse(_given_text()).items())
+        f"{variable}{name}={value}"
+        for variable, flags in given.items()
+        for name, value in sorted(flags.items())
         if name != _DEVICE_COUNT
     )
 

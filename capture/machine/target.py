@@ -305,10 +305,11 @@ class _TargetFile:
     def target(self, name: str) -> Target:
         options = self.compiler.get("options", {})
         for option, value in options.items() if isinstance(options, Mapping) else [("", options)]:
-            # A text could be a path: of what XLA writes, or of programs that it runs.
-            if not isinstance(value, int | float):
+            # Another text could be a path: of what XLA writes, or of programs that it runs.
+            if not isinstance(value, int | float) and value not in _STATES:
                 raise documents.FieldError(
-                    f"compiler.options.{option} is {value!r} and must be a number, true or false"
+                    f"compiler.options.{option} is {value!r} and must be a number, true, false, "
+                    f"{', '.join(_STATES)}"
                 )
         products = self.products or Products()
         return Target(
@@ -373,6 +374,8 @@ def _check_links(links: Mapping[str, Link | TorusLinks | None]) -> None:
             )
 
 
+#: The texts that an option of the compiler may be.
+_STATES = ("ENABLED", "DISABLED", "AUTO")
 #: The numbers of a fabric, each with the interval that it must lie in.
 _FABRIC = {
     "reduce_scatter": (1.0, math.inf),

@@ -406,7 +406,7 @@ def target_provenance(target: Target) -> dict[str, Any]:
         "backend": f"compile:{target.name}",
         "target": target.name,
         "versions": environment.versions(target.platform),
-        "flags": list(environment.active_flags()),
+        "flags": list(environment.active_flags(target.platform)),
     }
     if target.rates is not None:
         facts["work_version"] = WORK_VERSION

@@ -104,6 +104,6 @@ def setting_of(setting: Setting) -> Setting:
     return replace(
         setting,
         workload=setting.workload.admitted(),
-        flags=environment.active_flags(),
+        flags=environment.active_flags(setting.platform),
         versions=versions_of(setting),
     )

@@ -82,6 +82,18 @@ def test_active_flags_are_sorted_the_last_of_each_and_without_the_device_count(m
     assert environment.active_flags() == ("--xla_a=2", "--xla_b=true", "--xla_c=x y")
 
 
+def test_flags_of_libtpu_count_for_tpus_alone_and_reach_workers(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_b --xla_tpu_a=2")
+    flags = environment.active_flags("tpu")
+    named = [f"LIBTPU_INIT_ARGS --xla_tpu_{each}" for each in ("a=2", "b=true")]
+    assert flags == ("--xla_a=1", *named)
+    assert environment.active_flags("cuda") == ("--xla_a=1",)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    environment.prepare_worker(None, "tpu", flags)
+    assert environment.active_flags("tpu")[-2:] == tuple(named)
+
+
 def test_versions_leaves_out_what_is_not_installed(jax_010):
     assert set(environment.versions()) == {"python", "jax"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from synthetic_profiles import Planted
@@ -19,6 +20,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.headroom import Headroom, Peaks
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.profiler.compile import target_provenance
 
 ACCELERATORS = [name for name in target_names() if name != "cpu"]
 
@@ -141,6 +143,27 @@ def test_the_key_of_measurements_leaves_out_what_no_compiler_sees():
     key = Target.load("h100").key
     assert "source" not in key["compiler"] and "memory" not in key
     assert key != Target.load("h200").key
+
+
+def _with_option(folder: Path, value: object) -> str:
+    return a_file(folder, compiler=_document("v6e")["compiler"] | {"options": {"xla_tpu_a": value}})
+
+
+@pytest.mark.parametrize("value", [True, 98304, "ENABLED"])
+def test_an_option_of_the_compiler_is_a_number_a_truth_or_a_state(tmp_path, value):
+    assert Target.load(_with_option(tmp_path, value)).compiler_options == {"xla_tpu_a": value}
+
+
+def test_an_option_of_the_compiler_is_no_path(tmp_path):
+    with pytest.raises(TargetError, match="ENABLED, DISABLED, AUTO"):
+        Target.load(_with_option(tmp_path, "a/folder"))
+
+
+def test_flags_of_libtpu_are_facts_of_what_is_compiled_for_tpus(monkeypatch):
+    before = {name: target_provenance(Target.load(name)) for name in ("v5e", "h100")}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_jf_spmd_threshold_for_windowed_einsum_mib=9")
+    assert target_provenance(Target.load("v5e")) != before["v5e"]
+    assert target_provenance(Target.load("h100")) == before["h100"]
 
 
 def test_a_file_of_a_user(tmp_path):
