@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.recipe_options import Options, recipe_options
 from capture.machine.target import target_names
 from capture.plan.choices import StageChoice
 
@@ -57,6 +58,7 @@ class Configuration:
         global_batch: Sequences of a step.
         num_microbatches: Of a step.
         differs: What is not as it was published, in words.
+        options: Of XLA, as the run set them.
     """
 
     workload: str
@@ -67,6 +69,7 @@ class Configuration:
     global_batch: int
     num_microbatches: int
     differs: tuple[str, ...]
+    options: Options
 
 
 def options_of(workload: str) -> dict[str, str]:
@@ -215,6 +218,7 @@ def _configuration(row: Row) -> Configuration:
         row["global_batch"],
         row.get("grad_accum") or num_microbatches,
         tuple(_differences(row)),
+        recipe_options(row["flags"] or {})[0],
     )
 
 
@@ -241,5 +245,7 @@ def _differences(row: Row) -> Iterator[str]:
         yield "the optimizer's first moment is float32, not bfloat16"
     if "fused" in str((row["flags"] or {}).get("loss")):
         yield f"the fused loss is computed in {FUSED_LOSS_PARTS} parts by ordinary operations"
+    for flag in recipe_options(row["flags"] or {})[1]:
+        yield f"without the option {flag!r}"
     if not is_of_jax(row):
         yield "scheduled by XLA, which the run was not"

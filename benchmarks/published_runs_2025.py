@@ -15,6 +15,9 @@ for the others. ``--whole`` compiles the chosen rows whole as well and says how 
 A row from whose programs less work is read than its layers must do (products of weights, bytes of
 sharded parameters) is marked (``unread``) and counts in no mean: its seconds are too low.
 
+Programs for TPUs are compiled with the options of XLA that the run's recipe sets
+(``recipe_options.py``), and with those alone.
+
 Seconds are given at the rates of the target file, and at the same rates without the level that was
 fitted to published runs (``unfitted``). ``--fit`` takes the rows already in the result whose family
 contains one of the texts, finds the level that makes their mean error least, and prints how far it
@@ -27,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -160,9 +164,7 @@ def at_level(rates: Rates, level: float) -> Rates:
     return replace(rates, level=Sourced(level, "of this benchmark"))
 
 
-def plan_verified(
-    configuration: Configuration, num_layers: int, store: Store, workers: int
-) -> Verification:
+def plan_verified(configuration: Configuration, num_layers: int, options: Options) -> Verification:
     """Compile the stage of a configuration with this many layers."""
     from capture.machine.cluster import Cluster
     from capture.model.workload import WorkloadSpec
@@ -173,7 +175,7 @@ def plan_verified(
     from profiling_runs.question import ProfileQuestion
     from profiling_runs.verify import verify
 
-    cluster = Cluster(configuration.nodes, configuration.target)
+    cluster = Cluster(configuration.nodes, options.target_of(configuration))
     workload = WorkloadSpec.parse(f"{configuration.workload}&num_layers={num_layers}")
     stage = Stage(0, num_layers, tuple(range(cluster.num_devices)), configuration.choice)
     plan = Plan(
@@ -187,8 +189,8 @@ def plan_verified(
     )
     measurements = open_measurements(
         ProfileQuestion(workload, cluster, plan.microbatch_size),
-        store=store,
-        where=Where(workers),
+        store=options.store,
+        where=Where(options.workers),
         progress=lambda what, done, total: None,
     )
     return verify(plan, measurements)
@@ -198,14 +200,8 @@ def measure(configuration: Configuration, options: Options, whole: bool) -> Docu
     """Compile the windows of a configuration and simulate its step."""
     target = Target.load(configuration.target)
     assert target.rates is not None and target.memory is not None, "published runs had devices"
-    few, more = (
-        plan_verified(configuration, n, options.store, options.workers) for n in options.layers
-    )
-    exact = (
-        plan_verified(configuration, configuration.num_layers, options.store, options.workers)
-        if whole
-        else None
-    )
+    few, more = (plan_verified(configuration, n, options) for n in options.layers)
+    exact = plan_verified(configuration, configuration.num_layers, options) if whole else None
 
     layers = options.layers[1] - options.layers[0]
     times = (configuration.num_layers - options.layers[1]) / layers
@@ -238,11 +234,26 @@ class Options:
         layers: Two numbers of layers that are compiled.
         store: Of compiled stages.
         workers: Processes that compile.
+        folder: For targets with the options of a run.
     """
 
     layers: tuple[int, int]
     store: Store
     workers: int
+    folder: Path
+
+    def target_of(self, configuration: Configuration) -> str:
+        """Return the target of a configuration, of a TPU with the options that its run set alone:
+        the path of a file."""
+        target = Target.load(configuration.target)
+        if target.platform != "tpu" or configuration.options == target.run_options:
+            return configuration.target
+        document = json.loads((TARGETS_FOLDER / f"{configuration.target}.json").read_text())
+        document["compiler"] |= {"run_options": configuration.options}
+        text = json.dumps(document)
+        path = self.folder / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        path.write_text(text)
+        return str(path)
 
 
 def published(row: Row) -> Document:
@@ -264,7 +275,10 @@ def key_of(configuration: Configuration, layers: Sequence[int]) -> str:
     target = (TARGETS_FOLDER / f"{configuration.target}.json").read_text()
     platform = Target.load(configuration.target).platform
     compiled = [environment.versions(platform), WORK_VERSION, PROGRAM_VERSION]
-    facts = [asdict(configuration), list(layers), *compiled, target]
+    about = asdict(configuration)
+    if not configuration.options:  # as before there were any
+        del about["options"]
+    facts = [about, list(layers), *compiled, target]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -352,7 +366,8 @@ def main() -> int:
     if not 1 < few < more:  # a model of one layer has no mark at which layers end
         print("--layers needs two numbers, 2 or more, the smaller one first", file=sys.stderr)
         return 2
-    options = Options((few, more), Store(asked.store), asked.workers)
+    folder = tempfile.TemporaryDirectory(prefix="capture-targets-")
+    options = Options((few, more), Store(asked.store), asked.workers, Path(folder.name))
     rows = json.loads(asked.file.read_text())["rows"]
     known = {}
     if asked.output and asked.output.exists():

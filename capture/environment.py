@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -182,6 +182,19 @@ def prepare_device_memory(fraction: float) -> None:
         os.environ.setdefault(DEVICE_MEMORY_FRACTION, f"{fraction:g}")
 
 
+def prepare_tpu(options: Mapping[str, object]) -> None:
+    """Let libtpu compile with options that plans count on (``Target.run_options``); call it before
+    JAX is imported.
+
+    Args:
+        options: Values by name, of which the user gave none.
+    """
+    texts = (str(value).lower() if isinstance(value, bool) else value for value in options.values())
+    flags = (f"--{name}={text}" for name, text in zip(options, texts, strict=True))
+    if options:
+        os.environ[_LIBTPU_FLAGS] = " ".join([os.environ.get(_LIBTPU_FLAGS, ""), *flags]).strip()
+
+
 def prepare_ray(local: bool) -> None:
     """Have Ray report nothing to anybody; call it before Ray is imported. What the user set stands.
 
@@ -296,6 +309,12 @@ def active_flags(platform: str = "cpu") -> tuple[str, ...]:
         for name, value in sorted(flags.items())
         if name != _DEVICE_COUNT
     )
+
+
+def flag_names() -> set[str]:
+    """Return the names of the flags that the user gave XLA or libtpu, without dashes."""
+    libtpu = os.environ.get(_LIBTPU_FLAGS, "")
+    return {name.lstrip("-") for text in (_given_text(), libtpu) for name in _parse(text)}
 
 
 def versions(platform: str = "cpu") -> dict[str, str]:

@@ -22,6 +22,7 @@ from capture.cli.output import emit, say, table
 from capture.cli.progress import clear_line
 from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
+from capture.machine.target import Target
 from capture.options import add, at_least, options_of, taken
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.stages import Plan
@@ -112,6 +113,8 @@ def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     """Execute a plan of any kind, here or on several hosts."""
     if plan.memory_fraction is not None:
         environment.prepare_device_memory(plan.memory_fraction)
+    if plan.cluster is not None:
+        environment.prepare_tpu(Target.load(plan.cluster.target).run_options)
     if options.hosts is not None or options.ray is not None:
         return _over_hosts(options, plan)
     if plan.host_memory_bytes:

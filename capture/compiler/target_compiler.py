@@ -52,7 +52,8 @@ class TargetCompiler:
         """
         if self._stops_at_report:
             return ReportCompiler(self._target, name_buffers=name_buffers)
-        options: dict[str, Any] = {} if self._are_there else dict(self._target.compiler_options)
+        target = self._target
+        options = target.run_options if self._are_there else target.compiler_options
         folder = None
         if self._target.platform == "cuda" and not self._are_there:
             # What a kernel is made into has no part in any measurement: it is not assembled.

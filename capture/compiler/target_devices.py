@@ -86,7 +86,7 @@ def target_config(target: Target) -> str:
     fields = {
         key: value
         for key, value in target.compiler.items()
-        if not key.startswith("options") and key != "source"
+        if not key.startswith(("options", "run_options")) and key != "source"
     }
     if target.memory is not None and "device_memory_size" in fields.get("gpu_device_info", {}):
         pool = target.memory.capacity_bytes.value * target.memory.allocator_fraction.value

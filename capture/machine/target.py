@@ -26,7 +26,8 @@ as it is:
                      duplex (true or false); fabric, optional: reduce_scatter (bytes per second),
                      switch_sums, ..., see ``capture.machine.rates.Fabric``
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
-                     ascending. Both: ``options`` of XLA, numbers, true or false
+                     ascending. Both: ``options`` of XLA, numbers, true or false, that stand for
+                     what a machine would tell; ``run_options``, that runs are compiled with as well
 
 ``cpu`` has no rates and no capacity: virtual devices measure memory, and nothing else.
 """
@@ -44,7 +45,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from capture import documents
+from capture import documents, environment
 from capture.errors import TargetError
 from capture.extras import EXTRA_OF, compilers_of, install_command
 from capture.machine.rates import (
@@ -130,8 +131,16 @@ class Target:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Options that every program of the target is compiled with."""
-        return dict(self.compiler.get("options", {}))
+        """Options that every program of the target is compiled with where no device is there."""
+        return {**self.compiler.get("options", {}), **self.run_options}
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """Options that programs are compiled with wherever they run, as recipes set them. What the
+        user's own flags name is theirs."""
+        given = environment.flag_names()
+        options = self.compiler.get("run_options", {})
+        return {name: value for name, value in options.items() if name not in given}
 
 
 def check_compiler(target: Target) -> None:
@@ -303,14 +312,8 @@ class _TargetFile:
     level: Sourced = Rates.level
 
     def target(self, name: str) -> Target:
-        options = self.compiler.get("options", {})
-        for option, value in options.items() if isinstance(options, Mapping) else [("", options)]:
-            # Another text could be a path: of what XLA writes, or of programs that it runs.
-            if not isinstance(value, int | float) and value not in _STATES:
-                raise documents.FieldError(
-                    f"compiler.options.{option} is {value!r} and must be a number, true, false, "
-                    f"{', '.join(_STATES)}"
-                )
+        for part in ("options", "run_options"):
+            _check_options(part, self.compiler.get(part, {}))
         products = self.products or Products()
         return Target(
             name,
@@ -376,6 +379,18 @@ def _check_links(links: Mapping[str, Link | TorusLinks | None]) -> None:
 
 #: The texts that an option of the compiler may be.
 _STATES = ("ENABLED", "DISABLED", "AUTO")
+
+
+def _check_options(name: str, options: object) -> None:
+    for option, value in options.items() if isinstance(options, Mapping) else [("", options)]:
+        # Another text could be a path: of what XLA writes, or of programs that it runs.
+        if not isinstance(value, int | float) and value not in _STATES:
+            raise documents.FieldError(
+                f"compiler.{name}.{option} is {value!r} and must be a number, true, false, "
+                f"{', '.join(_STATES)}"
+            )
+
+
 #: The numbers of a fabric, each with the interval that it must lie in.
 _FABRIC = {
     "reduce_scatter": (1.0, math.inf),

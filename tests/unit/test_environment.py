@@ -94,6 +94,19 @@ def test_flags_of_libtpu_count_for_tpus_alone_and_reach_workers(monkeypatch):
     assert environment.active_flags("tpu")[-2:] == tuple(named)
 
 
+def test_libtpu_gets_the_options_of_a_plan_behind_those_of_the_user(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_a=1")
+    environment.prepare_tpu({"xla_tpu_b": True, "xla_c": 7})
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_a=1 --xla_tpu_b=true --xla_c=7"
+    assert {"xla_tpu_a", "xla_tpu_b", "xla_c"} <= environment.flag_names()
+
+
+def test_a_plan_without_options_sets_no_variable(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    environment.prepare_tpu({})
+    assert "LIBTPU_INIT_ARGS" not in os.environ
+
+
 def test_versions_leaves_out_what_is_not_installed(jax_010):
     assert set(environment.versions()) == {"python", "jax"}
 

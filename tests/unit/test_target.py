@@ -146,7 +146,7 @@ def test_the_key_of_measurements_leaves_out_what_no_compiler_sees():
 
 
 def _with_option(folder: Path, value: object) -> str:
-    return a_file(folder, compiler=_document("v6e")["compiler"] | {"options": {"xla_tpu_a": value}})
+    return a_file(folder, compiler=_document("tpu7x")["compiler"] | {"options": {"xla_tpu_a": value}})
 
 
 @pytest.mark.parametrize("value", [True, 98304, "ENABLED"])
@@ -157,6 +157,14 @@ def test_an_option_of_the_compiler_is_a_number_a_truth_or_a_state(tmp_path, valu
 def test_an_option_of_the_compiler_is_no_path(tmp_path):
     with pytest.raises(TargetError, match="ENABLED, DISABLED, AUTO"):
         Target.load(_with_option(tmp_path, "a/folder"))
+
+
+def test_what_the_user_says_of_an_option_of_runs_counts(tmp_path, monkeypatch):
+    compiler = _document("tpu7x")["compiler"] | {"run_options": {"xla_tpu_a": True, "xla_b": 1}}
+    target = Target.load(a_file(tmp_path, compiler=compiler))
+    assert target.compiler_options == target.run_options == {"xla_tpu_a": True, "xla_b": 1}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_a=false")
+    assert target.compiler_options == target.run_options == {"xla_b": 1}
 
 
 def test_flags_of_libtpu_are_facts_of_what_is_compiled_for_tpus(monkeypatch):
