@@ -270,11 +270,11 @@ def published(row: Row) -> Document:
 
 def key_of(configuration: Configuration, layers: Sequence[int]) -> str:
     """Return a text that changes when a row in a result is no longer its answer."""
-    from capture.profiler.compile import PROGRAM_VERSION, WORK_VERSION
+    from capture.profiler.compile import PROGRAM_VERSION, WORK_VERSIONS
 
     target = (TARGETS_FOLDER / f"{configuration.target}.json").read_text()
     platform = Target.load(configuration.target).platform
-    compiled = [environment.versions(platform), WORK_VERSION, PROGRAM_VERSION]
+    compiled = [environment.versions(platform), WORK_VERSIONS[platform], PROGRAM_VERSION]
     about = asdict(configuration)
     if not configuration.options:  # as before there were any
         del about["options"]

@@ -41,6 +41,7 @@ _PRODUCT_CALL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|dot)[^
 _KERNEL_CALL = re.compile(
     r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu[^"]*|tpu_custom_call)"'
 )
+_ON_TPU = 'custom_call_target="tpu_custom_call"'
 #: They name values or wait, and run nothing.
 _NO_KERNELS = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|partition-id|replica-id"
@@ -161,15 +162,15 @@ class Instruction:
         return self.op in _PRODUCTS or any(f" {op}(" in self.body for op in _PRODUCTS)
 
     @property
-    def product(self) -> tuple[str, str]:
-        """The attributes of the product, and the shape of its first operand."""
+    def product(self) -> tuple[str, str, str]:
+        """The attributes of the product, and the shapes of its first operand and of its result."""
         if not self.body:
-            return self.rest, self.operands[0][1] if self.operands else ""
+            return self.rest, self.operands[0][1] if self.operands else "", self.shape
         inside = list(INSTRUCTION.finditer(self.body))
         found = next(m for m in inside if m["op"] in _PRODUCTS)
         first = OPERAND.search(found["operands"])
         shapes = {m["name"]: m["shape"] for m in inside}
-        return found["rest"], shapes.get(first[1], "") if first else ""
+        return found["rest"], shapes.get(first[1], "") if first else "", found["shape"]
 
 
 class HloLoop(NamedTuple):
@@ -302,10 +303,21 @@ class HloModule:
         return 0 if found is None else found.flops
 
     def product_shape(self, instruction: Instruction) -> tuple[int, ...]:
-        """Return (batches, rows, columns) of the results of a product in a library; empty for
+        """Return (batches, rows, columns) of the results of a product in a library, of a
+        convolution, as which TPUs compute products, or of a Pallas kernel for TPUs; empty for
         others."""
-        found = _product_of_call(instruction) if instruction.op == "custom-call" else None
-        return () if found is None else found.shape
+        if instruction.op == "custom-call" and not instruction.is_kernel_call:
+            found = _product_of_call(instruction)
+            return () if found is None else found.shape
+        attributes, _, result = instruction.product
+        sizes, labels = dims_of(result), DIM_LABELS.search(attributes)
+        if _ON_TPU in attributes and len(sizes) > 1:
+            return math.prod(sizes[:-2]), *sizes[-2:]
+        if labels is None:
+            return ()
+        groups = feature_groups(attributes)
+        columns = sizes[labels[3].index("f")] // groups
+        return groups, math.prod(sizes) // (groups * columns), columns
 
     def _result(self, body: str, arguments: Sequence[_Made]) -> _Made:
         """Return the result of a fusion whose computation has this text."""

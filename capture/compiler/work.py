@@ -189,7 +189,7 @@ class _Reader:
         if step.is_product:
             is_call = step.is_kernel_call
             flops = self._local // self.num_calls if is_call else self._program.flops(step)
-            dtype, precision = _computed(*step.product)
+            dtype, precision = _computed(*step.product[:2])
             shape = self._program.product_shape(step)
             kernel = Kernel(kernel.nbytes, flops, dtype, precision, shape=shape)
             self.computed[dtype, precision] += times

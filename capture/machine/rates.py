@@ -215,6 +215,8 @@ class Rates:
             (``Products.dtypes``).
         kernel_seconds: The least that a kernel takes, its launch included.
         cores: Cores that make the tiles of products; 0 where products are taken to fill the device.
+        array_width: Rows and columns of the systolic arrays in which products are computed: what of
+            a product is narrower leaves a part of them idle; 0 where there are none.
         level: Fraction of what a kernel alone reaches, computing or reading memory, that kernels
             reach in a training step; 1 where no run was compared.
         fabric: What else of the links is known.
@@ -232,6 +234,7 @@ class Rates:
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     kernel_seconds: Sourced = Sourced(0.0, "none")
     cores: Sourced = Sourced(0, "none")
+    array_width: Sourced = Sourced(0, "none")
     level: Sourced = Sourced(1.0, "none")
     fabric: Fabric = Fabric()
     hidden: Mapping[str, Sourced] = field(default_factory=dict, hash=False)

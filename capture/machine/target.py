@@ -13,7 +13,8 @@ as it is:
     compute          flops_per_second by data type, efficiency (fraction of that rate which large
                      matrix products reach); optional: kernel_seconds (the least that a kernel
                      takes, its launch included), cores (that make tiles of products, see
-                     ``capture.machine.tiles``; without them every product fills the device)
+                     ``capture.machine.tiles``; without them every product fills the device),
+                     array_width (of systolic arrays)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
     level            optional: fraction of both that kernels reach in a training step, where it was
@@ -257,6 +258,7 @@ class _Compute:
     efficiency: Sourced
     kernel_seconds: Sourced = Rates.kernel_seconds
     cores: Sourced = Rates.cores
+    array_width: Sourced = Rates.array_width
 
 
 @dataclass(frozen=True)
@@ -359,6 +361,7 @@ class _TargetFile:
             products.dtypes,
             compute.kernel_seconds,
             compute.cores,
+            compute.array_width,
             self.level,
             fabric,
             HIDDEN[self.platform],

@@ -1,7 +1,8 @@
-"""How well the products of a GPU fill it: by the tiles of their results.
+"""How well products fill a device: a GPU by the tiles of their results, a TPU by its systolic
+arrays.
 
-A library cuts the result of a product into tiles, each of which one core (streaming multiprocessor)
-makes, as many at a time as there are cores:
+A library of a GPU cuts the result of a product into tiles, each of which one core (streaming
+multiprocessor) makes, as many at a time as there are cores:
 
     seconds  = min over tiles and parts of
                ceil(tiles x parts / cores) x FLOPs of a tile's part / rate of a core
@@ -72,3 +73,28 @@ def tiled_seconds(
             partial = _PARTIAL_BYTES * parts * results / bytes_per_second if parts > 1 else 0.0
             best = min(best, waves * 2 * height * width * depth / parts / rate + partial)
     return best
+
+
+def padded_flops(shape: tuple[int, ...], flops: int, width: int) -> float:
+    """Return the FLOPs that a systolic array takes for a product: as if its depth and columns were
+    padded to whole arrays.
+
+    Source: How to Scale Your Model (jax-ml/scaling-book 0819a7d, tpus.md, appendix B): dimensions
+    must be as large as the array is wide to use it fully.
+
+    Args:
+        shape: (batches, rows, columns) of its results.
+        flops: Of all.
+        width: Rows and columns of an array.
+
+    Example:
+        >>> padded_flops((1, 8192, 128), 2 * 8192 * 128 * 1024, 256) / (2 * 8192 * 128 * 1024)
+        2.0
+    """
+    batches, rows, columns = shape
+    depth = max(1, flops // (2 * batches * rows * columns))
+    return flops * (_whole(columns, width) / columns) * (_whole(depth, width) / depth)
+
+
+def _whole(size: int, width: int) -> int:
+    return -(-size // width) * width

@@ -57,8 +57,9 @@ SEQUENCE_VERSION = "sequence 3"
 #: Bump when something else is counted of what programs compute, which only targets with rates are
 #: asked for: 2 counts kernels, 3 knows the shapes of products, 4 sees collectives that are part of
 #: a fusion, 5 counts the slices that a fusion reads or updates through views, not whole arrays, 6
-#: knows the order, in which collectives hide, and how often loops of TPUs run.
-WORK_VERSION = 6
+#: knows the order, in which collectives hide, and how often loops of TPUs run, 7 the shapes of
+#: products on TPUs.
+WORK_VERSIONS = {"cuda": 6, "tpu": 7}
 
 
 class CompileBackend:
@@ -409,7 +410,7 @@ def target_provenance(target: Target) -> dict[str, Any]:
         "flags": list(environment.active_flags(target.platform)),
     }
     if target.rates is not None:
-        facts["work_version"] = WORK_VERSION
+        facts["work_version"] = WORK_VERSIONS.get(target.platform, 6)
     if target.platform != "cpu":
         facts["compiler"] = content_hash([target.key])
     return facts

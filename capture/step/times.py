@@ -36,7 +36,7 @@ from typing import Literal
 
 from capture.machine.links import Layout, Links
 from capture.machine.rates import Rates
-from capture.machine.tiles import tiled_seconds
+from capture.machine.tiles import padded_flops, tiled_seconds
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.memo import memo
@@ -210,16 +210,20 @@ class TimeModel:
     def _product_seconds(self, kernel: Kernel) -> float:
         rates, cores = self.rates, int(self.rates.cores.value)
         reached = rates.reached_flops_per_second(kernel.dtype, kernel.precision)
-        if not (kernel.shape and cores):
+        if not kernel.shape or not (cores or rates.array_width.value):
             return kernel.flops / reached
-        tiled = tiled_seconds(
-            kernel.shape,
-            kernel.flops,
-            cores,
-            reached,
-            rates.needed_reuse(kernel.dtype, kernel.precision),
-            rates.reached_bytes_per_second,
-        )
+        if not cores:
+            width = int(rates.array_width.value)
+            tiled = padded_flops(kernel.shape, kernel.flops, width) / reached
+        else:
+            tiled = tiled_seconds(
+                kernel.shape,
+                kernel.flops,
+                cores,
+                reached,
+                rates.needed_reuse(kernel.dtype, kernel.precision),
+                rates.reached_bytes_per_second,
+            )
         # A few rows or columns are not padded to tiles, but computed by ordinary cores.
         untiled = min(reached, rates.reached_flops_per_second("float32"))
         return min(tiled, kernel.flops / untiled)
