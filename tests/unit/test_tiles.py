@@ -79,3 +79,20 @@ def test_small_products_fill_no_gpu_and_large_ones_do():
     assert of(8, 1024) < 6 * of(1, 1024)
     assert of(8, 16384) == pytest.approx(8 * of(1, 16384), rel=0.03)
     assert rates.needed_reuse("float32") < 10 < rates.needed_reuse("float32", "default")
+
+
+def test_what_is_narrower_than_a_systolic_array_leaves_a_part_of_it_idle():
+    def of(target, rows, columns, depth):
+        flops = 2 * rows * columns * depth
+        rates = Target.load(target).rates
+        kernel = Kernel(0, flops, "bfloat16", "default", shape=(1, rows, columns))
+        alone = flops / rates.reached_flops_per_second("bfloat16", "default")
+        return TimeModel(rates, Layout(8)).kernel_seconds(kernel) / alone
+
+    assert of("v6e", 8192, 4096, 4096) == of("v5e", 8192, 4096, 4096) == pytest.approx(1)
+    # Attention with heads of 128: scores, and what they weigh.
+    assert of("v6e", 8192, 8192, 128) == of("v6e", 8192, 128, 8192) == pytest.approx(2)
+    assert of("v5e", 8192, 128, 8192) == pytest.approx(1)
+    assert of("v6e", 8192, 384, 512) == pytest.approx(512 / 384)
+    # A column is no product of an array: no slower than the passes of an exact product.
+    assert of("v6e", 8192, 1, 8192) == pytest.approx(6)
