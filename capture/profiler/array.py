@@ -212,7 +212,7 @@ class ArrayBackend:
             progress(kind, len(found), len(wanted))
         return found
 
-    def _executed(self, array: FusedArray, call: Call, run: Callable[..., Any]) -> float:
+    def _executed(self, array: FusedArray, call: Call, run: Callable[..., object]) -> float:
         here = self._programs.sharding(_DEVICE)
         there = here.with_memory_kind(HOST_MEMORY)
         with jax.default_device(jax.devices("cpu")[0]):  # no device ever holds all of it

@@ -273,7 +273,7 @@ class LayerBackend:
 
         return LayerNeeds(seconds=self._median_seconds(call))
 
-    def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
+    def _executed(self, nbytes: int, call: Any, arguments: object) -> LayerNeeds:
         try:
             arrays = jax.tree.map(lambda s: jax.device_put(filled(s), s.sharding), arguments)
             return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
@@ -282,7 +282,7 @@ class LayerBackend:
                 raise
             return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
 
-    def _median_seconds(self, call: Callable[[], Any]) -> float:
+    def _median_seconds(self, call: Callable[[], object]) -> float:
         return median_seconds(call, NUM_EXECUTIONS, self.clock)
 
 
@@ -341,5 +341,5 @@ def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
     return {dtype: of(dtype) for dtype in sorted({cast.dtype for cast in traced.casts if cast})}
 
 
-def _struct_bytes(struct: Any) -> int:
+def _struct_bytes(struct: jax.ShapeDtypeStruct) -> int:
     return int(np.prod(struct.shape, dtype=np.int64)) * struct.dtype.itemsize

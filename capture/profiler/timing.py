@@ -61,7 +61,7 @@ def median_seconds(
     return median(found[1:])
 
 
-def filled(struct: Any) -> Any:
+def filled(struct: jax.ShapeDtypeStruct) -> Any:
     """Return an array with values that make no operation quicker than others would."""
     if is_key(struct):
         return jax.random.split(jax.random.key(0), prod(struct.shape)).reshape(struct.shape)

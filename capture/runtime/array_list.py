@@ -88,7 +88,7 @@ class ArrayList(Metered):
         self,
         state: ArrayState,
         slots: dict[str, list[jax.Array]],
-        batches: Sequence[Sequence[Any]],
+        batches: Sequence[Sequence[object]],
         reported: Sequence[jax.Array],
     ) -> tuple[ArrayState, Losses | None]:
         """Return the new state, and the losses of the update that is complete, if one is."""

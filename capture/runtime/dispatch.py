@@ -304,7 +304,7 @@ class BoundStep:
         return action
 
 
-def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def to_device(leaf: object, sharding: jax.sharding.Sharding) -> jax.Array:
     """Put a host array or a random key on the devices, in buffers of their own; where some devices
     are of other processes, each process puts its part there."""
     if isinstance(leaf, jax.Array):

@@ -183,7 +183,7 @@ class Hosts:
         """The most seconds that are waited for another process."""
         return environment.patience(self._patience_seconds)
 
-    def exchange(self, what: str, mine: Any) -> list[Any]:
+    def exchange(self, what: str, mine: object) -> list[Any]:
         """Exchange small documents, one per process, in calls that all processes make in one order.
 
         Raises:
@@ -221,7 +221,7 @@ class Hosts:
             ) from error
         return found
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
+    def compare(self, facts: Mapping[str, object]) -> None:
         """Refuse processes that would not do the same.
 
         Raises:
@@ -240,7 +240,7 @@ class Hosts:
             if other.get(name) != first[name]
         )
 
-    def check_alike(self, what: str, mine: Any) -> None:
+    def check_alike(self, what: str, mine: object) -> None:
         """Refuse processes that do not see the same files.
 
         Raises:

@@ -93,7 +93,7 @@ class PipelinedStep(TrainStep):
         workload: WorkloadProtocol,
         plan: Plan,
         traced: TracedModel,
-        devices: list[Any],
+        devices: list[jax.Device],
         sharding: ModelSharding,
         fast_compile: bool = False,
         hosts: Hosts | None = None,

@@ -59,7 +59,7 @@ class Segment:
             values: The given values.
         """
 
-        def apply(params: Any, inputs: Arrays) -> tuple[list[Any], dict[int, Any]]:
+        def apply(params: object, inputs: Arrays) -> tuple[list[Any], dict[int, Any]]:
             results = run(params, {**values, **dict(zip(self.inputs, inputs, strict=True))})
             made = dict(zip(self.layers.outputs, results, strict=True))
             return [made.pop(v) for v in self.outputs], made

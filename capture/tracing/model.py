@@ -76,7 +76,7 @@ class TracedModel:
         ``split_params``."""
         return _each_stacked(self.params_struct, split, self.stacked, _stack)
 
-    def batch_of(self, leaves: Sequence[Any]) -> PyTree:
+    def batch_of(self, leaves: Sequence[object]) -> PyTree:
         """Return a tree of the batch's structure with the given leaves.
 
         Args:

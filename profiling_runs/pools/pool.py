@@ -42,7 +42,7 @@ class Runner(Protocol):
         is started for the ``busy`` processors that do something else."""
         ...
 
-    def start(self, slot: Any, job: Job) -> None:
+    def start(self, slot: object, job: Job) -> None:
         """Give a job to an idle slot."""
         ...
 
@@ -205,7 +205,7 @@ class Here:
     def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
         return [self] if self._job is None else []
 
-    def start(self, slot: Any, job: Job) -> None:
+    def start(self, slot: object, job: Job) -> None:
         self._job, self.group = job, job.group
 
     def finished(self, timeout_seconds: float) -> list[Outcome]:
@@ -238,7 +238,7 @@ class Kept:
     def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
         return self._own().idle(busy)
 
-    def start(self, slot: Any, job: Job) -> None:
+    def start(self, slot: object, job: Job) -> None:
         self._num_running += 1
         self._own().start(slot, job)
 
