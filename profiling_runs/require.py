@@ -15,7 +15,7 @@ from capture.profiler.executing import ExecutingMachine
 from capture.registered import Registered
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Backend, Job, Outcome, Setting
-from profiling_runs.pools.pool import Kept, Runner
+from profiling_runs.pools.pool import Kept, Pool
 from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS, Where, setting_of
 
 B = TypeVar("B", bound=Backend)
@@ -139,7 +139,7 @@ class Measurer(Generic[B]):
         backend, self._most_jobs = self.backend, max(self._most_jobs, len(jobs))
         return Batch(jobs, backend.store, backend.provenance, self.spec, self.progress, self.watch)
 
-    def _open(self, num_jobs: int) -> Runner:
+    def _open(self, num_jobs: int) -> Pool:
         return self.where.open(self.setting, self.backend, num_jobs)
 
     def end(self) -> None:

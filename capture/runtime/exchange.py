@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import AnyCompiler, Executable
-from capture.runtime.dispatch import Call
 from capture.runtime.fast_paths import FlatCall
+from capture.runtime.frame import Call
 
 _DEVICE = "device"
 

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capture.model.workload import PyTree
-from capture.runtime.dispatch import Observer
+from capture.runtime.frame import Observer
 from capture.runtime.process_memory import HeapMeter
 from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, is_device

@@ -27,7 +27,8 @@ from capture import documents, environment
 from capture.errors import ExecutionError, Violation
 from capture.measured.stage_cost import StageCost
 from capture.plan.stages import Plan
-from capture.runtime.dispatch import Layout, to_host
+from capture.runtime.dispatch import to_host
+from capture.runtime.frame import Layout
 from capture.runtime.hosts import device_puts
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
 from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, parted

@@ -41,7 +41,7 @@ from capture.runtime.array_state import (
     check_models,
 )
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
-from capture.runtime.dispatch import Observer
+from capture.runtime.frame import Observer
 from capture.runtime.fused import Fuser
 from capture.runtime.layout import check_hosts, check_memory, first_devices
 from capture.runtime.state import joined_params, made_by_host, optimizer_leaves, param_leaves

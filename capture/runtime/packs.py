@@ -33,9 +33,9 @@ from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Exec
 from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
-from capture.runtime.dispatch import Call
 from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
+from capture.runtime.frame import Call
 from capture.runtime.layout import shard_bytes
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions

@@ -21,8 +21,8 @@ from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import PackTask, Span
-from capture.runtime.dispatch import Call
 from capture.runtime.exchange import joined, share_of
+from capture.runtime.frame import Call
 from capture.runtime.layout import check_hosts, check_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer

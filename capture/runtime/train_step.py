@@ -17,7 +17,8 @@ import numpy as np
 from capture.compiler.executable import Executable
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.runtime.batch_parts import Need
-from capture.runtime.dispatch import BoundStep, Call, Observer, placed, to_host
+from capture.runtime.dispatch import BoundStep, placed, to_host
+from capture.runtime.frame import Call, Observer
 from capture.runtime.layout import check_memory
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
