@@ -91,11 +91,9 @@ def initialize(
     if transport != "device_put":
         check_secret(where, secret)
     check_coordinator(where, host)
-    gate, service = None, where
     address = "127.0.0.1" if is_of_this_machine(where) else _own_address(where)
-    if secret is not None:
-        gate = Gate(secret, f"{address}:0" if host else where, host)
-        service = _service(gate, where, host)
+    gate = None if secret is None else Gate(secret, f"{address}:0" if host else where, host)
+    service = where if gate is None else _service(gate, where, host)
     _join(service, num_hosts, host, local_ids, gate, where)
     from jax._src import distributed  # what it knows has no public name
 
@@ -103,10 +101,7 @@ def initialize(
     if not joined:
         # Gloo, the default of several processes, uses sockets within a process, too.
         jax.config.update("jax_cpu_collectives_implementation", None)
-    if transport == "device_put":
-        device_puts.prepare(address, environment.patience(patience_seconds))
-    elif transport is None:
-        transport = "sockets" if jax.local_devices()[0].platform == "cpu" else "device_put"
+    transport = _prepared(transport, address, patience_seconds)
     _warn_of_strangers(where, transport, joined)
     hosts = Hosts(
         jax.process_index(),
@@ -127,6 +122,15 @@ def initialize(
     )
     hosts.are_joined = joined
     return hosts
+
+
+def _prepared(transport: str | None, address: str, patience_seconds: float) -> str:
+    """Return the transport that is asked for, prepared, or the one for the devices here."""
+    if transport == "device_put":
+        device_puts.prepare(address, environment.patience(patience_seconds))
+    if transport is not None:
+        return transport
+    return "sockets" if jax.local_devices()[0].platform == "cpu" else "device_put"
 
 
 class Hosts:
