@@ -121,6 +121,11 @@ def but_empty(value: object, *names: str) -> dict[str, Any]:
     return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
 
 
+def but_none(value: object) -> dict[str, Any]:
+    """Return the fields of a dataclass, converted for JSON, except those that are None."""
+    return {name: one for name, one in fields_of(value).items() if one is not None}
+
+
 @dataclass(frozen=True)
 class _File:
     """A file format: the command that makes such files, in words, and the groups of fields that

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import warnings
 from collections import deque
@@ -31,7 +30,7 @@ from capture.runtime.dispatch import to_host
 from capture.runtime.frame import Layout
 from capture.runtime.hosts import device_puts
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
-from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, parted
+from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, own_address
 from capture.runtime.hosts.device_puts import DevicePuts
 from capture.runtime.hosts.gate import COORDINATOR, Gate, check_secret, is_of_this_machine
 from capture.runtime.hosts.part import SharedStep, StepPart
@@ -91,7 +90,7 @@ def initialize(
     if transport != "device_put":
         check_secret(where, secret)
     check_coordinator(where, host)
-    address = "127.0.0.1" if is_of_this_machine(where) else _own_address(where)
+    address = "127.0.0.1" if is_of_this_machine(where) else own_address(where)
     gate = None if secret is None else Gate(secret, f"{address}:0" if host else where, host)
     service = where if gate is None else _service(gate, where, host)
     _join(service, num_hosts, host, local_ids, gate, where)
@@ -480,13 +479,6 @@ def _warn_of_strangers(coordinator: str, transport: str, joined: bool) -> None:
             "and asks nobody who they are. Use a network without strangers (docs/security.md).",
             stacklevel=3,
         )
-
-
-def _own_address(coordinator: str) -> str:
-    """Return the address of this host from which the coordinator is reached; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(parted(coordinator))
-        return probe.getsockname()[0]
 
 
 def _end(sentence: str) -> None:
