@@ -12,6 +12,7 @@ import numpy as np
 
 from capture import documents
 from capture.errors import ExecutionError
+from capture.model.workload import PyTree
 from capture.runtime.array_state import ArrayState
 from capture.runtime.hosts.saved import check_models
 from capture.runtime.layerwise import leaf_numbers
@@ -33,7 +34,7 @@ CHECKPOINT = documents.Format(
 )
 
 
-def by_path(tree: object) -> dict[str, Any]:
+def by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree, by path."""
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -106,7 +107,7 @@ def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:
     return read
 
 
-def filled(struct: object, read: Mapping[str, np.ndarray | None]) -> Any:
+def filled(struct: PyTree, read: Mapping[str, np.ndarray | None]) -> Any:
     """Return the arrays that were read, in the tree and with the keys of ``struct``."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: filled_leaf(leaf, read.get(jax.tree_util.keystr(path))), struct

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from capture.model.workload import PyTree
 from capture.runtime.layer_order import may_wait
 from capture.runtime.sharded.slices import LeafRows, Taken
 
@@ -226,7 +227,7 @@ def _shards_of(piece: Piece, held: _Arrays) -> _Arrays:
     return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
 
 
-def with_token(params: object) -> tuple[Any, Any]:
+def with_token(params: PyTree) -> tuple[Any, Any]:
     """Return the parameters as they are, and a scalar 0, whose gradient, also 0, is added to that
     of the smallest of them.
 
@@ -250,7 +251,7 @@ def with_token(params: object) -> tuple[Any, Any]:
     return jax.tree.unflatten(tree, leaves), token
 
 
-def awaited(params: object, token: object) -> tuple[Any, Any]:
+def awaited(params: PyTree, token: object) -> tuple[Any, Any]:
     """Return both; what goes further back waits for the gradients of the parameters' readers.
 
     Otherwise XLA may keep what those are computed from until the end of the step.

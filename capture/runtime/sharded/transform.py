@@ -18,6 +18,7 @@ import jax
 from jax import lax
 
 from capture.errors import WorkloadError
+from capture.model.workload import PyTree
 from capture.plan.sharding import ShardingPlan
 from capture.runtime.sharded.all_gather import awaited, run_gathered, with_token
 from capture.runtime.sharded.operation import is_stored, pieces_of, plain, stored
@@ -45,7 +46,7 @@ def gathered_loss(
     ``Sharded.transform``."""
     tree: Any = jax.tree.structure(traced.params_struct)
 
-    def run(params: object, *arguments: Any) -> Any:
+    def run(params: PyTree, *arguments: Any) -> Any:
         closed, result = jax.make_jaxpr(loss_fn, return_shape=True)(
             traced.params_struct, *arguments
         )
