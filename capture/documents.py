@@ -86,7 +86,9 @@ def as_json(value: object, indent: int | None = None) -> str:
 
 
 def mapped(
-    document: object, change: Callable[[Any], Any], inner: Callable[[Any], Any] | None = None
+    document: object,
+    change: Callable[[object], object],
+    inner: Callable[[object], object] | None = None,
 ) -> Any:
     """Return a document with ``change`` applied to every number, text, truth value and null;
     ``inner`` converts the items of objects and lists, by default in the same way."""
@@ -117,6 +119,11 @@ def but_empty(value: object, *names: str) -> dict[str, Any]:
     """Return the fields of a dataclass, converted for JSON, except ``names`` that are empty."""
     written = fields_of(value)
     return {name: one for name, one in written.items() if name not in names or getattr(value, name)}
+
+
+def but_none(value: object) -> dict[str, Any]:
+    """Return the fields of a dataclass, converted for JSON, except those that are None."""
+    return {name: one for name, one in fields_of(value).items() if one is not None}
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,7 @@ class Format:
     not_json: Literal["corrupt", "file"] = "corrupt"
     strict: bool = False
 
-    def load(self, path: Path | str, made: Callable[[Any], T]) -> T:
+    def load(self, path: Path | str, made: Callable[[object], T]) -> T:
         """Read a JSON file of this format, refuse any other, and return what ``made`` makes of it.
 
         Raises:

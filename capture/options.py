@@ -299,7 +299,7 @@ def _asked(kind: type) -> dict[str, tuple[Asked, Any]]:
     }
 
 
-def _option(name: str, field: str, asked: Asked, hint: object, said: tuple[Any, str]) -> Option:
+def _option(name: str, field: str, asked: Asked, hint: object, said: tuple[object, str]) -> Option:
     default, text = said
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in union if kind is not NoneType]

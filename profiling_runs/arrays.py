@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from capture.documents import read
 from capture.errors import ProfileError, plain
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
@@ -98,7 +97,8 @@ def _measured(
         if other is not measurer and other.backend.machine is not None:
             other.end()
     measurer.progress = progress
-    found = measurer.measure(Job(key, what, what.part, kind) for key, what in wanted.items())
+    jobs = [Job(key, what, what.part, kind) for key, what in wanted.items()]
+    found = measurer.measured(jobs, ProgramCost)
     if failed := [key for key in wanted if key not in found]:
         raise ProfileError.of(
             f"{len(failed)} of {len(wanted)} programs of the array cannot be measured: "
@@ -106,4 +106,4 @@ def _measured(
             "the jobs.",
             "array-failed",
         )
-    return {key: read(value, ProgramCost) for key, value in found.items()}
+    return found

@@ -1,4 +1,4 @@
-"""The loop that has jobs done, wherever, between the queue, the runner and the store: nothing that
+"""The loop that has jobs done, wherever, between the queue, the pool and the store: nothing that
 was finished is lost.
 
 The process that runs this loop owns the store. A result is committed before anything else is done
@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from capture import interrupts
@@ -31,7 +31,7 @@ from capture.errors import CaptureError, ProfileError, plain
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from profiling_runs.jobs import Failure, Job, Outcome, Queue
-from profiling_runs.pools.pool import Runner
+from profiling_runs.pools.pool import Pool
 
 #: After so many a job is set aside. Workers are also killed from outside, so a single loss says
 #: little.
@@ -47,6 +47,8 @@ MAX_ATTEMPTS: dict[Failure, int] = {
 Progress = Callable[[str, int, int], None]
 #: Called with what happened to a job, as plain data for a line of JSON.
 Watch = Callable[[Mapping[str, Any]], None]
+#: Opens the pool for a batch, as a context that the batch leaves when it ends.
+Opened = Callable[[], AbstractContextManager[Pool]]
 
 
 class Batch:
@@ -112,35 +114,35 @@ class Batch:
         """Whether no job of the batch waits or runs."""
         return not (self._queue or self._running or self._set_aside)
 
-    def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
+    def run(self, opened: Opened) -> Iterator[Outcome]:
         """Have the jobs done, and yield the last outcome of each: a value that is in the store, or
         why it was set aside. Takes arguments and raises as ``polled``."""
-        return (outcome for outcome in self.polled(open_runner) if outcome is not None)
+        return (outcome for outcome in self.polled(opened) if outcome is not None)
 
-    def polled(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome | None]:
+    def polled(self, opened: Opened) -> Iterator[Outcome | None]:
         """Have the jobs done as ``run``, and yield None as well whenever workers were given jobs
         and asked for news, for ``poll_seconds`` at most.
 
         Args:
-            open_runner: Called if there is anything to do; the runner is closed at the end, also by
-                an exception.
+            opened: Called if there is anything to do; the pool's context is left at the end, also
+                by an exception.
 
         Raises:
             ProfileError: ``store-write`` if the disk does not take a result; ``internal-error``,
-                when all other jobs are done, for a fault of the library; what the runner raises
+                when all other jobs are done, for a fault of the library; what the pool raises
                 when nothing can run at all.
         """
         yield from self._known_to_fail()
         if not self._queue:
             return
         running = self._running
-        with closing(open_runner()) as runner:
+        with opened() as pool:
             try:
                 while self._queue or running:
                     interrupts.raise_noted()
                     yield from self._known_to_fail()
-                    self.hand_out(runner)
-                    outcomes = runner.finished(self.poll_seconds)
+                    self.hand_out(pool)
+                    outcomes = pool.finished(self.poll_seconds)
                     # All are kept before anybody hears of one.
                     last = [outcome for outcome in outcomes if self._judge(outcome)]
                     running -= {outcome.job.key for outcome in outcomes}
@@ -166,16 +168,16 @@ class Batch:
             self._queue.settle(outcome.job.key, None)
             yield self._settled(outcome)
 
-    def hand_out(self, runner: Runner) -> None:
+    def hand_out(self, pool: Pool) -> None:
         """Give jobs to workers that have none."""
-        for slot in runner.idle():
-            job = self._queue.take(slot.group, alone=not self._running)
+        for worker in pool.idle():
+            job = self._queue.take(worker.group, alone=not self._running)
             if job is None:
                 return
-            runner.start(slot, job)
+            pool.start(worker, job)
             self._running.add(job.key)
-            self._store.start(job.key, slot.name)
-            self._say(job, "running", worker=slot.name)
+            self._store.start(job.key, worker.name)
+            self._say(job, "running", worker=worker.name)
 
     def _judge(self, outcome: Outcome) -> bool:
         """Keep the result of an attempt at a job. Return whether it was the job's last attempt."""

@@ -213,7 +213,7 @@ class Queue:
             known = job.known if value is None else {**job.known, key: value}
             self.add(replace(job, known=known), first=True)
 
-    def take(self, group: tuple[Any, ...] | None, *, alone: bool = True) -> Job | None:
+    def take(self, group: tuple[object, ...] | None, *, alone: bool = True) -> Job | None:
         """Take the next job: of this group if it has one, else of a group that nobody has begun,
         else of the longest.
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from capture.documents import read
 from capture.errors import ProfileError, plain
 from capture.machine.links import Layout
 from capture.machine.target import Target
@@ -133,9 +132,8 @@ class _Measured:
     def _require(self, kind: str, wanted: Iterable[LayerPass]) -> None:
         """Measure what neither this object nor the store has; failures are kept."""
         keys = {self._backend.key(what): what for what in wanted}
-        jobs = [Job(k, what, "layer", kind) for k, what in keys.items() if k not in self._needs]
-        found = self.measurer.measure(jobs)
-        self._needs |= {key: read(value, LayerNeeds) for key, value in found.items()}
+        jobs = [Job(key, what, "layer", kind) for key, what in keys.items()]
+        self._needs |= self.measurer.measured(jobs, LayerNeeds)
 
     def _failure(self, what: LayerPass) -> str:
         """Return why a pass could not be measured."""

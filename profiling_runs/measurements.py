@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +137,7 @@ class Measurements(Measurer[Any]):
             pass
         batch.poll_seconds = Batch.poll_seconds
         if self._live is not None:
-            batch.hand_out(self._kept)
+            batch.hand_out(self._kept.pool)
         return batch.is_done
 
     def buffers(
@@ -180,7 +179,7 @@ class Measurements(Measurer[Any]):
         if self._started not in (None, setting):
             self._kept.end()
         self._started = setting
-        self._kept.idle(busy=1)
+        self._kept.pool.idle(busy=1)
 
     def shared(
         self, batches: Sequence[BoundedPasses], here: Callable[[BoundedPasses], None]
@@ -191,13 +190,13 @@ class Measurements(Measurer[Any]):
             yield from alone(batches, here)  # or workers compile
             return
         waiting, running = deque(batches), dict[str, BoundedPasses]()
-        with closing(self._kept) as workers:
+        with self._kept as workers:
             while waiting or running:
-                for slot in workers.idle(busy=1):
+                for worker in workers.idle(busy=1):
                     if len(waiting) > 1:  # one is for this process
                         key = f"bounds {len(waiting)}"
                         running[key] = waiting.pop()
-                        workers.start(slot, Job(key, running[key], "bounds", method=BOUNDED))
+                        workers.start(worker, Job(key, running[key], "bounds", method=BOUNDED))
                 if waiting:
                     here(waiting[0])
                     yield waiting.popleft(), None

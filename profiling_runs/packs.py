@@ -3,10 +3,9 @@ taken from the store, and its step replayed over the compiler's reports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from capture.documents import read
 from capture.errors import PlanError, ProfileError, plain
 from capture.machine.target import Target
 from capture.measured.store import Store
@@ -41,7 +40,6 @@ class PackCompiler:
     store: Store | None = None
     where: Where = Where()
     progress: Progress = lambda kind, done, total: None
-    _known: dict[str, ProgramCost] = field(default_factory=dict)
 
     def __call__(self, plan: PacksPlan) -> PacksPlan:
         """Return the plan with a prediction that says what its packs compile to.
@@ -73,16 +71,9 @@ class PackCompiler:
             )
         measurer = self._measurer(plan.cluster.target, plan.machine.devices)
         backend = measurer.backend
-        programs = {what.name: what for what in backend.programs(plan)}
-        keys = {name: backend.key(what) for name, what in programs.items()}
-        jobs = [
-            Job(key, programs[name], "pack", PROGRAMS)
-            for name, key in keys.items()
-            if key not in self._known
-        ]
-        found = measurer.measure(jobs)
-        self._known |= {key: read(value, ProgramCost) for key, value in found.items()}
-        failed = {job.key: job.what for job in reversed(jobs) if job.key not in found}
+        jobs = [Job(backend.key(what), what, "pack", PROGRAMS) for what in backend.programs(plan)]
+        costs = measurer.measured(jobs, ProgramCost)
+        failed = {job.key: job.what for job in reversed(jobs) if job.key not in costs}
         if failed:
             said = [f"{what}: {plain(measurer.errors[key])}" for key, what in failed.items()]
             raise ProfileError.of(
@@ -90,7 +81,7 @@ class PackCompiler:
                 "to leave that out.",
                 "packs-compile",
             )
-        return backend.ledger(plan, {name: self._known[key] for name, key in keys.items()})
+        return backend.ledger(plan, {str(job.what): costs[job.key] for job in jobs})
 
     @memo
     def _measurer(self, target: str, num_devices: int) -> Measurer[PackBackend]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from capture.documents import read
 from capture.errors import ProfileError, plain
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
@@ -15,10 +16,11 @@ from capture.profiler.executing import ExecutingMachine
 from capture.registered import Registered
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Backend, Job, Outcome, Setting
-from profiling_runs.pools.pool import Kept, Runner
+from profiling_runs.pools.pool import Kept, Pool
 from profiling_runs.pools.where import DEFAULT_LOCAL_WORKERS, Where, setting_of
 
 B = TypeVar("B", bound=Backend)
+C = TypeVar("C")
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Measurer(Generic[B]):
     progress: Progress = lambda kind, done, total: None
     watch: Watch = lambda event: None
     errors: dict[str, str] = field(default_factory=dict)
+    _read: dict[str, Any] = field(default_factory=dict)
     _kept: Kept | None = None
     _ahead: tuple[int, ...] = ()
     _started: Setting | None = None
@@ -71,6 +74,13 @@ class Measurer(Generic[B]):
             else:
                 found[outcome.job.key] = outcome.value
         return found
+
+    def measured(self, jobs: Sequence[Job], kind: type[C]) -> dict[str, C]:
+        """Return the measurements of jobs by key, read as ``kind``; what was read before is kept.
+        Failures are kept in ``errors``, not raised."""
+        found = self.measure(job for job in jobs if job.key not in self._read)
+        self._read |= {key: read(value, kind) for key, value in found.items()}
+        return {job.key: self._read[job.key] for job in jobs if job.key in self._read}
 
     def missing_jobs(self, jobs: Iterable[Job]) -> tuple[dict[str, Any], list[Job]]:
         """Return what the store has of jobs, by key, and the different jobs that are left."""
@@ -139,7 +149,7 @@ class Measurer(Generic[B]):
         backend, self._most_jobs = self.backend, max(self._most_jobs, len(jobs))
         return Batch(jobs, backend.store, backend.provenance, self.spec, self.progress, self.watch)
 
-    def _open(self, num_jobs: int) -> Runner:
+    def _open(self, num_jobs: int) -> Pool:
         return self.where.open(self.setting, self.backend, num_jobs)
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+
+#: Of a stage: ids of its layers, logical shape, options, and devices.
+_Row = tuple[list[int], Sequence[int], Mapping[str, Any], tuple[int, ...]]
 
 _SAFE = {
     ("collections", "OrderedDict"),
@@ -86,20 +89,11 @@ def plan_from_alpa(
             said = _Said(source, cluster, num_micro_batches, pipeline_schedule)
         else:
             said = _said(_loaded(source), cluster, target)
-        options, nodes = said.options, said.cluster
-        if nodes is None or said.num_micro_batches is None or said.pipeline_schedule is None:
+        if said.cluster is None or None in (said.num_micro_batches, said.pipeline_schedule):
             raise ValueError(
                 "manual options need cluster, num_micro_batches and pipeline_schedule beside them"
             )
-        layer_ids = [list(map(int, ids)) for ids in options["forward_stage_layer_ids"]]
-        shapes = [(int(h), int(g)) for h, g in options["submesh_physical_shapes"]]
-        logical = options.get("submesh_logical_shapes") or shapes
-        dicts = options.get("submesh_autosharding_option_dicts") or [{}] * len(layer_ids)
-        if not all(layer_ids) or {len(shapes), len(logical), len(dicts)} != {len(layer_ids)}:
-            raise ValueError(
-                "every stage needs layers, a physical and a logical shape, and options"
-            )
-        devices = alpa_placement(nodes, [h * g for h, g in shapes])
+        rows = _rows(said.options, said.cluster)
     except (
         AttributeError,
         KeyError,
@@ -113,23 +107,38 @@ def plan_from_alpa(
             f"{_name(source)} is no plan of Alpa's: {type(error).__name__}: {error}.", "alpa-plan"
         ) from None
     stages = []
-    for s, (ids, shape, own, where) in enumerate(
-        zip(layer_ids, logical, dicts, devices, strict=True)
-    ):
+    for s, (ids, shape, own, where) in enumerate(rows):
         settings = {**said.auto_sharding, **own}
         dp, tp = _degrees(s, (int(shape[0]), int(shape[1])), settings, undecided)
         split = bool(settings.get("prefer_reduce_scatter")) and dp > 1
         choice = StageChoice(dp, tp, "full" if said.remat else "none", split)
         stages.append(Stage(ids[0], ids[-1] + 1, where, choice))
+    assert said.num_micro_batches is not None and said.pipeline_schedule is not None, "checked"
     return Plan(
-        nodes,
-        sum(map(len, layer_ids)),
+        said.cluster,
+        sum(len(ids) for ids, *_ in rows),
         tuple(stages),
         global_batch_size,
         int(said.num_micro_batches),
         said.pipeline_schedule,
         auto_layers=said.auto_layers,
     )
+
+
+def _rows(options: Mapping[str, Any], cluster: Cluster) -> list[_Row]:
+    """Return the layers, logical shape, options and devices of every stage.
+
+    Raises:
+        ValueError: where one of them is missing.
+    """
+    layer_ids = [list(map(int, ids)) for ids in options["forward_stage_layer_ids"]]
+    shapes = [(int(h), int(g)) for h, g in options["submesh_physical_shapes"]]
+    logical = options.get("submesh_logical_shapes") or shapes
+    dicts = options.get("submesh_autosharding_option_dicts") or [{}] * len(layer_ids)
+    if not all(layer_ids) or {len(shapes), len(logical), len(dicts)} != {len(layer_ids)}:
+        raise ValueError("every stage needs layers, a physical and a logical shape, and options")
+    devices = alpa_placement(cluster, [h * g for h, g in shapes])
+    return list(zip(layer_ids, logical, dicts, devices, strict=True))
 
 
 class _Said(NamedTuple):

@@ -56,7 +56,7 @@ def write_files(
     return written
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table as text with aligned columns, the first to the left.
 
     Example:

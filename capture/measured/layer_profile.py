@@ -156,12 +156,8 @@ class LayerProfile:
             raise LAYERS.corrupt(str(error)) from None
 
     def to_json(self) -> dict[str, Any]:
-        document = documents.fields_of(self)
-        known = (
-            *("add_seconds", "workload", "model_hashes", "coupled", "shared", "batch"),
-            *("summary_bytes", "made", "casts", "streamed"),
-        )
-        return {key: value for key, value in document.items() if value or key not in known}
+        names = ("add_seconds", "workload", "model_hashes", "coupled", "shared", "batch")
+        return documents.but_empty(self, *names, "summary_bytes", "made", "casts", "streamed")
 
     def save(self, path: Path | str) -> None:
         """Write the profile as JSON; the path of the workload is stored relative to the file."""

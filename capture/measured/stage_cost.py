@@ -22,7 +22,7 @@ class UpdateCost:
     update_work: ProgramWork | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return _known(self)
+        return documents.but_none(self)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SplitCost:
     weights_work: ProgramWork | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return _known(self)
+        return documents.but_none(self)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class StageCost:
     split: SplitCost | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return _known(self)
+        return documents.but_none(self)
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,3 @@ class StageBounds:
 
 #: Of a stage whose programs need nothing, or are not known.
 NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
-
-
-def _known(cost: StageCost | UpdateCost | SplitCost) -> dict[str, Any]:
-    """Return a cost as JSON without the fields that were not asked for."""
-    return {key: value for key, value in documents.fields_of(cost).items() if value is not None}

@@ -211,7 +211,7 @@ class Store:
         with self._writing() as database:
             _insert(database, key, value, provenance, seconds)
 
-    def kept(self, key: str, make: Callable[[], Any], provenance: Mapping[str, object]) -> Any:
+    def kept(self, key: str, make: Callable[[], object], provenance: Mapping[str, object]) -> Any:
         """Return a measurement that is in the store, or make it now and keep it."""
         found = self.get([key])
         if key not in found:
@@ -237,7 +237,7 @@ class Store:
 
     # ---- jobs ------------------------------------------------------------------------------------
 
-    def enqueue(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def enqueue(self, jobs: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
         """Note jobs that are to be done, by key. Jobs that a killed owner left running wait again.
 
         Returns:

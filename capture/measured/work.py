@@ -120,4 +120,4 @@ class ProgramWork:
         return replace(self, collectives=tuple(collectives), order=None)
 
     def to_json(self) -> dict[str, Any]:
-        return {k: value for k, value in documents.fields_of(self).items() if value is not None}
+        return documents.but_none(self)

@@ -225,10 +225,8 @@ class LayerGraph:
         return sum(p.size for p in self.params)
 
     def to_json(self) -> dict[str, Any]:
-        written = documents.fields_of(self)
-        if not self.value_dims:  # as of models that know no sequence parallelism
-            del written["value_dims"]
-        return GRAPH.write(written)
+        # Models that know no sequence parallelism have no ``value_dims``.
+        return GRAPH.write(documents.but_empty(self, "value_dims"))
 
     @classmethod
     def from_json(cls, data: object) -> LayerGraph:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from capture.tracing.jaxprs import several
 
 #: For each dimension of an operand, the dimension of the result that holds it, or None.
@@ -104,7 +106,7 @@ def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
     return tuple(dim if size == result[dim] else None for dim, size in enumerate(shape))
 
 
-def loss_is_cheap(eqn: Any) -> bool:
+def loss_is_cheap(eqn: JaxprEqn) -> bool:
     """Tell whether XLA drops a sharded dimension here with a masked lookup, or an all-reduce of the
     small result.
 
@@ -162,7 +164,7 @@ def reshape_groups(
         yield old, new
 
 
-def _mixed_dims(params: dict[str, Any], ndim: int) -> set[int]:
+def _mixed_dims(params: dict[str, object], ndim: int) -> set[int]:
     dims = next((params[key] for key in _MIXED_DIMS if key in params), ndim - 1)
     return {dim % ndim for dim in several(dims)}
 

@@ -27,7 +27,7 @@ from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
 
 def localize(
-    function: Callable[..., Any], args: Sequence[object], mesh: Mesh
+    function: Callable[..., object], args: Sequence[object], mesh: Mesh
 ) -> tuple[Callable[..., Any], LocalFlops]:
     """Bind the ``custom_partitioning`` operations of a function to a mesh with the axes ``data``
     and ``model``.
@@ -74,7 +74,7 @@ def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
     return total
 
 
-def _holds(equation: Any, name: str) -> bool:
+def _holds(equation: jex_core.JaxprEqn, name: str) -> bool:
     """Tell whether an equation is of a primitive, or runs one in a body."""
     inner = (e for body in sub_jaxprs(equation.params) for e in body.eqns)
     return equation.primitive.name == name or any(_holds(e, name) for e in inner)
@@ -94,8 +94,10 @@ def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
     return axes
 
 
-def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
-    def run(equation: Any, operands: list[Any], values: dict[Any, Any]) -> None:
+def _evaluate(body: object, args: Sequence[object], mesh: Mesh) -> list[Any]:
+    def run(
+        equation: jex_core.JaxprEqn, operands: list[object], values: dict[object, object]
+    ) -> None:
         params, is_open = {}, equation.primitive.name in REMATS
         for key, value in equation.params.items():
             # Of an open body (jax.checkpoint), the constants are operands.

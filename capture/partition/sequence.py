@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
@@ -237,7 +238,7 @@ class _Layer:
             saved,
         )
 
-    def _is_split(self, equation: Any) -> bool:
+    def _is_split(self, equation: JaxprEqn) -> bool:
         """Tell whether tensor parallelism splits an operand: a part of the result is made of the
         whole of the others."""
         return any(is_variable(v) and self._own.get(v) is not None for v in equation.invars)
@@ -268,7 +269,7 @@ class _Layer:
         return dim if fits else None
 
 
-def _keeps(equation: Any, operand: int, split: Mapping[Any, int], degree: int) -> bool:
+def _keeps(equation: JaxprEqn, operand: int, split: Mapping[object, int], degree: int) -> bool:
     """Tell whether an operation makes its split results of the split operand as it lies."""
     name, dim = equation.primitive.name, split[equation.invars[operand]]
     if any(out not in split for out in equation.outvars):
@@ -284,7 +285,7 @@ def _keeps(equation: Any, operand: int, split: Mapping[Any, int], degree: int) -
     return name != "conv_general_dilated" and dim_flow(equation, operand, degree)[dim] == results[0]
 
 
-def _body_keeps(body: Any, equation: Any, split: Mapping[Any, int], degree: int) -> bool:
+def _body_keeps(body: Any, equation: JaxprEqn, split: Mapping[Any, int], degree: int) -> bool:
     """Tell whether all operations of a call keep their split operands, and its results are split as
     outside."""
     given = [split.get(v) if is_variable(v) else None for v in equation.invars]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from capture.partition.dim_flow import dim_flow, reshape_groups
 from capture.tracing.jaxprs import is_variable
@@ -136,7 +136,7 @@ def _of_product(equation: Any) -> Iterator[tuple[Dim, Dim]]:
                 place += 1
 
 
-def _of_convolution(equation: Any) -> Iterator[tuple[Dim, Dim]]:
+def _of_convolution(equation: JaxprEqn) -> Iterator[tuple[Dim, Dim]]:
     numbers, (image, kernel), [result] = (
         equation.params["dimension_numbers"],
         equation.invars,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -24,7 +24,7 @@ Rule = Literal["auto", "largest"] | Mapping[str, PartitionSpec]
 
 
 def parameter_specs(
-    fn: Callable[[list[Any], list[Any]], Any],
+    fn: Callable[[list[object], list[object]], object],
     params: Sequence[jax.ShapeDtypeStruct],
     args: Sequence[jax.ShapeDtypeStruct],
     degree: int,

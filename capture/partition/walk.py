@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
@@ -151,7 +151,7 @@ class _Walk:
         env = self.follow(jaxpr, inputs)
         return [self._read(atom, env) for atom in jaxpr.outvars]
 
-    def _read(self, atom: object, env: Mapping[Any, _Value]) -> _Value:
+    def _read(self, atom: object, env: Mapping[object, _Value]) -> _Value:
         return self._decided(env.get(atom, _WHOLE)) if is_variable(atom) else _STATIC
 
     def follow(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> dict[Any, _Value]:
@@ -211,7 +211,7 @@ class _Walk:
     def _undo(self, *params: int | None) -> None:
         self.undone |= {param for param in params if param is not None}
 
-    def _equation(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+    def _equation(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name
         if name == "dot_general":
             return [self._dot(eqn, inputs)]
@@ -295,7 +295,7 @@ class _Walk:
         if weight.param in self._tables:
             self._tables[weight.param] = self._tables[weight.param][:1]
 
-    def _convolution(self, eqn: Any, inputs: list[_Value]) -> _Value:
+    def _convolution(self, eqn: JaxprEqn, inputs: list[_Value]) -> _Value:
         """Follow a convolution like a product over features: an output channel is a column, an
         input channel a row, a depthwise filter follows."""
         numbers, image, kernel = eqn.params["dimension_numbers"], *inputs
@@ -327,7 +327,7 @@ class _Walk:
             return replace(result, dim=result_features, column=kernel.param)
         return result
 
-    def _gather(self, eqn: Any, inputs: list[_Value]) -> None:
+    def _gather(self, eqn: JaxprEqn, inputs: list[_Value]) -> None:
         """Note a table that is looked up by values of the data: it is cut by vocabulary, as in
         Megatron.
 
@@ -349,7 +349,7 @@ class _Walk:
             table.param, tuple(d for dim in dims if (d := table.param_dims[dim]) is not None)
         )
 
-    def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+    def _scan(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         """Follow the body of a scan, once; what is stacked over the iterations loses its first
         dimension inside and has it back outside."""
         body = opened(eqn.params["jaxpr"])
@@ -376,7 +376,7 @@ class _Walk:
         ]
         return [*kept, *results[len(carries) :]]
 
-    def _follow(self, eqn: Any, inputs: list[_Value]) -> _Value:
+    def _follow(self, eqn: JaxprEqn, inputs: list[_Value]) -> _Value:
         """Follow any other equation: the result is sharded where an operand is, and undecided
         parameters follow.
 
@@ -444,7 +444,7 @@ def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
 
-def product_dim(eqn: Any, side: int, dim: int) -> int:
+def product_dim(eqn: JaxprEqn, side: int, dim: int) -> int:
     """Return where an operand's dimension that is not contracted stands in the result of a product,
     whose dimensions are: batch, left, right."""
     (contract, batch) = ((dims[0], dims[1]) for dims in eqn.params["dimension_numbers"])

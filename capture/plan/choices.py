@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from capture.documents import but_empty
 
 Remat = str
 """A name of ``REMAT_POLICIES``, or a mixture such as ``"full:3"``: the first three layers of the
@@ -95,11 +97,7 @@ class StageChoice:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields; without sequence parallelism, as files from before it have them."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value or name != "sequence_parallel"
-        }
+        return but_empty(self, "sequence_parallel")
 
     @property
     def num_devices(self) -> int:

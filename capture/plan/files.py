@@ -109,7 +109,7 @@ class PlanFile:
         return {}
 
     @classmethod
-    def out_of_file(cls, written: dict[str, Any]) -> Self:
+    def out_of_file(cls, written: dict[str, object]) -> Self:
         """Return the plan of what a file has, the inverse of ``in_files``.
 
         Args:

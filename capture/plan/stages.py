@@ -200,7 +200,7 @@ _NOTES: Mapping[str, Callable[[Any, str], Any]] = {
 }
 
 
-def _note(data: object, name: str, read: Callable[[Any, str], Note]) -> Note | None:
+def _note(data: object, name: str, read: Callable[[object, str], Note]) -> Note | None:
     """Read a note on a plan (``_NOTES``) from its file; fields that are not known are ignored."""
     try:
         return None if data is None else read(data, name)

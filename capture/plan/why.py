@@ -190,8 +190,7 @@ class Bracket:
 
     def to_json(self) -> dict[str, Any]:
         """Return the bracket's fields as JSON, without those that were not searched for."""
-        written = documents.fields_of(self)
-        return {name: value for name, value in written.items() if value is not None}
+        return documents.but_none(self)
 
 
 @dataclass(frozen=True)
@@ -242,8 +241,7 @@ class Proven:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON, without empty ``refuted`` and ``by_layers``."""
-        written = documents.fields_of(self)
-        return {k: v for k, v in written.items() if v or k not in ("refuted", "by_layers")}
+        return documents.but_empty(self, "refuted", "by_layers")
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,10 @@ def stage_signature(
         return local("value", v, ("value", _facts(graph.values[v]), cut, v in onwards))
 
     def param(p: int) -> Hashable:
-        tensor, readers = graph.params[p], graph.param_readers(p)
+        readers = graph.param_readers(p)
+        read_elsewhere = readers[0] >= first, readers[-1] >= stop
         return local(
-            "param",
-            p,
-            ("param", _facts(tensor), param_bytes[p], readers[0] >= first, readers[-1] >= stop),
+            "param", p, ("param", _facts(graph.params[p]), param_bytes[p], *read_elsewhere)
         )
 
     def leaf(b: int) -> Hashable:

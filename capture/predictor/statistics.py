@@ -190,10 +190,9 @@ def _drift(
     anchor where layers come that it does not have, the drift only grows.
     """
     size, num_layers, _ = table.shape
-    lengths = sorted({stop - first for first, stop in windows if stop - first > most})
     lengths = [
         n
-        for n in lengths
+        for n in sorted({stop - first for first, stop in windows if stop - first > most})
         if all((first, first + n) in windows for first in inner_starts(n, num_layers))
     ]
     drift = np.zeros_like(table)

@@ -15,12 +15,11 @@ from capture.measured.stage_cost import StageCost
 from capture.memo import memo
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice, num_full_layers
-from capture.predictor import mixture
 from capture.predictor.alike import Kinds
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.held_gradients import Windows, added_bytes, held_beyond, held_gradients
-from capture.predictor.mixture import Mixed
+from capture.predictor.mixture import Mixed, kept, least_kept, least_running, running
 from capture.predictor.stage_sums import kept_twice, largest_part, passed
 from capture.predictor.statistics import extend_split, extend_windows
 
@@ -289,19 +288,19 @@ class ComponentTables:
         """Yield the components of some stages of a mixture; those that belong to parameters and
         optimizer do not depend on the border."""
         full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
-        running, kept = mixture.running, mixture.kept
+        of_temporaries, of_others = running, kept
         if self.profile.is_lower_bound:
             between = self._passed(choice.value_split, microbatch_size)
-            kept = partial(mixture.least_kept, passed=between)
-            running = partial(mixture.least_running, passed=between)
+            of_temporaries = partial(least_running, passed=between)
+            of_others = partial(least_kept, passed=between)
         of_full, of_cheap = (self._held(part, microbatch_size) for part in choice.measured)
         for row, component in enumerate(self.components[: self.num_passes]):
-            of = running if component in _TEMPORARIES else kept
+            of = of_temporaries if component in _TEMPORARIES else of_others
             found = of(full[row], cheap[row], mixed)
             if row in of_full:
                 # Of a parameter that layers on both sides of the border read.
                 apart = (full[row] - of_full[row], cheap[row] - of_cheap[row])
-                of_both = mixture.running(*apart, mixed) + of_cheap[row][mixed.first, mixed.stop]
+                of_both = running(*apart, mixed) + of_cheap[row][mixed.first, mixed.stop]
                 found = np.fmax(found, of_both)
             yield found
         yield from cheap[self.num_passes :, mixed.first, mixed.stop]

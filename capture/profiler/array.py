@@ -12,14 +12,13 @@ the median of 3 (3.2).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from glob import escape
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -38,16 +37,13 @@ from capture.memo import memo
 from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.profiler.asked import ArrayCall, ArrayShape, HostCopy, ProgramCost
-from capture.profiler.compile import target_provenance
 from capture.profiler.executing import ExecutingMachine
+from capture.profiler.program_backend import ProgramBackend
 from capture.profiler.timing import (
     COPY_BYTES,
-    OUT_OF_MEMORY,
     copies_of,
     copy_seconds,
     filled,
-    machine_here,
-    median_seconds,
     rows_of,
 )
 from capture.runtime.array_programs import ArrayPrograms, program_name
@@ -72,10 +68,6 @@ What = ArrayCall | HostCopy
 #: far it is.
 Measure = Callable[[str, Mapping[str, What], Progress], Mapping[str, ProgramCost]]
 
-#: Bump when the programs of an array, or what is counted of them, change for the same model.
-ARRAY_VERSION = 1
-#: Executions whose median counts, after one more.
-NUM_EXECUTIONS = 3
 #: Programs that are asked for while choices are weighed.
 MORE = "more programs"
 _DEVICE = Place("device", (0,))
@@ -93,21 +85,17 @@ def _code() -> str:
     return content_hash([path.read_text(encoding="utf-8") for path in files])
 
 
-class ArrayBackend:
+class ArrayBackend(ProgramBackend):
     """The backend that measures programs of an array of models.
 
     Args:
         workload: The task of every model.
         shape: Settings of the array.
-        store: Store of measurements.
-        target: Target to compile for; None executes here.
-        machine: Machine that executes, by default this process; another one only to know keys.
-
-    Attributes:
-        clock: Clock that times executions.
+        store, target, machine: As for ``ProgramBackend``.
     """
 
-    clock = staticmethod(time.perf_counter)
+    version: ClassVar[Mapping[str, int]] = {"array_version": 1}
+    num_executions = 3
 
     def __init__(
         self,
@@ -118,10 +106,8 @@ class ArrayBackend:
         target: Target | None = None,
         machine: ExecutingMachine | None = None,
     ):
-        environment.warn()
-        self._workload, self._shape, self._target = workload, shape, target
-        self.store = Store() if store is None else store
-        self.machine = None if target is not None else machine or machine_here()
+        super().__init__(store, target=target, machine=machine)
+        self._workload, self._shape = workload, shape
 
     @cached_property
     def fuser(self) -> Fuser:
@@ -139,17 +125,6 @@ class ArrayBackend:
     def options(self) -> dict[str, Any]:
         """The arguments that make the same backend in another process."""
         return {"shape": self._shape}
-
-    @cached_property
-    def provenance(self) -> dict[str, Any]:
-        """The facts beside the program that decide a measurement: backend, target, versions and
-        flags."""
-        if self.machine is None:
-            assert self._target is not None, "compiled for it"
-            facts = target_provenance(self._target)
-        else:
-            facts = self.machine.provenance
-        return {**facts, "array_version": ARRAY_VERSION}
 
     @memo
     def sub_array(self, num_models: int) -> FusedArray:
@@ -173,9 +148,9 @@ class ArrayBackend:
 
     @cached_property
     def _programs(self) -> ArrayPrograms:
-        if self._target is None:
+        if self.target is None:
             return ArrayPrograms(jax.devices()[0], Compiler())
-        compiler = TargetCompiler(self._target, count_work=True)
+        compiler = TargetCompiler(self.target, count_work=True)
         (device,) = compiler.devices(1)
         return ArrayPrograms(device, compiler.compiler())
 
@@ -183,7 +158,7 @@ class ArrayBackend:
         """Compile a program and, where this backend executes, time it; of a host copy, time the
         copy."""
         if isinstance(what, HostCopy):
-            return ProgramCost(seconds=copy_seconds(what, NUM_EXECUTIONS, self.clock))
+            return ProgramCost(seconds=copy_seconds(what, self.num_executions, self.clock))
         array, programs = self.fuser.of(what.num_models), self._programs
         name = program_name(array, what.call)
         executable = programs.executable(array, what.call, name)
@@ -191,11 +166,9 @@ class ArrayBackend:
         if self.machine is None:
             return ProgramCost(nbytes, work=executable.work)
         try:
-            return ProgramCost(nbytes, self._executed(array, what.call, executable.call))
-        except jax.errors.JaxRuntimeError as error:
-            if OUT_OF_MEMORY not in str(error):
-                raise
-            return ProgramCost(nbytes, failure=str(error).splitlines()[0])
+            timed = partial(self._timed, array, what.call, executable.call)
+            seconds, failure = self.executed(timed)
+            return ProgramCost(nbytes, seconds, failure=failure)
         finally:
             programs.executables.pop(name)
 
@@ -212,7 +185,7 @@ class ArrayBackend:
             progress(kind, len(found), len(wanted))
         return found
 
-    def _executed(self, array: FusedArray, call: Call, run: Callable[..., Any]) -> float:
+    def _timed(self, array: FusedArray, call: Call, run: Callable[..., object]) -> float:
         here = self._programs.sharding(_DEVICE)
         there = here.with_memory_kind(HOST_MEMORY)
         with jax.default_device(jax.devices("cpu")[0]):  # no device ever holds all of it
@@ -228,7 +201,7 @@ class ArrayBackend:
             for each in jax.tree.leaves(used):
                 each.delete()
 
-        return median_seconds(run, NUM_EXECUTIONS, self.clock, swap_in, end)
+        return self.median_seconds(run, swap_in, end)
 
 
 @dataclass(frozen=True)
@@ -332,7 +305,7 @@ class ArrayProfile:
         machine = self.backend.machine
         if machine is None:
             return f"the rates of {Path(self.target.name).name}"
-        return f"executions on {machine.device_kind} (median of {NUM_EXECUTIONS})"
+        return f"executions on {machine.device_kind} (median of {self.backend.num_executions})"
 
     @property
     def shared_patterns(self) -> tuple[str, ...]:

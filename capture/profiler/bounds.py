@@ -105,7 +105,7 @@ class BoundsBackend:
         facts = [self._backend.key(config), write(NO_END)]
         return self._stored(StageBounds, facts, lambda: read(document, StageBounds))
 
-    def _stored(self, kind: type[B], facts: list[Any], trace: Callable[[], B]) -> B:
+    def _stored(self, kind: type[B], facts: list[object], trace: Callable[[], B]) -> B:
         """Return the bounds in the store under a content hash of everything that can change them;
         else trace and store them."""
         key = content_hash(["bounds", BOUNDS_VERSION, self._bounder.for_devices, *facts])

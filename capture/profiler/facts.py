@@ -367,7 +367,7 @@ class LayerFacts:
         from those of whole parameters."""
         sent, gathered = self._split_params(window), self._largest_layer(window, choice)
 
-        def works(cost: StageCost, own: StageCost, of: Callable[..., Any]) -> dict[str, Any]:
+        def works(cost: StageCost, own: StageCost, of: Callable[..., object]) -> dict[str, Any]:
             names, degree = ("forward_work", "backward_work"), choice.tensor_parallel
             return {name: of(getattr(cost, name), getattr(own, name), degree) for name in names}
 

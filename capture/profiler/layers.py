@@ -6,10 +6,9 @@ Source: Li et al. 2022 (Harmony), 4.2.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,10 @@ from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
 from capture.profiler.asked import LayerNeeds, LayerPass
-from capture.profiler.compile import CompileBackend, target_provenance
+from capture.profiler.compile import CompileBackend
 from capture.profiler.executing import ExecutingMachine
-from capture.profiler.timing import OUT_OF_MEMORY, filled, machine_here, median_seconds
+from capture.profiler.program_backend import ProgramBackend
+from capture.profiler.timing import filled, out_of_memory
 from capture.quantities import format_bytes
 from capture.runtime.decomposer import Decomposed, LayerProgram
 from capture.runtime.leaf_parts import traced_optimizer
@@ -39,31 +39,22 @@ from capture.tracing import TracedModel
 from capture.tracing.coupling import coupled_examples
 from capture.tracing.slices import struct_of
 
-#: Bump when the programs of a layer, or what is counted of them, change for the same model.
-LAYER_VERSION = 1
-#: Executions whose median counts, after one more.
-NUM_EXECUTIONS = 5
 #: At which parameters and their update are looked at: a loss may trace otherwise at one example.
 REFERENCE_SIZE = 2
 
 
-class LayerBackend:
+class LayerBackend(ProgramBackend):
     """The backend that measures the layers of a model one by one.
 
     Args:
         workload: The task.
         num_layers: Number of layers of a model without marks; None: as many as are sensible.
-        store: Store of measurements.
-        target: Target to compile for; None executes here.
-        machine: Machine that executes, by default this process; another one only to know keys.
+        store, target, machine: As for ``ProgramBackend``.
         memory_limit_bytes: Where layers are executed, one of several examples that needs more is
             not tried.
-
-    Attributes:
-        clock: Clock that times executions.
     """
 
-    clock = staticmethod(time.perf_counter)
+    version: ClassVar[Mapping[str, int]] = {"layer_version": 1}
 
     def __init__(
         self,
@@ -78,23 +69,9 @@ class LayerBackend:
         self.compiler = CompileBackend(
             workload, store=store, target=target, unmarked_layers=num_layers
         )
+        super().__init__(self.compiler.store, target=target, machine=machine)
         self.compiler.traced(REFERENCE_SIZE)  # which decides how a model without marks is cut
         self.workload, self._memory_limit_bytes = workload, memory_limit_bytes
-        self._machine = None if target is not None else machine or machine_here()
-
-    @property
-    def store(self) -> Store:
-        return self.compiler.store
-
-    @cached_property
-    def provenance(self) -> dict[str, Any]:
-        """The facts beside the program that decide a measurement: backend, target, versions and
-        flags."""
-        if self._machine is None:
-            facts = target_provenance(self.compiler.target)
-        else:
-            facts = self._machine.provenance
-        return {**facts, "layer_version": LAYER_VERSION}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -186,7 +163,7 @@ class LayerBackend:
             structs += stage.state_structs
             keys = [self._update[0].param_keys[p] for p in stage.params]
             return content_hash([*facts, keys, [[list(s.shape), str(s.dtype)] for s in structs]])
-        limit = [] if self._machine is None else [self._memory_limit_bytes]
+        limit = [] if self.machine is None else [self._memory_limit_bytes]
         return content_hash([*facts, self._program(what).key, *limit])
 
     def measure(self, what: LayerPass) -> LayerNeeds:
@@ -203,7 +180,7 @@ class LayerBackend:
         program, size = self._program(what), what.microbatch_size
         compiler: AnyCompiler = Compiler()
         device, absent = jax.devices()[0], self.compiler.compiles
-        if self._machine is None:
+        if self.machine is None:
             config = StageConfig(what.layer, what.layer + 1, StageChoice(), size)
             compiler, [device] = self.compiler.compiler_of(config), absent.devices(1)
         sharding = NamedSharding(Mesh(np.asarray([device]), ("device",)), PartitionSpec())
@@ -214,15 +191,14 @@ class LayerBackend:
             with absent.refusing(f"layer {what.layer}"):
                 executable = compiler(program.function, arguments)
         except TargetError as error:
-            said = str(error.__cause__).strip()
-            if OUT_OF_MEMORY not in said:
-                raise
-            return LayerNeeds(failure=said.splitlines()[0])
+            if said := out_of_memory(error.__cause__):
+                return LayerNeeds(failure=said)
+            raise
         others = (*program.weights, *program.batch, *program.gradient)
         if what.layer == 0:  # its input is the batch
             others = program.weights + program.gradient
         nbytes = sum(tensor.nbytes for tensor in others) + executable.transient_bytes
-        if self._machine is None:
+        if self.machine is None:
             return LayerNeeds(nbytes, work=executable.work)
         whole = nbytes + sum(t.nbytes for t in (program.input or program.batch))
         limit = self._memory_limit_bytes
@@ -231,7 +207,13 @@ class LayerBackend:
                 nbytes,
                 failure=f"needs {format_bytes(whole)}, above the limit of {format_bytes(limit)}",
             )
-        return self._executed(nbytes, executable.call, arguments)
+
+        def timed() -> float:
+            arrays = jax.tree.map(lambda s: jax.device_put(filled(s), s.sharding), arguments)
+            return self.median_seconds(lambda: executable.call(*arrays))
+
+        seconds, failure = self.executed(timed)
+        return LayerNeeds(nbytes, seconds, failure=failure)
 
     def _program(self, what: LayerPass) -> LayerProgram:
         layers = self.layers(what.microbatch_size)
@@ -255,7 +237,7 @@ class LayerBackend:
                 held = update(*held, grads)
                 return held
 
-            return LayerNeeds(seconds=self._median_seconds(call))
+            return LayerNeeds(seconds=self.median_seconds(call))
 
     def _gradients(self, layer: int) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the gradients of all parameters that a layer reads."""
@@ -271,19 +253,7 @@ class LayerBackend:
             held = add(held, more)
             return held
 
-        return LayerNeeds(seconds=self._median_seconds(call))
-
-    def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
-        try:
-            arrays = jax.tree.map(lambda s: jax.device_put(filled(s), s.sharding), arguments)
-            return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
-        except jax.errors.JaxRuntimeError as error:
-            if OUT_OF_MEMORY not in str(error):
-                raise
-            return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
-
-    def _median_seconds(self, call: Callable[[], Any]) -> float:
-        return median_seconds(call, NUM_EXECUTIONS, self.clock)
+        return LayerNeeds(seconds=self.median_seconds(call))
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:
@@ -341,5 +311,5 @@ def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
     return {dtype: of(dtype) for dtype in sorted({cast.dtype for cast in traced.casts if cast})}
 
 
-def _struct_bytes(struct: Any) -> int:
+def _struct_bytes(struct: jax.ShapeDtypeStruct) -> int:
     return int(np.prod(struct.shape, dtype=np.int64)) * struct.dtype.itemsize

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-from capture import environment
 from capture.compiler.target_compiler import TargetCompiler
 from capture.compiler.target_devices import devices_of
 from capture.machine.server import ENDLESS_BYTES
@@ -18,16 +17,13 @@ from capture.model.graph import content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.profiler.asked import PackProgram, ProgramCost
-from capture.profiler.compile import target_provenance
+from capture.profiler.program_backend import ProgramBackend
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger
 from capture.step.program import replay
 
-#: Bump when the programs of a pack change for the same model and plan.
-PACKS_VERSION = 1
 
-
-class PackBackend:
+class PackBackend(ProgramBackend):
     """The backend that compiles the programs of plans of packs of a model.
 
     Args:
@@ -36,24 +32,18 @@ class PackBackend:
         store: Store of measurements.
     """
 
+    version: ClassVar[Mapping[str, int]] = {"packs_version": 1}
+
     def __init__(self, workload: WorkloadProtocol, target: Target, store: Store | None = None):
-        environment.warn()
-        self._workload, self.target = workload, target
-        self.store = Store() if store is None else store
+        super().__init__(store, target=target)
+        self._workload, self._compiler = workload, TargetCompiler(target)
         self.options: dict[str, Any] = {}
         self._step: StreamedStep | None = None
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """The facts beside the program that decide a measurement: backend, target, versions and
-        flags."""
-        facts = target_provenance(self.target)
-        facts.pop("work_version", None)  # no work is counted
-        return {**facts, "packs_version": PACKS_VERSION}
-
-    @cached_property
-    def _compiler(self) -> TargetCompiler:
-        return TargetCompiler(self.target)
+        """The facts beside the program that decide a measurement, of which no work is counted."""
+        return {k: fact for k, fact in super().provenance.items() if k != "work_version"}
 
     def step(self, plan: PacksPlan) -> StreamedStep:
         """Return the step of a plan, uncompiled; the last one is kept.

@@ -23,7 +23,7 @@ from capture.profiler.executing import ExecutingMachine
 from capture.tracing.keys import is_key
 
 #: What JAX says where a device has no room.
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 DIRECTIONS: tuple[CopyWay, ...] = ("to device", "to host", "both")
 #: To which a link is fitted.
 COPY_BYTES = (2**20, 2**22, 2**24, 2**26)
@@ -33,6 +33,12 @@ def machine_here() -> ExecutingMachine:
     """Return the devices of this process as a machine that executes."""
     devices = jax.devices()
     return ExecutingMachine(devices[0].platform, devices[0].device_kind, len(devices))
+
+
+def out_of_memory(error: BaseException | None) -> str:
+    """Return the first line of an error that says that a device has no room; empty for others."""
+    said = str(error).strip()
+    return said.splitlines()[0] if _OUT_OF_MEMORY in said else ""
 
 
 def median_seconds(
@@ -61,7 +67,7 @@ def median_seconds(
     return median(found[1:])
 
 
-def filled(struct: Any) -> Any:
+def filled(struct: jax.ShapeDtypeStruct) -> Any:
     """Return an array with values that make no operation quicker than others would."""
     if is_key(struct):
         return jax.random.split(jax.random.key(0), prod(struct.shape)).reshape(struct.shape)

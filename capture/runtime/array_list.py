@@ -14,7 +14,7 @@ from capture.compiler.executable import Executable
 from capture.plan.array import ArrayPlan
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.array_state import ArrayMetrics, ArrayState, Losses, check_array_state
-from capture.runtime.dispatch import Observer
+from capture.runtime.frame import Observer
 from capture.runtime.fused import FusedArray
 from capture.runtime.train_step import Metered
 from capture.step.multiplexed import ArraySteps
@@ -88,7 +88,7 @@ class ArrayList(Metered):
         self,
         state: ArrayState,
         slots: dict[str, list[jax.Array]],
-        batches: Sequence[Sequence[Any]],
+        batches: Sequence[Sequence[object]],
         reported: Sequence[jax.Array],
     ) -> tuple[ArrayState, Losses | None]:
         """Return the new state, and the losses of the update that is complete, if one is."""

@@ -31,7 +31,7 @@ class ArrayPrograms:
         executables: By name.
     """
 
-    def __init__(self, device: Any, compiler: AnyCompiler):
+    def __init__(self, device: jax.Device, compiler: AnyCompiler):
         self.device, self._mesh = device, Mesh(np.asarray([device]), ("device",))
         self._compiler = compiler
         self.executables: dict[str, Executable] = {}

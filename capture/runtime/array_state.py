@@ -50,7 +50,7 @@ class ArrayState:
 class Losses(Sequence[float]):
     """The losses of an update, one per model; reading one waits until all are there."""
 
-    def __init__(self, partition: Sequence[Sequence[int]], arrays: Sequence[Any]):
+    def __init__(self, partition: Sequence[Sequence[int]], arrays: Sequence[jax.Array]):
         self._partition, self._arrays = partition, arrays
 
     @cached_property
@@ -184,7 +184,7 @@ class StateRows:
         )
 
 
-def check_count(what: str, given: Any, count: int) -> None:
+def check_count(what: str, given: object, count: int) -> None:
     """Refuse a sequence that has not one element per model.
 
     Raises:

@@ -45,7 +45,7 @@ class Need:
     def num_examples(self) -> int:
         return sum(map(len, self.examples))
 
-    def part(self, leaf: Any) -> Any:
+    def part(self, leaf: object) -> Any:
         """Return the part of a leaf of the whole batch that is needed; None if nothing is."""
         if not self.is_read or self.dim is None:
             return leaf if self.is_read else None

@@ -111,9 +111,9 @@ class Bounder:
     def bounds(
         self,
         program: TracedProgram,
-        args: Sequence[Any],
+        args: Sequence[object],
         donate: Sequence[int] = (),
-        out_shardings: Any = None,
+        out_shardings: object = None,
     ) -> BoundedProgram:
         """Return the bounds of a traced program, with the shardings of these arguments."""
         flow, shapes, given = program.flow, program.shapes, jax.tree.leaves(tuple(args))
@@ -187,8 +187,8 @@ class Memory:
         self,
         program: TracedProgram,
         split: ValueSplit,
-        fresh: Mapping[Any, int],
-        least_fresh: Mapping[Any, int],
+        fresh: Mapping[object, int],
+        least_fresh: Mapping[object, int],
         lent: Lent,
         rules: Bounder,
         num_devices: int,
@@ -327,7 +327,7 @@ def _chosen(split: ValueSplit, mesh: Any, value: Any) -> NamedSharding:
     return NamedSharding(mesh, split.spec(value) if is_variable(value) else PartitionSpec())
 
 
-def _per_leaf(out_shardings: Any, shapes: Any) -> list[NamedSharding | None]:
+def _per_leaf(out_shardings: object, shapes: object) -> list[NamedSharding | None]:
     """Return the sharding that is asked for of every result; None leaves it open."""
     if out_shardings is None:
         return [None] * len(jax.tree.leaves(shapes))

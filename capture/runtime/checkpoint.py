@@ -224,7 +224,7 @@ def shared(step: Trained) -> PipelinedStep | None:
 
 
 def _checked(
-    step: Trained, metadata: Mapping[str, Any], models: Sequence[int] | None, path: Path
+    step: Trained, metadata: Mapping[str, object], models: Sequence[int] | None, path: Path
 ) -> Sources:
     """Return where the step's leaves are in a checkpoint, once that is known to have them all.
 
@@ -239,7 +239,9 @@ def _checked(
     return sources
 
 
-def _check_alike(expected: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+def _check_alike(
+    expected: Sequence[Mapping[str, object]], saved: Sequence[Mapping[str, object]]
+) -> None:
     """Refuse parameters and optimizer state of other shapes.
 
     Raises:

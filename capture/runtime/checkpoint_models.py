@@ -12,6 +12,7 @@ import numpy as np
 
 from capture import documents
 from capture.errors import ExecutionError
+from capture.model.workload import PyTree
 from capture.runtime.array_state import ArrayState
 from capture.runtime.hosts.saved import check_models
 from capture.runtime.layerwise import leaf_numbers
@@ -33,7 +34,7 @@ CHECKPOINT = documents.Format(
 )
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree, by path."""
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -88,7 +89,9 @@ class Models:
             optimizer |= {f"{begin}{p}": x for p, x in states.items()}
         return params, optimizer
 
-    def restored(self, params: Sequence[Any], optimizer: Sequence[Any], num_steps: int) -> State:
+    def restored(
+        self, params: Sequence[object], optimizer: Sequence[object], num_steps: int
+    ) -> State:
         """Return the state with what was read, by model."""
         given = (params, optimizer) if self.count is not None else (params[0], optimizer[0])
         state: State = self._step.restore(*given, num_steps)
@@ -104,7 +107,7 @@ def filled_leaf(struct: Any, read: np.ndarray | None) -> Any:
     return read
 
 
-def filled(struct: Any, read: Mapping[str, np.ndarray | None]) -> Any:
+def filled(struct: PyTree, read: Mapping[str, np.ndarray | None]) -> Any:
     """Return the arrays that were read, in the tree and with the keys of ``struct``."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: filled_leaf(leaf, read.get(jax.tree_util.keystr(path))), struct
@@ -148,7 +151,10 @@ class Sources:
         self.paths, self.expected, self.saved = (tuple(each) for each in zip(*found, strict=True))
 
     def _found(
-        self, leaves: Sequence[Mapping[str, Any]], saved: Mapping[str, Any], shared: frozenset[str]
+        self,
+        leaves: Sequence[Mapping[str, object]],
+        saved: Mapping[str, object],
+        shared: frozenset[str],
     ) -> tuple[list[dict[str, str]], dict[str, Any], dict[str, Any]]:
         def named(path: str, prefix: str) -> str:
             own, first = f"{prefix}{path}", f"[0]{path}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -22,47 +21,21 @@ import numpy as np
 
 from capture.compiler.executable import Executable
 from capture.runtime.fast_paths import Put, flat_call, to_devices
+from capture.runtime.frame import Action, Call, Frame, Layout, Observer
 from capture.runtime.reshard import plan_moves, reshard
 from capture.step.behind import Touches
-from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait, replay
 from capture.step.run_ahead import waits, with_scratch
 from capture.tracing.keys import is_key
 
 if TYPE_CHECKING:
     from capture.runtime.hosts.part import StepPart
 
-Call = Callable[[list[jax.Array]], Sequence[list[jax.Array]]]
-"""A program: takes the arrays of its inputs in one list, group by group; returns a list per output
-slot."""
-
-Layout = Callable[[Slot], Sequence[jax.ShapeDtypeStruct]]
-"""The arrays of a slot: shape, dtype and sharding, its memory kind included."""
-
-Observer = Callable[[Instruction, list[Any]], None]
-
-Action = Callable[["Frame"], None]
-
 #: Instructions that may wait for copies while the host goes on with those of other memories.
 _MOST_BEHIND = 64
 
 #: POSIX; elsewhere the host just goes on.
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-
-
-@dataclass
-class Frame:
-    """The arrays and the batch that one execution of a step works on.
-
-    Attributes:
-        slots: Per slot of the step its arrays, or None while it is not alive.
-        microbatches: Per part of the batch its leaves: host arrays, and the random key if the loss
-            takes one.
-        reported: Arrays of the slots that the step reports, in the order in which they were made.
-    """
-
-    slots: list[list[jax.Array] | None]
-    microbatches: Sequence[Sequence[Any]]
-    reported: list[jax.Array]
 
 
 class BoundStep:
@@ -304,7 +277,7 @@ class BoundStep:
         return action
 
 
-def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def to_device(leaf: object, sharding: jax.sharding.Sharding) -> jax.Array:
     """Put a host array or a random key on the devices, in buffers of their own; where some devices
     are of other processes, each process puts its part there."""
     if isinstance(leaf, jax.Array):

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.executable import AnyCompiler, Executable
-from capture.runtime.dispatch import Call
 from capture.runtime.fast_paths import FlatCall
+from capture.runtime.frame import Call
 
 _DEVICE = "device"
 
@@ -80,16 +80,16 @@ class Exchange:
     def _of(self, struct: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
         """Return what a device computes, with the others, from one of its arrays."""
 
-        def gather(share: Any) -> Any:
+        def gather(share: object) -> Any:
             whole = jax.lax.all_gather(share, _DEVICE, tiled=True)
             return whole[: int(np.prod(struct.shape, dtype=np.int64))].reshape(struct.shape)
 
-        def scatter(array: Any) -> Any:
+        def scatter(array: jax.Array) -> Any:
             (size,), count = struct.shape, len(self.shardings)
             flat = jnp.pad(array.reshape(-1), (0, count * size - array.size))
             return jax.lax.psum_scatter(flat, _DEVICE, tiled=True)
 
-        def add(array: Any) -> Any:
+        def add(array: jax.Array) -> Any:
             return jax.lax.psum(array, _DEVICE).reshape(struct.shape)
 
         return {"gather": gather, "scatter": scatter, "reduce": add}[self.kind]

@@ -32,7 +32,7 @@ _batched_device_put: Callable[..., jax.Array] | None = getattr(
 )
 
 
-def flat_call(compiled: Any) -> FlatCall:
+def flat_call(compiled: object) -> FlatCall:
     """Return the call of a compiled program without the trees of its arguments and results.
 
     The first call goes through JAX's own checks of shapes and shardings; the later ones do not, so

@@ -84,7 +84,9 @@ class Fuser:
         """Return the joint step of so many models."""
         return FusedArray(self, num_models)
 
-    def begun(self, member: Member, params: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    def begun(
+        self, member: Member, params: Sequence[object]
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Return by index the parameters of the layer graph with which a model begins, and the
         leaves of its optimizer's state, hyperparameters set."""
         tree: Any = jax.tree.structure(self.traced.split_struct)  # JAX's stubs leave it out
@@ -96,7 +98,7 @@ class Fuser:
     def _init(self) -> Callable[[Any], Any]:
         return jax.jit(self.workload.optimizer.init)
 
-    def sharing(self, params: Sequence[np.ndarray], first: Mapping[int, Any]) -> list[Any]:
+    def sharing(self, params: Sequence[np.ndarray], first: Mapping[int, object]) -> list[Any]:
         """Return a model's parameters of the layer graph, with those of the first model that all
         share."""
         return [first[p] if p in self.optimizer.shared else own for p, own in enumerate(params)]
@@ -133,7 +135,7 @@ class FusedArray:
         WorkloadError: ``array-key`` for a loss that draws with keys of another kind than threefry.
     """
 
-    def __init__(self, fuser: Fuser, num_models: int, document: Mapping[str, Any] | None = None):
+    def __init__(self, fuser: Fuser, num_models: int, document: Mapping[str, object] | None = None):
         graph, optimizer = fuser.traced.graph, fuser.optimizer
         self.num_models, self.num_layers = num_models, graph.num_layers
         self.num_leaves = len(graph.batch)
@@ -171,7 +173,7 @@ class FusedArray:
     def _traced_program(self) -> LossProgram:
         graph = self._traced.graph
 
-        def stacked(struct: Any) -> jax.ShapeDtypeStruct:
+        def stacked(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.num_models, *struct.shape), struct.dtype)
 
         params = [
@@ -194,7 +196,7 @@ class FusedArray:
         return flatten(closed, len(params), None, {}).program
 
     def _update(
-        self, params: Sequence[Any], state: Sequence[Sequence[Any]], batch: Sequence[Any]
+        self, params: Sequence[Any], state: Sequence[Sequence[Any]], batch: Sequence[object]
     ) -> tuple[Any, list[Any], list[list[Any]]]:
         """Update one model: return its loss, new parameters and new optimizer state."""
         values, passes = dict[int, Any](), list[tuple[Segment, Any]]()
@@ -230,13 +232,17 @@ class FusedArray:
         return loss, new_params, new_state
 
     def _forward(
-        self, layer: int, params: Sequence[Any], values: dict[int, Any], batch: Sequence[Any]
+        self,
+        layer: int,
+        params: Sequence[object],
+        values: dict[int, object],
+        batch: Sequence[object],
     ) -> tuple[Segment, Any]:
         """Add what a layer makes to the values, and return the layer with its pullback."""
         part = self._traced.slice(layer, layer + 1)
         trained = self._trained(part.params)
 
-        def run(own: Sequence[Any], given: Mapping[int, Any]) -> list[Any]:
+        def run(own: Sequence[object], given: Mapping[int, object]) -> list[Any]:
             weights = {**dict(enumerate(params)), **dict(zip(trained, own, strict=True))}
             return part(
                 [weights[p] for p in part.params],
@@ -308,7 +314,9 @@ class FusedArray:
                 self._add(*lifetime, *zip(*part, strict=True))
         self.loss = len(self.bundles) - 1
 
-    def _parts(self, members: Sequence[tuple[int, Any, Any]]) -> list[list[tuple[int, Any, Any]]]:
+    def _parts(
+        self, members: Sequence[tuple[int, object, object]]
+    ) -> list[list[tuple[int, Any, Any]]]:
         """Return the values in bundles of at least ``bundle_bytes``, but for the last."""
         parts: list[list[tuple[int, Any, Any]]] = [[]]
         for member in members:

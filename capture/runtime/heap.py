@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capture.model.workload import PyTree
-from capture.runtime.dispatch import Observer
+from capture.runtime.frame import Observer
 from capture.runtime.process_memory import HeapMeter
 from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, is_device
@@ -77,7 +77,7 @@ class HeapMeasurement:
 
 def measure_heap(
     step: Metered,
-    state: Any,
+    state: object,
     batch: PyTree,
     key: jax.Array | None = None,
     *,
@@ -100,7 +100,7 @@ def measure_heap(
     heap = HeapMeter()
     heap.start()
 
-    def observe(instruction: Instruction, slots: list[Any]) -> None:
+    def observe(instruction: Instruction, slots: list[object]) -> None:
         heap()
         if observer is not None:
             observer(instruction, slots)
@@ -184,7 +184,7 @@ def _unbounded(step: Metered) -> tuple[str, ...]:
     return tuple(dict.fromkeys(calls))
 
 
-def _converted_bytes(leaf: Any) -> int:
+def _converted_bytes(leaf: object) -> int:
     """Return the bytes of the copy that the host makes of a whole leaf of the batch."""
     if isinstance(leaf, jax.Array):
         return 0 if len(leaf.sharding.device_set) == 1 else leaf.nbytes

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from capture.tracing.dataflow import DataFlow, bind
@@ -25,8 +26,8 @@ from capture.tracing.source import goes_backwards, layer_of_scope
 
 
 def layer_by_layer(
-    function: Callable[..., Sequence[Any]],
-    groups: Sequence[Sequence[Any]],
+    function: Callable[..., Sequence[object]],
+    groups: Sequence[Sequence[object]],
     *,
     given: Collection[int],
     awaited: int,
@@ -63,7 +64,7 @@ def layer_by_layer(
 
 
 def parameters_in_turn(
-    function: Callable[..., Sequence[Any]], groups: Sequence[Sequence[Any]]
+    function: Callable[..., Sequence[object]], groups: Sequence[Sequence[object]]
 ) -> Any:
     """Return what a forward pass returns, where no parameter of a layer is read before the layer in
     front of it begins.
@@ -90,7 +91,7 @@ def parameters_in_turn(
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _by_layer(equations: Sequence[Any]) -> tuple[dict[int, list[Any]], dict[Any, int]]:
+def _by_layer(equations: Sequence[JaxprEqn]) -> tuple[dict[int, list[Any]], dict[Any, int]]:
     """Return the operations of a forward pass by layer, in their order, each no sooner than those
     that stand before it; and the layer that first reads each value."""
     by_layer: dict[int, list[Any]] = {}
@@ -106,7 +107,7 @@ def _by_layer(equations: Sequence[Any]) -> tuple[dict[int, list[Any]], dict[Any,
 
 
 def _opened(
-    function: Callable[..., Any], groups: Sequence[Sequence[Any]]
+    function: Callable[..., object], groups: Sequence[Sequence[object]]
 ) -> tuple[DataFlow, list[Any], Any]:
     """Return the traced function, the leaves of its arguments and the structure of its results."""
     leaves, tree = jax.tree.flatten(tuple(groups))
@@ -118,11 +119,11 @@ def _opened(
 
 def _evaluate(
     flow: DataFlow,
-    args: Mapping[Any, Any],
-    given: Collection[Any],
+    args: Mapping[object, object],
+    given: Collection[object],
     gradients: Sequence[Any],
     lag: int,
-    lying: Mapping[Any, NamedSharding],
+    lying: Mapping[object, NamedSharding],
 ) -> list[Any]:
     values = flow.constants | dict(args)
     shown = [v for e in flow.jaxpr.eqns if e.effects for v in e.invars]
@@ -149,7 +150,7 @@ def _evaluate(
     return [value_of(v, values) for v in flow.outputs]
 
 
-def _by_rows(array: Any, sharding: NamedSharding) -> Any:
+def _by_rows(array: jax.Array, sharding: NamedSharding) -> Any:
     """Return a gradient in the order of memory in which results are returned, so that it is put
     into that order when it is complete, and not at the end, all layers' at once.
 
@@ -166,7 +167,7 @@ def _by_rows(array: Any, sharding: NamedSharding) -> Any:
     )(array)
 
 
-def _turns(equations: Sequence[Any]) -> dict[int, int]:
+def _turns(equations: Sequence[JaxprEqn]) -> dict[int, int]:
     """Return each operation's turn, by its identity: gradients at the turn of their layer, counted
     from the last one; what is computed again of the forward pass when it is first read."""
     layers: dict[Any, int] = {}
@@ -196,13 +197,13 @@ def _turns(equations: Sequence[Any]) -> dict[int, int]:
 
 
 def _held_back(
-    equations: Sequence[Any], values: Mapping[Any, Any], given: Collection[Any]
+    equations: Sequence[JaxprEqn], values: Mapping[Any, Any], given: Collection[Any]
 ) -> list[Any]:
     """Return what operations read, and is not there all the time, that a barrier can hold back."""
     reads = dict.fromkeys(v for equation in equations for v in variables(equation.invars))
     return [v for v in reads if v in values and v not in given and may_wait(values[v])]
 
 
-def may_wait(array: Any) -> bool:
+def may_wait(array: jax.Array) -> bool:
     """Return whether a barrier takes an array: no random keys, and no gradients of integers."""
     return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_

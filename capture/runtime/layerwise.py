@@ -81,7 +81,7 @@ class LayerwiseOptimizer:
             name: leaf for leaf, (path, _) in enumerate(paths) if (name := _injected_name(path))
         }
 
-    def with_hyperparameters(self, state: Any, values: Mapping[str, float]) -> Any:
+    def with_hyperparameters(self, state: object, values: Mapping[str, float]) -> Any:
         """Return an optimizer state with other hyperparameters."""
 
         def replaced(path: Any, leaf: Any) -> Any:
@@ -200,13 +200,13 @@ def _is_zero(program: DataFlow, atom: Any) -> bool:
     )
 
 
-def _injected_name(path: Sequence[Any]) -> str:
+def _injected_name(path: Sequence[object]) -> str:
     """Return the hyperparameter that a leaf of an optimizer's state is; empty if it is none."""
     injected = len(path) > 1 and getattr(path[-2], "name", None) == _INJECTED
     return _key_of(path[-1]) if injected else ""
 
 
-def _scheduled_name(path: Sequence[Any]) -> str:
+def _scheduled_name(path: Sequence[object]) -> str:
     """Return the hyperparameter whose schedule keeps a leaf of an optimizer's state; empty if none
     does."""
     names = [getattr(key, "name", None) for key in path]
@@ -214,12 +214,12 @@ def _scheduled_name(path: Sequence[Any]) -> str:
     return _key_of(path[at]) if at < len(path) else ""
 
 
-def _key_of(key: Any) -> str:
+def _key_of(key: object) -> str:
     """Return the key of a dictionary in a path; empty for other steps."""
     return key.key if isinstance(key, jax.tree_util.DictKey) else ""
 
 
-def key_violations(jaxpr: Any) -> Iterator[Violation]:
+def key_violations(jaxpr: object) -> Iterator[Violation]:
     """Yield a violation for random numbers that are others under ``jax.vmap``: its rule for XLA's
     own generator draws with the first key of a batch for all of them."""
     drawn = set(_generators(jaxpr)) - {*KEYS}
@@ -296,5 +296,5 @@ def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
                     yield node
 
 
-def _parameters(factory: Any) -> Iterator[str]:
+def _parameters(factory: object) -> Iterator[str]:
     yield from inspect.signature(factory).parameters if callable(factory) else ()

@@ -53,7 +53,7 @@ def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]
     return list(devices[:count])
 
 
-def check_hosts(devices: Sequence[Any]) -> None:
+def check_hosts(devices: Sequence[jax.Device]) -> None:
     """Refuse devices that cannot use the memory of their host.
 
     Raises:
@@ -68,7 +68,7 @@ def check_hosts(devices: Sequence[Any]) -> None:
         )
 
 
-def check_device_memory(devices: Sequence[Any], peak_bytes: Sequence[int]) -> None:
+def check_device_memory(devices: Sequence[jax.Device], peak_bytes: Sequence[int]) -> None:
     """Refuse a step that needs more than JAX's allocator may take of a GPU, three quarters of its
     memory unless a variable says otherwise.
 
@@ -89,7 +89,7 @@ def check_device_memory(devices: Sequence[Any], peak_bytes: Sequence[int]) -> No
             )
 
 
-def check_memory(devices: Sequence[Any], *steps: Step) -> Peak:
+def check_memory(devices: Sequence[jax.Device], *steps: Step) -> Peak:
     """Refuse steps that need more than JAX may take of their devices, or pin in the memory of a
     GPU's host; return the highest peak of a device.
 
@@ -132,7 +132,7 @@ class StageLayout:
         self,
         graph: LayerGraph,
         choice: StageChoice,
-        devices: Sequence[Any],
+        devices: Sequence[jax.Device],
         specs: Sequence[PartitionSpec],
         update: StageUpdate,
     ):
@@ -230,7 +230,7 @@ def split_dim(spec: PartitionSpec, axis: str) -> int | None:
     return next((dim for dim, name in enumerate(spec) if name == axis), None)
 
 
-def on_host(struct: Any) -> jax.ShapeDtypeStruct:
+def on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the structure of an array in the memory of the host of its devices."""
     sharding = struct.sharding.with_memory_kind(HOST_MEMORY)
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from capture.errors import WorkloadError
 from capture.model.graph import content_hash
@@ -35,7 +36,7 @@ _ELEMENTWISE = frozenset(
 
 
 def traced_optimizer(
-    optimizer: Any, traced: TracedModel, unread: Collection[int] = ()
+    optimizer: object, traced: TracedModel, unread: Collection[int] = ()
 ) -> TracedOptimizer:
     """Return the update of a traced model, over parameters as stages hold them.
 
@@ -63,7 +64,7 @@ def traced_optimizer(
     return layers
 
 
-def check_rows(optimizer: Any, whole: Any, parts: Any, counts: Mapping[int, int]) -> None:
+def check_rows(optimizer: object, whole: object, parts: object, counts: Mapping[int, int]) -> None:
     """Refuse an optimizer that would train the rows of a leaf in another way than the leaf.
 
     Args:
@@ -89,7 +90,7 @@ def check_rows(optimizer: Any, whole: Any, parts: Any, counts: Mapping[int, int]
 
 
 def _updated_otherwise(
-    optimizer: Any, whole_struct: Any, held: TracedOptimizer, counts: Mapping[int, int]
+    optimizer: object, whole_struct: object, held: TracedOptimizer, counts: Mapping[int, int]
 ) -> Iterator[tuple[int, str]]:
     """Yield the leaves that are updated in another way than their parts, and what people call them;
     ``counts`` are those of leaves that are held in parts."""
@@ -157,15 +158,15 @@ class _Updates:
 class _Shared:
     """The values of an update that are not made of one parameter, nor scalars of none."""
 
-    def __init__(self, owners: Mapping[Any, frozenset[int]], mine: frozenset[int]):
+    def __init__(self, owners: Mapping[object, frozenset[int]], mine: frozenset[int]):
         self._owners, self._mine = owners, mine
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         owners = self._owners.get(value, frozenset())
         return bool(owners) and owners != self._mine
 
 
-def _settings(equation: Any) -> str:
+def _settings(equation: JaxprEqn) -> str:
     """Return the parameters of an operation that are not shapes."""
     return str(
         {

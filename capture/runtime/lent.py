@@ -31,7 +31,7 @@ class Lent:
     arguments: Mapping[int, Collection[Any]]
     num_held: Mapping[int, int]
 
-    def nbytes(self, still_read: Collection[Any]) -> int:
+    def nbytes(self, still_read: Collection[object]) -> int:
         """Return the bytes that may be lent, at most, while some arguments are still to be read."""
         return sum(
             nbytes * min(self.num_held[nbytes], sum(v not in still_read for v in arguments))
@@ -40,7 +40,7 @@ class Lent:
 
 
 def held_results(
-    donated: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct], nbytes: Sequence[int]
+    donated: Sequence[object], results: Sequence[jax.ShapeDtypeStruct], nbytes: Sequence[int]
 ) -> Mapping[int, int]:
     """Return the results that donated arguments may hold, by position, and the bytes of those.
 
@@ -68,7 +68,9 @@ def held_results(
 
 
 def lendable(
-    program: TracedProgram, donated: Sequence[tuple[Any, Any]], held: Sequence[tuple[Any, int]]
+    program: TracedProgram,
+    donated: Sequence[tuple[object, object]],
+    held: Sequence[tuple[object, int]],
 ) -> Lent:
     """Return what may be lent.
 

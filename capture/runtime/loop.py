@@ -48,7 +48,7 @@ class Loop:
     last: int
 
     def run(
-        self, executions: Sequence[Metered], work: StepWork, fed: Iterator[Fed], state: Any
+        self, executions: Sequence[Metered], work: StepWork, fed: Iterator[Fed], state: object
     ) -> Any:
         """Execute all lists of instructions, and return the last state. Where the data end before,
         those are left out that would be fed. An error of the data is raised once the state before
@@ -162,7 +162,7 @@ class Meters:
         """Return whether nothing is measured in an execution."""
         return number not in self._first and number != self._last
 
-    def execute(self, number: int, step: Metered, fed: Fed, state: Any) -> tuple[Any, Any]:
+    def execute(self, number: int, step: Metered, fed: Fed, state: object) -> tuple[Any, Any]:
         """Execute a list of instructions, and return the state and the loss of the update that is
         complete."""
         batch, key = fed
@@ -239,7 +239,7 @@ class Saves:
         """Wait until what is saved is complete."""
         self._saver.finish()
 
-    def rescue(self, state: Any) -> str | None:
+    def rescue(self, state: object) -> str | None:
         """Save the last state of a training that fails, unless several processes would have to
         agree on that; return where the last checkpoint is."""
         return self.finish(state) if self._is_alone else None

@@ -85,7 +85,7 @@ def _most(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 
 def measure_step(
     step: Metered,
-    state: Any,
+    state: object,
     batch: PyTree,
     key: jax.Array | None = None,
     *,

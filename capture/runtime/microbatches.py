@@ -86,7 +86,7 @@ def _leaves_of(traced: TracedModel, batch: PyTree, key: Any, of: str) -> list[An
         raise
 
 
-def _host_leaf(leaf: Any) -> np.ndarray:
+def _host_leaf(leaf: object) -> np.ndarray:
     """Return a leaf as JAX takes it: 64-bit numbers as 32-bit, unless it is told to keep them."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import warnings
 from collections import deque
@@ -27,10 +26,11 @@ from capture import documents, environment
 from capture.errors import ExecutionError, Violation
 from capture.measured.stage_cost import StageCost
 from capture.plan.stages import Plan
-from capture.runtime.dispatch import Layout, to_host
+from capture.runtime.dispatch import to_host
+from capture.runtime.frame import Layout
 from capture.runtime.hosts import device_puts
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
-from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, parted
+from capture.runtime.hosts.addresses import check_coordinator, check_nodes, free_port, own_address
 from capture.runtime.hosts.device_puts import DevicePuts
 from capture.runtime.hosts.gate import COORDINATOR, Gate, check_secret, is_of_this_machine
 from capture.runtime.hosts.part import SharedStep, StepPart
@@ -90,11 +90,9 @@ def initialize(
     if transport != "device_put":
         check_secret(where, secret)
     check_coordinator(where, host)
-    gate, service = None, where
-    address = "127.0.0.1" if is_of_this_machine(where) else _own_address(where)
-    if secret is not None:
-        gate = Gate(secret, f"{address}:0" if host else where, host)
-        service = _service(gate, where, host)
+    address = "127.0.0.1" if is_of_this_machine(where) else own_address(where)
+    gate = None if secret is None else Gate(secret, f"{address}:0" if host else where, host)
+    service = where if gate is None else _service(gate, where, host)
     _join(service, num_hosts, host, local_ids, gate, where)
     from jax._src import distributed  # what it knows has no public name
 
@@ -102,10 +100,7 @@ def initialize(
     if not joined:
         # Gloo, the default of several processes, uses sockets within a process, too.
         jax.config.update("jax_cpu_collectives_implementation", None)
-    if transport == "device_put":
-        device_puts.prepare(address, environment.patience(patience_seconds))
-    elif transport is None:
-        transport = "sockets" if jax.local_devices()[0].platform == "cpu" else "device_put"
+    transport = _prepared(transport, address, patience_seconds)
     _warn_of_strangers(where, transport, joined)
     hosts = Hosts(
         jax.process_index(),
@@ -126,6 +121,15 @@ def initialize(
     )
     hosts.are_joined = joined
     return hosts
+
+
+def _prepared(transport: str | None, address: str, patience_seconds: float) -> str:
+    """Return the transport that is asked for, prepared, or the one for the devices here."""
+    if transport == "device_put":
+        device_puts.prepare(address, environment.patience(patience_seconds))
+    if transport is not None:
+        return transport
+    return "sockets" if jax.local_devices()[0].platform == "cpu" else "device_put"
 
 
 class Hosts:
@@ -183,7 +187,7 @@ class Hosts:
         """The most seconds that are waited for another process."""
         return environment.patience(self._patience_seconds)
 
-    def exchange(self, what: str, mine: Any) -> list[Any]:
+    def exchange(self, what: str, mine: object) -> list[Any]:
         """Exchange small documents, one per process, in calls that all processes make in one order.
 
         Raises:
@@ -221,7 +225,7 @@ class Hosts:
             ) from error
         return found
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
+    def compare(self, facts: Mapping[str, object]) -> None:
         """Refuse processes that would not do the same.
 
         Raises:
@@ -240,7 +244,7 @@ class Hosts:
             if other.get(name) != first[name]
         )
 
-    def check_alike(self, what: str, mine: Any) -> None:
+    def check_alike(self, what: str, mine: object) -> None:
         """Refuse processes that do not see the same files.
 
         Raises:
@@ -475,13 +479,6 @@ def _warn_of_strangers(coordinator: str, transport: str, joined: bool) -> None:
             "and asks nobody who they are. Use a network without strangers (docs/security.md).",
             stacklevel=3,
         )
-
-
-def _own_address(coordinator: str) -> str:
-    """Return the address of this host from which the coordinator is reached; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(parted(coordinator))
-        return probe.getsockname()[0]
 
 
 def _end(sentence: str) -> None:

@@ -41,7 +41,7 @@ from capture.runtime.array_state import (
     check_models,
 )
 from capture.runtime.array_tasks import as_planned, unlike_shared, wrong_hyperparameters
-from capture.runtime.dispatch import Observer
+from capture.runtime.frame import Observer
 from capture.runtime.fused import Fuser
 from capture.runtime.layout import check_hosts, check_memory, first_devices
 from capture.runtime.state import joined_params, made_by_host, optimizer_leaves, param_leaves
@@ -132,7 +132,7 @@ class ArrayTraining:
         fusers: Mapping[ArrayTask, Fuser],
         programs: ArrayPrograms,
         plan: ArrayPlan,
-        device: Any,
+        device: jax.Device,
         family: list[ArrayTraining] | None = None,
     ):
         self.fusers, self.programs, self.plan, self.device = fusers, programs, plan, device
@@ -282,7 +282,7 @@ class ArrayTraining:
     def add(
         self,
         state: ArrayState,
-        models: Sequence[Member | Mapping[str, Any]],
+        models: Sequence[Member | Mapping[str, object]],
         params: Sequence[PyTree] | None = None,
     ) -> ArrayState:
         """Add models, which get the next numbers and begin now, each in the sub-array that is
@@ -387,7 +387,7 @@ class ArrayTraining:
         return steps.body if state.ahead is not None or not steps.prologue else steps.prologue
 
     def advance(
-        self, state: ArrayState, batch: Any, *, observer: Observer | None = None
+        self, state: ArrayState, batch: object, *, observer: Observer | None = None
     ) -> tuple[ArrayState, Losses | None]:
         """Take one batch.
 
@@ -404,7 +404,7 @@ class ArrayTraining:
         state, metrics = train._lists[id(train.step_of(state))](state, given, observer=observer)
         return state, metrics.losses
 
-    def _stacked(self, batch: Any, update: int) -> list[Any]:
+    def _stacked(self, batch: object, update: int) -> list[Any]:
         return stacked(self.plan, [one.traced for one in self._each], batch, update)
 
     @property
@@ -442,12 +442,12 @@ class ArrayTraining:
         workloads = [one.workload for one in self._each]
         return (drawn(self.plan, workloads, n) for n in count(first))
 
-    def fed(self, batches: Iterable[Any], seed: int, first: int) -> Iterator[Fed]:
+    def fed(self, batches: Iterable[object], seed: int, first: int) -> Iterator[Fed]:
         """Yield what each update is fed with, from the batches of the models."""
         return (Fed(self._stacked(batch, n)) for n, batch in enumerate(batches, first))
 
     def comparison(
-        self, params: Sequence[PyTree], batches: Sequence[Any], seed: int
+        self, params: Sequence[PyTree], batches: Sequence[object], seed: int
     ) -> Callable[[ArrayState], dict[str, Any]]:
         """Return what compares a training with each model alone when it has ended."""
         plan, each = self.plan, self._each

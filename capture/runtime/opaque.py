@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from capture.tracing.jaxprs import is_variable, sub_jaxprs
 from capture.tracing.recompute import (
     FUNCTIONS,
@@ -49,7 +51,9 @@ class OpaqueProducts:
         useful: Positions of the equations that results depend on.
     """
 
-    def __init__(self, equations: Sequence[Any], given: Sequence[Any], useful: Collection[int]):
+    def __init__(
+        self, equations: Sequence[JaxprEqn], given: Sequence[object], useful: Collection[int]
+    ):
         self._equations, self._useful = equations, useful
         self._distinct = {v: _size(v) for v in given}
         self._root: dict[Any, Any] = {}
@@ -57,7 +61,7 @@ class OpaqueProducts:
         for equation in equations:
             self._follow(equation)
 
-    def _follow(self, equation: Any) -> None:
+    def _follow(self, equation: JaxprEqn) -> None:
         read = {v: self.distinct(v) for v in equation.invars if is_variable(v)}
         all_of_it = self._is_product(equation)
         for v in equation.outvars:
@@ -73,11 +77,11 @@ class OpaqueProducts:
             roots = self._computed.setdefault(key, equation.outvars)
             self._root.update(zip(equation.outvars, roots, strict=True))
 
-    def _rooted(self, value: Any) -> Any:
+    def _rooted(self, value: object) -> Any:
         """Return one of the values that are equal to a value, but for scale, type and order."""
         return self._root.get(value, value)
 
-    def distinct(self, value: Any) -> int:
+    def distinct(self, value: object) -> int:
         """Return the number of elements that a value is made of: 0 of a constant; of what is
         broadcast, those before."""
         return self._distinct.get(value, 0) if is_variable(value) else 0
@@ -124,10 +128,10 @@ class OpaqueProducts:
             and terms * (rows + columns) >= _FEWEST_ELEMENTS * num_devices
         )
 
-    def _is_product(self, equation: Any) -> bool:
+    def _is_product(self, equation: JaxprEqn) -> bool:
         return min(product_sizes(equation)) > 0 and all(map(self.distinct, equation.invars))
 
-    def new_elements(self, equation: Any) -> int:
+    def new_elements(self, equation: JaxprEqn) -> int:
         """Return how many elements of the result are in none of the operands, even if a compiler
         leaves out, folds or moves all that it may; 0 where that is not certain."""
         name, [result, *_] = equation.primitive.name, equation.outvars

@@ -62,13 +62,13 @@ class StageUpdate:
         """The shapes of the leaves that the stage holds."""
         return [self.whole.state_structs[k] for k in self.state]
 
-    def init(self, params: Sequence[Any]) -> list[Any]:
+    def init(self, params: Sequence[object]) -> list[Any]:
         """Return the stage's leaves of the initial optimizer state."""
         flow = self.whole.traced.init
         wanted = [flow.outputs[k] for k in self.state]
         return flow.part([[flow.inputs[p] for p in self.params]], [wanted])(params)[0]
 
-    def total(self, grads: Sequence[Any], arrived: Iterable[tuple[int, Any]]) -> list[Any]:
+    def total(self, grads: Sequence[jax.Array], arrived: Iterable[tuple[int, Any]]) -> list[Any]:
         """Return the gradients of the stage's parameters with those added that others made of some
         of them."""
         found = dict(zip(self.params, grads, strict=True))
@@ -77,7 +77,7 @@ class StageUpdate:
         return list(found.values())
 
     def summarize(
-        self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]
+        self, params: Sequence[object], state: Sequence[object], grads: Sequence[jax.Array]
     ) -> list[Any]:
         """Return the stage's summary values."""
         flow, read = self.whole.traced.update, self._read
@@ -87,7 +87,7 @@ class StageUpdate:
         self,
         params: Sequence[Any],
         state: Sequence[Any],
-        grads: Sequence[Any],
+        grads: Sequence[jax.Array],
         summaries: Sequence[Sequence[Any]],
     ) -> tuple[list[Any], list[Any]]:
         """Return new parameters and new state of the stage.
@@ -282,7 +282,7 @@ class SlicedOptimizer:
         """The shapes of the optimizer state, as optax would hold it."""
         return self.unflatten_state(self.state_structs)
 
-    def unflatten_state(self, leaves: Sequence[Any]) -> Any:
+    def unflatten_state(self, leaves: Sequence[object]) -> Any:
         """Return the optimizer state as optax would hold it."""
         return jax.tree.unflatten(self.traced.state_tree, leaves)
 

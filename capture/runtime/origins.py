@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from capture.runtime.layout import shard_bytes
 from capture.step.attribution import Buffer
 from capture.tracing.dataflow import DataFlow
@@ -12,13 +14,15 @@ from capture.tracing.jaxprs import variables
 from capture.tracing.source import layer_of_scope, line_of, operation_name
 
 
-def buffers_of(flow: DataFlow, values: Sequence[Any], structs: Sequence[Any]) -> tuple[Buffer, ...]:
+def buffers_of(
+    flow: DataFlow, values: Sequence[object], structs: Sequence[object]
+) -> tuple[Buffer, ...]:
     """Return what is kept of a pass as buffers, given structures with shardings."""
     pairs = zip(values, structs, strict=True)
     return tuple(buffer_of(flow, value, shard_bytes(struct)) for value, struct in pairs)
 
 
-def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
+def buffer_of(flow: DataFlow, value: object, nbytes: int) -> Buffer:
     """Return a residual as a buffer, with the operation that makes it."""
     equation = flow.maker(value)
     if equation is None:
@@ -28,17 +32,17 @@ def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
     return Buffer(nbytes, "activations", layer, name, _line_of(flow, equation))
 
 
-def layer_of(flow: DataFlow, value: Any) -> int | None:
+def layer_of(flow: DataFlow, value: object) -> int | None:
     """Return the layer whose operation makes a residual."""
     equation = flow.maker(value)
     return None if equation is None else layer_of_scope(_scope(equation))
 
 
-def _scope(equation: Any) -> str:
+def _scope(equation: JaxprEqn) -> str:
     return f"{equation.source_info.name_stack}/{equation.primitive.name}"
 
 
-def _line_of(flow: DataFlow, equation: Any) -> str:
+def _line_of(flow: DataFlow, equation: JaxprEqn) -> str:
     """Return the line of an operation in the model; where JAX kept none (a rule of
     differentiation), that of the nearest operand that has one. A model inside this package has none
     at all, so no value is visited twice."""

@@ -33,9 +33,9 @@ from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Exec
 from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
-from capture.runtime.dispatch import Call
 from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
+from capture.runtime.frame import Call
 from capture.runtime.layout import shard_bytes
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions
@@ -89,18 +89,18 @@ class TracedSizes:
         cast = self.casts.get(param)
         return self.streamed(param) if cast and cast.once else self.param(param)
 
-    def structs(self, holds: Any) -> list[jax.ShapeDtypeStruct]:
+    def structs(self, holds: object) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays that a slot has."""
         share, whole = getattr(holds, "share", None), self._whole(holds)
         if share is None:
             return list(whole)
         return [share_struct(struct, self.num_shares) for struct in whole]
 
-    def nbytes(self, holds: Any) -> int:
+    def nbytes(self, holds: object) -> int:
         structs = self.structs(holds)
         return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)
 
-    def _whole(self, holds: Any) -> Iterable[jax.ShapeDtypeStruct]:
+    def _whole(self, holds: object) -> Iterable[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays of which a slot has all, or a share of each."""
         graph = self.graph
         match holds:
@@ -162,9 +162,9 @@ class PackPrograms:
         sizes: TracedSizes,
         update: TracedOptimizer,
         minibatch_size: int,
-        devices: Sequence[Any],
+        devices: Sequence[jax.Device],
         compiler: AnyCompiler,
-        host: Any = None,
+        host: object = None,
     ):
         self._host = host
         self._traced, self._step = traced, step
@@ -354,7 +354,7 @@ class PackPrograms:
         return _on_host(convert), tuple(at)
 
 
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the function for the processors of a device's host: from arrays in its memory to
     arrays there."""
     # Until jax 0.10 the second name is that of a context.

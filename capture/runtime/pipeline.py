@@ -20,7 +20,8 @@ from capture.partition.tensor_parallel import Rule
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.batch_parts import Need, needs_of
-from capture.runtime.dispatch import BoundStep, Observer
+from capture.runtime.dispatch import BoundStep
+from capture.runtime.frame import Observer
 from capture.runtime.layout import check_hosts, first_devices, on_host
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer
@@ -93,7 +94,7 @@ class PipelinedStep(TrainStep):
         workload: WorkloadProtocol,
         plan: Plan,
         traced: TracedModel,
-        devices: list[Any],
+        devices: list[jax.Device],
         sharding: ModelSharding,
         fast_compile: bool = False,
         hosts: Hosts | None = None,

@@ -73,7 +73,7 @@ class StagePrograms(StageLayout):
         self,
         traced: TracedModel,
         config: StageConfig,
-        devices: Sequence[Any],
+        devices: Sequence[jax.Device],
         sharding: ModelSharding,
         update: StageUpdate,
         *,
@@ -118,7 +118,7 @@ class StagePrograms(StageLayout):
             for v, array in zip(self.layers.outputs, results, strict=True)
         ]
 
-    def _pinned(self, value: int, array: Any) -> Any:
+    def _pinned(self, value: int, array: jax.Array) -> Any:
         """Mark an array that passes between two layers of the stage, and say how it is to lie.
 
         Layers that are computed again as a whole keep it, so it is marked. (Where more is kept,
@@ -138,7 +138,7 @@ class StagePrograms(StageLayout):
         together."""
         return [self.residuals.stored]
 
-    def _stored_sharding(self, kept: Any) -> Any:
+    def _stored_sharding(self, kept: object) -> Any:
         """Return the sharding of what is kept of the forward pass. What is marked lies as the
         partition walk says, so that it is known without a compiler; the rest as the compiler has
         it (None)."""
@@ -284,10 +284,10 @@ class StagePrograms(StageLayout):
 
     def _compile(
         self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
+        function: Callable[..., object],
+        args: Sequence[object],
         donate: Sequence[int],
-        out_shardings: Any,
+        out_shardings: object,
     ) -> Executable:
         flops = NO_LOCAL_FLOPS
         if self._has_local_calls:

@@ -112,7 +112,7 @@ class ReferenceStep:
 
 
 @lru_cache(maxsize=1)
-def _gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _gradients(loss_fn: Callable[..., object]) -> Callable[..., Any]:
     """Compile a loss's gradients once for several trainings, one after the other."""
     return jax.jit(loss_and_gradients(loss_fn))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ def reshard(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 @lru_cache(maxsize=4096)
 def plan_reshard(
-    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding
+    shape: tuple[int, ...], dtype: object, src: Sharding, dst: Sharding
 ) -> Callable[[jax.Array], jax.Array]:
     """Work out a move once, to be made many times.
 

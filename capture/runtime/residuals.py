@@ -14,13 +14,14 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
 from capture.partition.spread import Spread
 from capture.plan.choices import Remat, is_cut
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import is_variable, several
+from capture.tracing.jaxprs import Atom, is_variable, several
 from capture.tracing.mincut import least_kept
 from capture.tracing.recompute import recompute_bytes
 
@@ -37,7 +38,7 @@ class SavedPass:
         flow: The same, opened.
     """
 
-    def __init__(self, run: Callable[..., tuple[Sequence[Any], Any]], args: Sequence[Any]):
+    def __init__(self, run: Callable[..., tuple[Sequence[object], object]], args: Sequence[object]):
         self._constants: dict[int, Any] = {}
         self._tree: Any = None
 
@@ -57,7 +58,7 @@ class SavedPass:
         """The way in which splits spread through ``flow``."""
         return Spread(self.flow.jaxpr)
 
-    def vjp(self, saved: Iterable[Any]) -> Any:
+    def vjp(self, saved: Iterable[object]) -> Any:
         """Return the function that goes backwards, made from all that was saved."""
         read = iter(saved)
         return jax.tree.unflatten(
@@ -115,7 +116,7 @@ class Residuals:
         whole = {v for values in self._whole for v in values}
         self.stored = [v for v in kept if v not in whole]
 
-    def spec(self, kept: Any) -> PartitionSpec:
+    def spec(self, kept: object) -> PartitionSpec:
         """Return how one of the kept values is expected to lie on the stage's mesh."""
         return self._split.spec(kept)
 
@@ -126,7 +127,7 @@ class Residuals:
         return self._flow.part(given, [self._read])(*kept)[0]
 
 
-def _places(kept: Collection[Any], group: Sequence[Any]) -> tuple[int, ...]:
+def _places(kept: Collection[object], group: Sequence[object]) -> tuple[int, ...]:
     """Return positions of what is kept of a group; of a value that is in it twice, the first."""
     first = {v: k for k, v in reversed(list(enumerate(group))) if is_variable(v)}
     return tuple(sorted(k for v, k in first.items() if v in kept))
@@ -149,7 +150,7 @@ class SplitAxis:
         flow: DataFlow,
         spread: Spread,
         inputs: Sequence[int | None],
-        asked: Sequence[tuple[Any, PartitionSpec]],
+        asked: Sequence[tuple[object, PartitionSpec]],
     ):
         self.name, self.degree = name, degree
         self._flow, self._spread, self._inputs, self._asked = flow, spread, inputs, asked
@@ -231,7 +232,7 @@ class ValueSplit:
         [part] = equation.invars
         return part if self._parts(part) > self._parts(value) else value
 
-    def _parts(self, atom: Any) -> int:
+    def _parts(self, atom: Atom) -> int:
         """Return the number of different parts into which a value is split over the mesh."""
         return math.prod(axis.degree for axis in self.axes if _dim(axis.dims, atom) is not None)
 
@@ -250,7 +251,7 @@ class ValueSplit:
         """Return the bytes of a value per device."""
         return -(-self._flow.nbytes(value) // self._parts(value))
 
-    def expected_bytes(self, value: Any) -> int:
+    def expected_bytes(self, value: object) -> int:
         """Return the bytes of a value per device, once it is compiled: what is scattered goes to
         zeros, which lie as it does."""
         if value not in self._expected:
@@ -259,7 +260,7 @@ class ValueSplit:
             self._expected[value] = (self.nbytes if is_given else self.least_bytes)(value)
         return self._expected[value]
 
-    def least_bytes(self, value: Any) -> int:
+    def least_bytes(self, value: object) -> int:
         """Return a value's bytes per device, if the compiler splits it along all axes it can."""
         found = self._least.get(value)
         if found is None:
@@ -267,7 +268,7 @@ class ValueSplit:
             found = self._least[value] = -(-self._flow.nbytes(value) // parts)
         return found
 
-    def recompute_bytes(self, equation: Any) -> float | None:
+    def recompute_bytes(self, equation: JaxprEqn) -> float | None:
         """Return the bytes that a device moves to recompute an equation; None if that is not cheap,
         or devices would exchange data."""
         cost = recompute_bytes(equation)
@@ -283,11 +284,11 @@ def _dims_of(spec: PartitionSpec, axis: str) -> list[int]:
     return [dim for dim, names in enumerate(spec) if axis in several(names)]
 
 
-def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:
+def _dim(dims: Mapping[Any, int | None], atom: Atom) -> int | None:
     return dims.get(atom) if is_variable(atom) else None
 
 
-def _exchanges(equation: Any, axis: SplitAxis) -> bool:
+def _exchanges(equation: JaxprEqn, axis: SplitAxis) -> bool:
     """Return whether an operand is not split as the result is: a sum over what is split."""
     dims, degree = axis.dims, axis.degree
     result = _dim(dims, equation.outvars[0])

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from capture.model.graph import LayerGraph
+from capture.model.workload import PyTree
 from capture.tracing.slices import StageSlice
 
 Arrays = Sequence[Any]
@@ -59,7 +60,7 @@ class Segment:
             values: The given values.
         """
 
-        def apply(params: Any, inputs: Arrays) -> tuple[list[Any], dict[int, Any]]:
+        def apply(params: PyTree, inputs: Arrays) -> tuple[list[Any], dict[int, Any]]:
             results = run(params, {**values, **dict(zip(self.inputs, inputs, strict=True))})
             made = dict(zip(self.layers.outputs, results, strict=True))
             return [made.pop(v) for v in self.outputs], made

@@ -50,7 +50,9 @@ class BackwardSplit:
         first, second: The arguments of the two programs, in groups.
     """
 
-    def __init__(self, flow: DataFlow, groups: Sequence[Sequence[Any]], num_input_gradients: int):
+    def __init__(
+        self, flow: DataFlow, groups: Sequence[Sequence[object]], num_input_gradients: int
+    ):
         params, inputs, batch, outputs, stored, cotangents, accumulated = groups
         self.flow, self._groups = flow, groups
         self._inputs, self._free = set(flow.inputs), {*params, *accumulated}
@@ -77,7 +79,7 @@ class BackwardSplit:
         """Return the positions in a group of inputs that the gradients of weights read."""
         return tuple(i for i, v in enumerate(self._groups[group]) if v in self.read)
 
-    def _sources(self, v: Any, read: set[Any]) -> set[Any] | None:
+    def _sources(self, v: object, read: set[object]) -> set[Any] | None:
         """Return what else must be there for a value to follow by cheap operations; None where it
         does not."""
         sources, seen, waiting = set[Any](), {v}, [v]

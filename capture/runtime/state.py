@@ -57,7 +57,7 @@ def param_leaves(traced: TracedModel, params: PyTree) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(traced.split_params(params))]
 
 
-def optimizer_leaves(structs: Sequence[Any], optimizer_state: PyTree) -> list[Any]:
+def optimizer_leaves(structs: Sequence[jax.ShapeDtypeStruct], optimizer_state: PyTree) -> list[Any]:
     """Return the leaves of a whole model's optimizer state.
 
     Raises:
@@ -80,7 +80,7 @@ def joined_params(traced: TracedModel, leaves: Mapping[int, np.ndarray]) -> PyTr
     return traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
 
 
-def check_state(state: PipelineState, planned: Mapping[str, Sequence[Any]]) -> None:
+def check_state(state: PipelineState, planned: Mapping[str, Sequence[object]]) -> None:
     """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has
     already taken over.
 

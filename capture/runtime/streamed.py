@@ -21,8 +21,8 @@ from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import PackTask, Span
-from capture.runtime.dispatch import Call
 from capture.runtime.exchange import joined, share_of
+from capture.runtime.frame import Call
 from capture.runtime.layout import check_hosts, check_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer
@@ -93,10 +93,10 @@ class StreamedStep(TrainStep):
         self,
         workload: WorkloadProtocol,
         plan: PacksPlan,
-        devices: list[Any],
+        devices: list[object],
         compiler: AnyCompiler,
         begins: Begins | None = None,
-        host: Any = None,
+        host: object = None,
     ):
         self.workload, self.plan, self.devices = workload, plan, devices
         tasks = plan.tasks()
@@ -204,13 +204,13 @@ class StreamedStep(TrainStep):
 
     # ---- state -----------------------------------------------------------------------------------
 
-    def _param(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
+    def _param(self, param: int, arrays: Sequence[object]) -> np.ndarray:
         struct = self._sizes.param(param)
         whole = joined(arrays, struct.shape) if len(arrays) > 1 else arrays[0]
         return np.asarray(whole).astype(struct.dtype)
 
     def _leaves_in(
-        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[Any] | None
+        self, slot: Slot, leaves: Sequence[object], state_leaves: Sequence[object] | None
     ) -> Sequence[Any]:
         found = super()._leaves_in(slot, leaves, state_leaves)
         if slot.category != "parameters":
@@ -228,7 +228,7 @@ class StreamedStep(TrainStep):
         count = self._sizes.num_shares
         updated: set[Span] = set()
 
-        def observer(instruction: Instruction, slots: list[Any]) -> None:
+        def observer(instruction: Instruction, slots: list[object]) -> None:
             if not isinstance(instruction, Run):
                 return
             # Where devices update, each does so with the sum over all.

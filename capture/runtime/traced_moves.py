@@ -36,7 +36,7 @@ class Moves:
         ends: Per value that is the end of products, these.
     """
 
-    def __init__(self, program: TracedProgram, split: ValueSplit, ends: Mapping[Any, Any]):
+    def __init__(self, program: TracedProgram, split: ValueSplit, ends: Mapping[object, object]):
         self._program, self._split, self._ends = program, split, ends
 
     def operands(self, products: Iterable[int]) -> Mapping[Any, Any]:
@@ -89,7 +89,7 @@ class Moves:
                 return None
             value = read
 
-    def _is_by_example(self, value: Any, batch: Sequence[int], base: Any) -> bool:
+    def _is_by_example(self, value: object, batch: Sequence[int], base: object) -> bool:
         """Return whether the products that make and read a value have examples in their batches, if
         they have any, where these are split over replicas.
 
@@ -130,7 +130,7 @@ class Moves:
         return [[*batches, *rows, *columns], [*batches, *columns, *rows]]
 
     def _is_read(
-        self, value: Any, order: Order, summed: Sequence[int], batch: Sequence[int]
+        self, value: object, order: Order, summed: Sequence[int], batch: Sequence[int]
     ) -> bool:
         """Return whether a library can read a value that lies in an order.
 

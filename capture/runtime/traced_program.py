@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from capture.memo import memo
 from capture.partition.spread import Spread
@@ -78,7 +79,7 @@ class TracedProgram:
         elsewhere: Those that have memory of the caller: arguments and results.
     """
 
-    def __init__(self, closed: Any, shapes: Any, spread: Spread | None = None):
+    def __init__(self, closed: Any, shapes: object, spread: Spread | None = None):
         self.shapes, self.flow = shapes, DataFlow(closed, open_remats=True)
         is_known = spread is not None and self.flow.jaxpr is closed.jaxpr
         self.spread = spread if is_known else Spread(self.flow.jaxpr)
@@ -184,7 +185,7 @@ class TracedProgram:
         # What a value that was computed element by element is computed from, of what is stored.
         sources: dict[Any, frozenset[Any]] = {}
 
-        def need(value: Any, at: int) -> None:
+        def need(value: object, at: int) -> None:
             if value not in first:
                 first[value] = at
                 for source in sources.get(value, ()):
@@ -282,7 +283,7 @@ class Opaque:
         )
 
     def _steps(
-        self, backwards: Iterable[int], wanted: set[Any], results: Collection[Any]
+        self, backwards: Iterable[int], wanted: set[object], results: Collection[object]
     ) -> Sequence[TracedOperation]:
         """Return, of operations given last ones first, those that what is wanted follows from."""
         found = []
@@ -329,7 +330,7 @@ class _Groups:
         joined: Those of other groups, which stay as they are.
     """
 
-    def __init__(self, joined: Mapping[Any, Any]) -> None:
+    def __init__(self, joined: Mapping[object, object]) -> None:
         self._next = dict(joined)
 
     @property
@@ -345,7 +346,7 @@ class _Groups:
         for value in values[1:]:
             self._next[self._last(value)] = self._last(values[0])
 
-    def _last(self, value: Any) -> Any:
+    def _last(self, value: object) -> Any:
         while (joined := self._next.get(value, value)) is not value:
             self._next[value] = value = self._next.get(joined, joined)
         return value
@@ -362,5 +363,5 @@ def _reached(steps: Iterable[TracedOperation]) -> Sequence[TracedOperation]:
     return found
 
 
-def _is_fused(equation: Any) -> bool:
+def _is_fused(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _FUSED and not equation.effects

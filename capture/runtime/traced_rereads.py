@@ -131,7 +131,7 @@ def kernel_ends(program: TracedProgram) -> Collection[int]:
     return given.union(at for at in others if _is_long(equations[at]))
 
 
-def shared_sums(program: TracedProgram, written: Collection[Any]) -> Collection[int]:
+def shared_sums(program: TracedProgram, written: Collection[object]) -> Collection[int]:
     """Return the positions of the long sums over rows that several of some values follow from,
     through no product."""
     found, reached = set[int](), dict[Any, set[Any]]()
@@ -199,7 +199,7 @@ def _is_met_again(program: TracedProgram, at: int) -> bool:
     return False
 
 
-def _behind(program: TracedProgram, value: Any, size: int) -> set[Any]:
+def _behind(program: TracedProgram, value: object, size: int) -> set[Any]:
     """Return a value, and those that it follows from through operations of one large operand."""
     found = {value}
     while (maker := program.flow.maker(value)) is not None:

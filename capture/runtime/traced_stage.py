@@ -61,10 +61,10 @@ class TracedStage(StagePrograms):
 
     def _compile(
         self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
+        function: Callable[..., object],
+        args: Sequence[object],
         donate: Sequence[int],
-        out_shardings: Any,
+        out_shardings: object,
     ) -> Executable:
         if not any(args):
             return super()._compile(function, args, donate, out_shardings)
@@ -92,10 +92,10 @@ class TracedStage(StagePrograms):
 
     def _end(
         self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
+        function: Callable[..., object],
+        args: Sequence[object],
         donate: Sequence[int],
-        out_shardings: Any,
+        out_shardings: object,
     ) -> Executable:
         """Return the bounds of a program of the end of a step. Without products, they are the same
         for any number of replicas that do all the same."""

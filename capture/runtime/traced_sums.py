@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from capture.measured.work import Collective
 from capture.runtime.residuals import SplitAxis, ValueSplit
 from capture.runtime.traced_products import LargeProducts, part_of
@@ -245,7 +247,7 @@ class Exchanges:
                 of[v].last().leave(least[v])
         return [each for each in found if each.joined is None]
 
-    def _others(self, equation: Any) -> int:
+    def _others(self, equation: JaxprEqn) -> int:
         """Return the bytes that devices might send instead of a sum that stays split: operands of a
         product, of which each device makes a part of the whole result. Of one with a parameter,
         which stays where it is, the other operand; none is certain of what is no such product."""
@@ -257,7 +259,7 @@ class Exchanges:
         params = [v for v in reads if views.of(v).base in self._program.given]
         return min((self._whole_bytes(v) for v in reads if v not in params), default=0)
 
-    def _begins(self, equation: Any) -> bool:
+    def _begins(self, equation: JaxprEqn) -> bool:
         """Return whether the results of an operation are parts of a sum over the devices."""
         name, dims = equation.primitive.name, self._axis.dims
         if dims.get(equation.outvars[0]) is not None:
@@ -313,7 +315,7 @@ class Exchanges:
             if before:
                 level.update(dict.fromkeys(equation.outvars, before))
 
-    def _is_operand(self, value: Any) -> bool:
+    def _is_operand(self, value: object) -> bool:
         """Return whether a product reads a value as it is: else it may only be split otherwise."""
         base_of = self._program.views.of
         return any(
@@ -368,7 +370,7 @@ def _has_constraints(program: TracedProgram) -> bool:
     return any(e.primitive.name == "sharding_constraint" for e in program.equations)
 
 
-def _part_of_side(equation: Any, side: int) -> Sequence[int]:
+def _part_of_side(equation: JaxprEqn, side: int) -> Sequence[int]:
     """Return the dimensions of an operand that both operands and the result have."""
     if equation.primitive.name != "dot_general":
         return ()

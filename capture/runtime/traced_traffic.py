@@ -100,8 +100,8 @@ class _Step(NamedTuple):
 def _steps(
     program: TracedProgram,
     products: frozenset[int],
-    made: frozenset[Any],
-    written: frozenset[Any],
+    made: frozenset[object],
+    written: frozenset[object],
 ) -> Sequence[_Step]:
     """Return the large products, and all that the written values are computed from, between what
     stands in memory.
@@ -194,10 +194,10 @@ class _Ends:
         reads = {v for each in self._program.reads for v in each}
         return {v: self._held(v) for v in reads if self._is_held(v)}
 
-    def _is_held(self, value: Any) -> bool:
+    def _is_held(self, value: object) -> bool:
         return value in self._program.given or value in self.of or value in self.made
 
-    def _held(self, value: Any) -> _Held | None:
+    def _held(self, value: object) -> _Held | None:
         if value in self._program.given:
             return _Held(value)
         itemsize = item_bytes(value)
@@ -230,7 +230,7 @@ class _Ends:
         found, others = none.union(*ends), (v for v in reads if v not in self.of)
         return found.difference(*(before.get(v, none) for v in others))
 
-    def _is_written(self, value: Any) -> bool:
+    def _is_written(self, value: object) -> bool:
         """Return whether a result is written as a whole, and is more than an argument, scaled, or a
         constant."""
         program = self._program
@@ -248,7 +248,7 @@ class _Ends:
         return False
 
 
-def _base(program: TracedProgram, value: Any) -> tuple[Any, bool]:
+def _base(program: TracedProgram, value: object) -> tuple[Any, bool]:
     """Return the value that stands in memory for one, and whether that is the cast of an argument
     to a narrower type."""
     views, flow = program.views, program.flow
@@ -293,7 +293,7 @@ class Traffic:
         for base in self._ends.results:
             self._write(base, self.split.least_bytes(base))
 
-    def _write(self, value: Any, nbytes: int) -> None:
+    def _write(self, value: object, nbytes: int) -> None:
         if value not in self.program.given and value not in self._ends.made and nbytes:
             self._written[value] = max(self._written.get(value, 0), nbytes)
 
@@ -328,7 +328,7 @@ class Traffic:
                 sources.update(dict.fromkeys(step.outs, found))
         return read
 
-    def _moved(self, read: dict[Any, int]) -> Mapping[Any, int]:
+    def _moved(self, read: dict[object, int]) -> Mapping[Any, int]:
         """Return the operands that are written because they have to lie otherwise, and the bytes of
         that; what they are of is read."""
         moved: dict[Any, int] = {}
@@ -341,7 +341,7 @@ class Traffic:
                 read[base] = max(read.get(base, 0), nbytes)
         return moved
 
-    def _part(self, value: Any) -> int:
+    def _part(self, value: object) -> int:
         """Return the place of a value in ``least``."""
         by_replicas, by_tensor = self._reached
         is_same = by_replicas is not None and value not in by_replicas
@@ -384,7 +384,7 @@ class Traffic:
                 ways.update(dict.fromkeys(step.outs, found))
         return again.nbytes()
 
-    def _ways(self, value: Any, ways: dict[Any, Ways]) -> Ways:
+    def _ways(self, value: object, ways: dict[object, Ways]) -> Ways:
         """Return how a value depends on what stands in memory, itself if it does."""
         known, read = ways.get(value, NONE), self._held.get(value)
         if read is None:
@@ -404,7 +404,9 @@ class Traffic:
                 found[value] = {held.base: min(nbytes, least(held.base))}
         return found
 
-    def _sources(self, step: _Step, sources: Mapping[Any, Mapping[Any, int]]) -> Mapping[Any, int]:
+    def _sources(
+        self, step: _Step, sources: Mapping[object, Mapping[object, int]]
+    ) -> Mapping[Any, int]:
         """Return the values in memory that an operation is computed from, and the bytes of them."""
         each = [self._held[v] if v in self._held else sources.get(v) for v in step.reads]
         first, *others = [read for read in each if read] or [{}]
@@ -459,7 +461,7 @@ class Traffic:
         return [Kernel(sum((one.made | one.read).values())) for one in found]
 
 
-def _most_of(read: Mapping[Any, int]) -> list[Any]:
+def _most_of(read: Mapping[object, int]) -> list[Any]:
     """Return the largest of values: whoever has half of all bytes has one of them."""
     found, rest, half = [], sum(read.values()), sum(read.values()) / 2
     for value in sorted(read, key=lambda each: -read[each]):
@@ -477,7 +479,7 @@ class _Stored:
     read: dict[Any, int] = field(default_factory=dict)
     made: dict[Any, int] = field(default_factory=dict)
 
-    def reads_like(self, read: Mapping[Any, int]) -> bool:
+    def reads_like(self, read: Mapping[object, int]) -> bool:
         """Return whether most of what is read is what this kernel reads or makes."""
         common = sum(nbytes for v, nbytes in read.items() if v in self.read or v in self.made)
         return common > 0 and 2 * common >= max(sum(read.values()), sum(self.read.values()))

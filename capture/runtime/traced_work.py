@@ -15,7 +15,6 @@ takes less is an error of these modules, which searches report (``recommender.ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.partition.tensor_parallel import DATA_AXIS
@@ -41,7 +40,7 @@ class TracedWork:
         self,
         program: TracedProgram,
         split: ValueSplit,
-        computed: Mapping[Any, int],
+        computed: Mapping[object, int],
         mesh_shape: Mapping[str, int],
         keeps_products: bool,
         gathers_alone: bool = False,

@@ -17,7 +17,8 @@ import numpy as np
 from capture.compiler.executable import Executable
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.runtime.batch_parts import Need
-from capture.runtime.dispatch import BoundStep, Call, Observer, placed, to_host
+from capture.runtime.dispatch import BoundStep, placed, to_host
+from capture.runtime.frame import Call, Observer
 from capture.runtime.layout import check_memory
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
@@ -240,7 +241,7 @@ class TrainStep(Metered):
         return self.state_from(leaves, state_leaves, num_steps)
 
     def state_from(
-        self, leaves: Sequence[Any], state_leaves: Sequence[Any] | None, num_steps: int
+        self, leaves: Sequence[object], state_leaves: Sequence[object] | None, num_steps: int
     ) -> PipelineState:
         """Return the state from host arrays: copies, since a step takes its state over.
 
@@ -267,7 +268,7 @@ class TrainStep(Metered):
         return {name: step.slots[number] for name, number in step.persistent.items()}
 
     def _leaves_in(
-        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[Any] | None
+        self, slot: Slot, leaves: Sequence[object], state_leaves: Sequence[object] | None
     ) -> Sequence[Any]:
         """Return the arrays of a slot of the state, of those of the whole model."""
         match slot.holds:
@@ -309,7 +310,7 @@ class TrainStep(Metered):
         found |= {p: self._param(p, arrays) for p, arrays in parts.items()}
         return joined_params(self.traced, found)
 
-    def _param(self, param: int, arrays: Sequence[Any]) -> Any:
+    def _param(self, param: int, arrays: Sequence[object]) -> Any:
         """Return a parameter from the arrays of the slots that have it."""
         return arrays[0]
 

@@ -45,7 +45,7 @@ def train(
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
-    data: Iterable[Any] | None = None,
+    data: Iterable[object] | None = None,
 ) -> dict[str, Any]:
     """Compile a plan's step, run it, and return the document of ``capture run --json``.
 
@@ -92,7 +92,7 @@ def follow(
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
-    data: Iterable[Any] | None = None,
+    data: Iterable[object] | None = None,
 ) -> dict[str, Any]:
     """Run some steps under the meters (``Meters``), and return the document of ``capture run
     --json``.

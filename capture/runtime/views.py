@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from capture.partition.dim_flow import reshape_groups
 from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.recompute import RENAMED
@@ -96,7 +98,7 @@ class Views:
                 readers[key].append(at)
         return {at: last(at) for at in products}
 
-    def _reads(self, equation: Any) -> list[Any]:
+    def _reads(self, equation: JaxprEqn) -> list[Any]:
         """Return how a product reads its operands; a convolution reads each in its own way."""
         if equation.primitive.name != "dot_general":
             return []
@@ -112,7 +114,7 @@ class Views:
 
 
 def products_before(
-    equations: Iterable[Any], products: Collection[int]
+    equations: Iterable[JaxprEqn], products: Collection[int]
 ) -> Mapping[int, frozenset[int]]:
     """Return the positions of the products that each product depends on."""
     origins: dict[Any, frozenset[int]] = {}
@@ -140,7 +142,7 @@ def in_order(value: Any) -> tuple[Run, ...]:
     return tuple((math.prod(shape[dim + 1 :]), size) for dim, size in enumerate(shape))
 
 
-def _own(value: Any) -> View:
+def _own(value: object) -> View:
     return View(value, in_order(value), item_bytes(value))
 
 

@@ -307,28 +307,34 @@ class _ArrayWriter(Listener):
         self._add(Free((self._fed.pop((self._common[a][number], batch)),)))
 
     def fetch(self, a: int, number: int) -> None:
-        bundle, slot = self._bundle((a, number)), self._new((a, number), host=False)
-        label = f"fetch {bundle.name} of sub-array {a}"
-        self._add(Copy(self._there[a, number], slot, bundle.nbytes, label))
-        self._here[a, number] = slot
+        self._copy(a, number, self._there, self._here, "fetch")
 
     def arrived(self, a: int, number: int) -> None:
-        self._add(Wait(self._here[a, number]))
-        self._add(Free((self._there.pop((a, number)),)))
+        self._wait(a, number, self._here, ends=self._there)
 
     def swap_out(self, a: int, number: int) -> None:
-        bundle, slot = self._bundle((a, number)), self._new((a, number), host=True)
-        self._there[a, number] = slot
-        label = f"swap out {bundle.name} of sub-array {a}"
-        self._add(Copy(self._here[a, number], slot, bundle.nbytes, label))
+        self._copy(a, number, self._here, self._there, "swap out")
 
     def left(self, a: int, number: int) -> None:
-        self._add(Wait(self._there[a, number]))
-        self._add(Free((self._here.pop((a, number)),)))
+        self._wait(a, number, self._there, ends=self._here)
 
     def stays(self, a: int, number: int) -> None:
-        self._add(Wait(self._there[a, number]))
-        self._add(Free((self._there.pop((a, number)),)))
+        self._wait(a, number, self._there, ends=self._there)
+
+    def _copy(
+        self, a: int, number: int, source: dict[Key, int], target: dict[Key, int], what: str
+    ) -> None:
+        """Copy a bundle between the slots of the device and those of the host."""
+        bundle, key = self._bundle((a, number)), (a, number)
+        slot = self._new(key, host=target is self._there)
+        label = f"{what} {bundle.name} of sub-array {a}"
+        self._add(Copy(source[key], slot, bundle.nbytes, label))
+        target[key] = slot
+
+    def _wait(self, a: int, number: int, awaited: dict[Key, int], *, ends: dict[Key, int]) -> None:
+        """Wait for a bundle's copy, and end one of its slots."""
+        self._add(Wait(awaited[a, number]))
+        self._add(Free((ends.pop((a, number)),)))
 
     def free(self, a: int, numbers: Sequence[int]) -> None:
         self._add(Free(tuple(self._here.pop((a, number)) for number in numbers)))

@@ -97,7 +97,7 @@ def from_zero(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [{**event, "ts": event["ts"] - first} if "ts" in event else event for event in events]
 
 
-def save_events(events: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+def save_events(events: Sequence[Mapping[str, object]], path: str | Path) -> None:
     """Write a file that ui.perfetto.dev reads."""
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(document, allow_nan=False) + "\n")

@@ -131,11 +131,11 @@ def check_split(
     )
 
 
-def _numbers(body: Any) -> Counter[Any]:
+def _numbers(body: object) -> Counter[Any]:
     """Count the numbers that a program has: literals, constants, and sums of literals, such as the
     number of ones in an array."""
 
-    def all_of(body: Any) -> Iterator[Any]:
+    def all_of(body: object) -> Iterator[Any]:
         for const in consts_of(body):
             yield np.shape(const), np.asarray(const).tobytes() if np.size(const) == 1 else ""
         filled = {}
@@ -195,7 +195,9 @@ def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str,
     return tuple(warning for warning in warnings if warning is not None)
 
 
-def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any) -> _TracedTwice:
+def _trace_twice(
+    workload: WorkloadProtocol, params: PyTree, size: int, key: object
+) -> _TracedTwice:
     batch, dims = _batch(workload, size, key)
     doubled = jax.eval_shape(lambda k: workload.batch(k, 2 * size), key)
     return _TracedTwice(
@@ -283,7 +285,7 @@ def _scales(workload: WorkloadProtocol, traced: _TracedTwice) -> bool | None:
     )
 
 
-def _has_rule(body: Any) -> bool:
+def _has_rule(body: object) -> bool:
     return any(
         each.primitive.name == "custom_vjp_call" or any(map(_has_rule, sub_jaxprs(each.params)))
         for each in opened(body).eqns
@@ -319,9 +321,9 @@ def _random_leaf(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> np.
     ).astype(leaf.dtype)
 
 
-def _compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object], *arguments: Any) -> Callable[..., Any]:
     return jax.jit(function).lower(*arguments).compile(compiler_options=_QUICK_COMPILE)
 
 
-def _quickly(function: Callable[..., Any], *arguments: Any) -> Any:
+def _quickly(function: Callable[..., object], *arguments: Any) -> Any:
     return _compiled(function, *arguments)(*arguments)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from capture.model.graph import Tensor
 from capture.tracing.jaxprs import opened, several, sub_jaxprs
@@ -92,7 +93,7 @@ def _alike(one: Sequence[Any], other: Sequence[Any]) -> list[tuple[Any, Any]] | 
     single example JAX does not broadcast, and what is made so has no use but in the operations
     behind it."""
 
-    def names(equations: Sequence[Any]) -> list[str]:
+    def names(equations: Sequence[JaxprEqn]) -> list[str]:
         return [equation.primitive.name for equation in equations]
 
     if names(one) != names(other):

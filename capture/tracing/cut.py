@@ -174,7 +174,7 @@ def applied(program: LossProgram) -> list[bool]:
     return products if any(products) else computes
 
 
-def _has_product(name: str, params: dict[str, Any]) -> bool:
+def _has_product(name: str, params: dict[str, object]) -> bool:
     bodies = (equation for body in sub_jaxprs(params) for equation in body.eqns)
     return name in PRODUCTS or any(
         _has_product(equation.primitive.name, equation.params) for equation in bodies

@@ -17,6 +17,7 @@ from capture.tracing.jaxprs import (
     CALLS,
     CUSTOM_RULES,
     REMATS,
+    Atom,
     evaluate,
     in_groups,
     is_variable,
@@ -58,7 +59,7 @@ class DataFlow:
         self.inputs, self.outputs = list(self.jaxpr.invars), list(self.jaxpr.outvars)
         self._nbytes: dict[Any, int] = {}
 
-    def nbytes(self, value: Any) -> int:
+    def nbytes(self, value: object) -> int:
         """Return the bytes of a whole value, unsharded."""
         found = self._nbytes.get(value)
         if found is None:
@@ -73,7 +74,7 @@ class DataFlow:
             return self
         return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
 
-    def returning(self, outputs: Sequence[Any]) -> Any:
+    def returning(self, outputs: Sequence[object]) -> Any:
         """Return a closed jaxpr of the same equations with other results."""
         return jex_core.ClosedJaxpr(self.jaxpr.replace(outvars=[*outputs]), self._consts)
 
@@ -94,7 +95,7 @@ class DataFlow:
 
     def propagate(
         self,
-        owners: Mapping[Any, frozenset[int]],
+        owners: Mapping[object, frozenset[int]],
         of_result: Callable[[frozenset[int], int], frozenset[int]] | None = None,
     ) -> dict[Any, frozenset[int]]:
         """Return, per value, the union of the owners of the inputs that it depends on.
@@ -119,7 +120,7 @@ class DataFlow:
         names, renumbered; closed-over arrays count by shape, not by content."""
         numbers: dict[Any, int] = {}
 
-        def text(atom: Any) -> str:
+        def text(atom: Atom) -> str:
             if not is_variable(atom):
                 return str(atom)
             return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
@@ -141,16 +142,16 @@ class DataFlow:
         at = self.order(var)
         return self.jaxpr.eqns[at] if at >= 0 else None
 
-    def order(self, var: Any) -> int:
+    def order(self, var: jex_core.Var) -> int:
         """Return the position of the equation that makes a value; -1 for inputs and constants."""
         return self._position.get(var, -1)
 
-    def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
+    def needed(self, wanted: Sequence[object], given: object = ()) -> list[Any]:
         """Return the equations that the wanted values depend on, in order, stopping at given
         values."""
         return [self.jaxpr.eqns[position] for position in self.needed_at(wanted, given)]
 
-    def needed_at(self, wanted: Sequence[Any], given: Any = ()) -> list[int]:
+    def needed_at(self, wanted: Sequence[object], given: Any = ()) -> list[int]:
         """Return the positions of the equations that ``needed`` returns."""
         waiting, chosen = list(wanted), set[int]()
         while waiting:
@@ -175,8 +176,8 @@ class DataFlow:
 
     def part(
         self,
-        given: Sequence[Sequence[Any]],
-        wanted: Sequence[Sequence[Any]],
+        given: Sequence[Sequence[object]],
+        wanted: Sequence[Sequence[object]],
         *,
         whole: bool = False,
     ) -> Callable[..., list[list[Any]]]:
@@ -195,11 +196,11 @@ class DataFlow:
 
 
 def bind(
-    equation: Any,
-    args: Sequence[Any],
-    values: dict[Any, Any],
-    caller: Any = None,
-    call: Callable[..., Sequence[Any]] | None = None,
+    equation: jex_core.JaxprEqn,
+    args: Sequence[object],
+    values: dict[object, object],
+    caller: object = None,
+    call: Callable[..., Sequence[object]] | None = None,
 ) -> None:
     """Run one equation, in its own scope and at its own line, and note its results.
 
@@ -222,9 +223,9 @@ def bind(
 
 
 def _evaluate_inlined(
-    body: Any, args: Sequence[Any], opened: Mapping[str, str], caller: Any = None
+    body: Any, args: Sequence[Any], opened: Mapping[str, str], caller: object = None
 ) -> list[Any]:
-    def run(equation: Any, inputs: list[Any], values: dict[Any, Any]) -> None:
+    def run(equation: jex_core.JaxprEqn, inputs: list[Any], values: dict[object, object]) -> None:
         inner = equation.params.get(opened.get(equation.primitive.name, ""))
         if inner is None:
             return bind(equation, inputs, values, caller)

@@ -184,7 +184,7 @@ class _Flattener:
         return self.known_marked[id(jaxpr)]
 
     def open(
-        self, jaxpr, consts: Sequence[Any], arguments: Sequence[_Value], place: _Place
+        self, jaxpr, consts: Sequence[object], arguments: Sequence[_Value], place: _Place
     ) -> list[_Value]:
         """Append the equations of a body and return its outputs."""
         env: dict[Any, _Value] = dict(

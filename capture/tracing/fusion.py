@@ -33,7 +33,7 @@ def following(jaxpr, known: set) -> set:
 MULTIPLY = PRODUCTS.keys() - {"gather"}
 
 
-def multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
+def multiplied(jaxpr, known: dict[object, bool]) -> dict[Any, bool]:
     """Tell, per variable that is read, whether only products at default precision read it, directly
     or in another layout.
 
@@ -143,7 +143,7 @@ def kept(
     saved: Sequence,
     free: set,
     boundary: set,
-    nbytes: Callable[[Any], int],
+    nbytes: Callable[[object], int],
     fuse_operands: bool,
 ) -> set:
     """Return the variables that a compiler keeps in place of those that ``jax.vjp`` saves.
@@ -195,7 +195,7 @@ def kept(
 _SAME = frozenset({*LAYOUT, "slice", "split", "concatenate"})
 
 
-def going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
+def going_backwards(jaxpr, product, there: set, nbytes: Callable[[object], int]) -> int:
     """Return the most bytes that come and go while one operation after the product goes backwards.
 
     One that is not fused, a lookup of labels among log-probabilities for example, reads the

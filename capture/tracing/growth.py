@@ -30,7 +30,11 @@ class Growth:
     dims: Sequence[int | None]
 
     def at(
-        self, microbatch_size: int, operations: Sequence[Any], values: Sequence[int], shapes: Shapes
+        self,
+        microbatch_size: int,
+        operations: Sequence[object],
+        values: Sequence[int],
+        shapes: Shapes,
     ) -> Sequence[int | None] | None:
         """Return the dimensions of a trace at another size, if they follow without tracing at twice
         that size: it is the same program and all values grow in proportion; else None."""

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture.memo import memo
-from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, is_variable, opened, sub_jaxprs
+from capture.tracing.jaxprs import (
+    CUSTOM_RULES,
+    consts_of,
+    is_body,
+    is_variable,
+    opened,
+    sub_jaxprs,
+)
 from capture.tracing.keys import words
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import LossProgram, Op, RematRegion, is_value
@@ -44,7 +51,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def jaxpr_key(closed: Any) -> str:
+def jaxpr_key(closed: object) -> str:
     """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
     included."""
     return ProgramHasher(LossProgram((), (), {}, (), (), 0, (), ())).body(closed)
@@ -128,7 +135,7 @@ class ProgramHasher:
         self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
 
-    def _rule(self, primitive, params: dict[str, Any]) -> str:
+    def _rule(self, primitive, params: dict[str, object]) -> str:
         """Return a text of a custom derivative: what it traces to, because the functions themselves
         have only addresses to tell them apart.
 
@@ -151,7 +158,7 @@ class ProgramHasher:
             self._known[id(params), False] = params, text
         return self._known[id(params), False][1]
 
-    def body(self, body: Any) -> str:
+    def body(self, body: object) -> str:
         """Return a hash of a jaxpr, closed-over arrays included."""
         jaxpr, consts = opened(body), consts_of(body)
         names = {
@@ -234,7 +241,7 @@ def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
+def _pullback(primitive, params: dict[str, object]) -> Callable[..., Any]:
     """Return a function that computes primals and gradients of a call with a custom rule."""
 
     def function(*arguments):

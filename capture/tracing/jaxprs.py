@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from jax.extend import core as jex_core
 
 _T = TypeVar("_T")
+#: An operand of an equation.
+Atom = jex_core.Var | jex_core.Literal
 #: Call-like primitives, and the parameter that holds the body.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 #: Those whose body is computed again when it goes backwards.
@@ -23,16 +25,16 @@ CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"
 BODIES = CALLS | REMATS | CUSTOM_RULES
 
 
-def is_body(value: Any) -> bool:
+def is_body(value: object) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
 
 
-def is_variable(atom: Any) -> bool:
+def is_variable(atom: object) -> bool:
     """Tell whether an operand of an equation is a variable, not a literal."""
     return not isinstance(atom, jex_core.Literal)
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Atom]) -> list[Any]:
     """Return those operands that are variables, not literals."""
     return [atom for atom in atoms if is_variable(atom)]
 
@@ -42,12 +44,12 @@ def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
     return values[atom] if is_variable(atom) else atom.val
 
 
-def opened(body: Any) -> Any:
+def opened(body: object) -> Any:
     """Return the open jaxpr of an open or closed one."""
     return getattr(body, "jaxpr", body)
 
 
-def consts_of(body: Any) -> Sequence[Any]:
+def consts_of(body: object) -> Sequence[Any]:
     """Return the constants of a closed jaxpr; an open one has none."""
     return getattr(body, "consts", ())
 
@@ -58,12 +60,12 @@ def in_groups(values: Sequence[_T], sizes: Iterable[int]) -> list[list[_T]]:
     return [list(values[first:stop]) for first, stop in pairwise(bounds)]
 
 
-def several(value: Any) -> Sequence[Any]:
+def several(value: object) -> Sequence[Any]:
     """Return a parameter that may be one or several as a sequence."""
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+def sub_jaxprs(params: Mapping[str, object]) -> Iterator[Any]:
     """Yield the open jaxprs among an equation's parameters (bodies, branches, conditions)."""
     for value in params.values():
         for item in several(value):
@@ -71,7 +73,7 @@ def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield opened(item)
 
 
-def scan_arity(equation: Any) -> tuple[int, int]:
+def scan_arity(equation: jex_core.JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and carries of a scan, from ranks: what is scanned or
     collected has one dimension more outside. The parameters that say so differ between versions."""
     body = opened(equation.params["jaxpr"])

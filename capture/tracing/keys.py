@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 
-def is_key(array: Any) -> bool:
+def is_key(array: object) -> bool:
     """Tell whether an array, or what stands for one (an aval, a structure), holds random keys."""
     return jax.dtypes.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key)
 

@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.jaxprs import is_variable
+from capture.tracing.jaxprs import Atom, is_variable
 from capture.tracing.recompute import recompute_bytes
 
 #: Bytes that may be read or written once more for one byte not kept. What is kept stays for as
@@ -49,7 +50,7 @@ def least_kept(
         recompute: What running an equation again costs, in bytes of traffic; None: never.
     """
 
-    def depends(atom: Any) -> bool:
+    def depends(atom: Atom) -> bool:
         return is_variable(atom) and atom in from_data
 
     network = _Network()
@@ -86,17 +87,17 @@ class _Network:
         self._numbers: dict[Any, int] = {}
         self._arcs: dict[tuple[int, int], float] = {}
 
-    def _number(self, key: Any) -> int:
+    def _number(self, key: object) -> int:
         return self._numbers.setdefault(key, len(self._numbers) + 2)
 
-    def value(self, v: Any) -> int:
+    def value(self, v: object) -> int:
         return self._number(("value", v))
 
-    def output(self, v: Any) -> int:
+    def output(self, v: object) -> int:
         """Return the node of a value where it is read, after the choice to keep it."""
         return self._number(("output", v))
 
-    def run_of(self, equation: Any, order: int, cost: float) -> int:
+    def run_of(self, equation: JaxprEqn, order: int, cost: float) -> int:
         """Return the node of an operation; one with several results is run once for all."""
         key = ("run", order)
         if key not in self._numbers:

@@ -76,7 +76,7 @@ class TracedModel:
         ``split_params``."""
         return _each_stacked(self.params_struct, split, self.stacked, _stack)
 
-    def batch_of(self, leaves: Sequence[Any]) -> PyTree:
+    def batch_of(self, leaves: Sequence[object]) -> PyTree:
         """Return a tree of the batch's structure with the given leaves.
 
         Args:
@@ -156,62 +156,98 @@ def trace(
         TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``,
             ``trace-no-marks``, ``trace-mark-position`` or ``trace-num-layers``.
     """
-    if microbatch_size < 1:
-        raise TracingError.of(
-            f"microbatch_size={microbatch_size} is no batch; give at least 1.", "trace-microbatch"
-        )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params_struct = jax.eval_shape(workload.init, key)
-    batch_struct, batch_dims = _batch(workload, microbatch_size, key)
-    closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
-    params = jax.tree.leaves_with_path(params_struct)
+    loss = _Loss.of(workload, microbatch_size)
     flat, cuts, auto_layers = cut_loss(
-        closed, len(params), num_layers, unmarked_layers, num_devices, at_products
+        loss.closed, loss.num_params, num_layers, unmarked_layers, num_devices, at_products
     )
-    program, stacked = flat.program, flat.stacked
+    program, params = flat.program, loss.params
     layers = assign_layers(program, cuts)
     values = sorted(
         {v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v)
     )
-    growth = _growth(workload, params_struct, microbatch_size, key, flat, values, others)
-    param_names = [
-        name
-        for i, (path, leaf) in enumerate(params)
-        for name in _split_names(_path_name(path, "params"), leaf, stacked.get(i))
-    ]
-    batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(batch_struct)]
-    if takes_key(workload):
-        batch_names.append("key")
-        batch_dims.append(None)
-    tensor = partial(_tensor, program)
+    growth = _growth(loss, flat, values, others)
     calls = _layer_calls(program, layers, values)
     graph = _graph(
-        microbatch_size,
-        program,
-        layers,
-        calls,
-        {
-            "params": tuple(map(tensor, program.params, param_names)),
-            "values": tuple(
-                tensor(v, _value_name(program, v), dim)
-                for v, dim in zip(values, growth.dims, strict=True)
-            ),
-            "batch": tuple(map(tensor, program.batch, batch_names, batch_dims)),
-        },
+        microbatch_size, program, layers, calls, _tensors(loss, flat, values, growth.dims)
     )
     return TracedModel(
         graph,
-        params_struct,
-        _each_stacked(params_struct, params_struct, stacked, _unstacked_structs),
-        stacked,
+        params,
+        _each_stacked(params, params, flat.stacked, _unstacked_structs),
+        flat.stacked,
         split_dims(program),
         casts(program, layers),
         auto_layers,
-        _structure(batch_struct),
+        _structure(loss.batch),
         takes_key(workload),
         calls,
         growth,
     )
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of a workload as a program for one micro-batch, and the shapes that it takes.
+
+    Attributes:
+        key: The shape of a random key.
+        params, batch: The shapes of the parameters and of a micro-batch.
+        batch_dims: Per leaf of the batch, the dimension that grows with it.
+        closed: The program.
+    """
+
+    workload: WorkloadProtocol
+    microbatch_size: int
+    key: Any
+    params: PyTree
+    batch: PyTree
+    batch_dims: list[int | None]
+    closed: Any
+
+    @classmethod
+    def of(cls, workload: WorkloadProtocol, microbatch_size: int) -> _Loss:
+        """Trace the loss.
+
+        Raises:
+            TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``.
+        """
+        if microbatch_size < 1:
+            raise TracingError.of(
+                f"microbatch_size={microbatch_size} is no batch; give at least 1.",
+                "trace-microbatch",
+            )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params = jax.eval_shape(workload.init, key)
+        batch, batch_dims = _batch(workload, microbatch_size, key)
+        closed = _loss_jaxpr(workload, params, batch, key)
+        return cls(workload, microbatch_size, key, params, batch, batch_dims, closed)
+
+    @property
+    def num_params(self) -> int:
+        """The number of leaves of the parameters."""
+        return len(jax.tree.leaves(self.params))
+
+
+def _tensors(
+    loss: _Loss, flat: Flattening, values: Sequence[int], dims: Sequence[int | None]
+) -> dict[str, tuple[Tensor, ...]]:
+    """Return the parameters, values and batch leaves of the layer graph; ``dims`` are the
+    dimensions along which values grow with the micro-batch."""
+    program, tensor = flat.program, partial(_tensor, flat.program)
+    param_names = [
+        name
+        for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(loss.params))
+        for name in _split_names(_path_name(path, "params"), leaf, flat.stacked.get(i))
+    ]
+    batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(loss.batch)]
+    names = [_value_name(program, v) for v in values]
+    has_key = takes_key(loss.workload)
+    batch = [*batch_names, *["key"] * has_key], [*loss.batch_dims, *[None] * has_key]
+    return {
+        "params": tuple(map(tensor, program.params, param_names)),
+        "values": tuple(map(tensor, values, names, dims)),
+        "batch": tuple(map(tensor, program.batch, *batch)),
+    }
 
 
 def _batch(
@@ -258,39 +294,31 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
 
 
 def _growth(
-    workload: WorkloadProtocol,
-    params_struct: PyTree,
-    microbatch_size: int,
-    key,
-    flat: Flattening,
-    values: Sequence[int],
-    others: Iterable[Growth],
+    loss: _Loss, flat: Flattening, values: Sequence[int], others: Iterable[Growth]
 ) -> Growth:
     """Return the growth of values, from that of other traces or from a trace at twice the
     micro-batch size."""
     operations = operations_of(flat.program)
     sizes = [flat.program.avals[v].shape for v in values]
-    known = (each.at(microbatch_size, operations, values, sizes) for each in others)
+    known = (each.at(loss.microbatch_size, operations, values, sizes) for each in others)
     dims = next((found for found in known if found is not None), None)
     if dims is None:
-        grown = _grown_avals(workload, params_struct, microbatch_size, key, flat)
+        grown = _grown_avals(loss, flat)
         dims = [
             grown_dim(shape, grown[v].shape) if grown else None
             for v, shape in zip(values, sizes, strict=True)
         ]
-    return Growth(microbatch_size, operations, values, sizes, dims)
+    return Growth(loss.microbatch_size, operations, values, sizes, dims)
 
 
-def _grown_avals(
-    workload: WorkloadProtocol, params_struct: PyTree, microbatch_size: int, key, flat: Flattening
-) -> Sequence[Any] | None:
+def _grown_avals(loss: _Loss, flat: Flattening) -> Sequence[Any] | None:
     """Return the shapes of the program's values at twice the micro-batch size; None if the program
     is another one there."""
     try:
-        batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
-        closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
-        num_params = len(jax.tree.leaves(params_struct))
-        other = flatten(closed, num_params, flat.unrolled, flat.stacked).program
+        workload, size = loss.workload, 2 * loss.microbatch_size
+        batch = jax.eval_shape(lambda k: workload.batch(k, size), loss.key)
+        closed = _loss_jaxpr(workload, loss.params, batch, loss.key)
+        other = flatten(closed, loss.num_params, flat.unrolled, flat.stacked).program
     except Exception:
         # A model may fix its batch size in any way; then no dimension is known to grow.
         return None

@@ -13,7 +13,7 @@ import jax
 from capture.errors import TracingError
 from capture.machine.rates import Products
 from capture.machine.target import Target
-from capture.model.graph import LayerGraph, item_bytes
+from capture.model.graph import Layer, LayerGraph, item_bytes
 from capture.model.operators import Block, Kind, Operator, OperatorModel
 from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ParameterLeaf
@@ -132,12 +132,7 @@ def traced_operators(
         TracingError: ``trace-params`` without parameters, and those of
             ``capture.tracing.model.trace``.
     """
-    traced = trace(workload, microbatch_size, at_products=True)
-    if not traced.graph.params:
-        raise TracingError.of(
-            "init makes no parameters, so there is nothing to shard; give the workload of a model.",
-            "trace-params",
-        )
+    traced = _at_products(workload, microbatch_size)
     graph, counted, kept = traced.graph, set[int](), set[int]()
     operators, params, fused = [], [], set[int]()
     computed = Counter[tuple[str, str]]()
@@ -151,19 +146,12 @@ def traced_operators(
         counted |= own
         first = part.saved_values.keys() - kept
         kept |= first
-        later = [graph.values[v] for v in graph.crossing(layer.layer_id + 1)]
-        read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
         params.append(tuple(sorted(own)))
         computed[part.computed] += layer.flops
         sizes = {
+            **_sizes(graph, layer, part),
             "activation_bytes": part.saved_bytes + sum(part.saved_values[v] for v in first),
-            "input_bytes": sum(t.nbytes for t in read if t.batch_dim is not None),
-            "output_bytes": part.product_bytes,
-            "flops": layer.flops,
-            "tail_bytes": part.saved_bytes,
-            "crossing_bytes": sum(t.nbytes for t in later if t.differentiable),
             "fused_bytes": sum(part.saved_values[v] for v in first & fused),
-            "backward_bytes": part.backward_bytes,
             "again_bytes": again[layer.layer_id],
         }
         leaves = [graph.params[p] for p in own]
@@ -187,6 +175,35 @@ def traced_operators(
         traced,
         *computed.most_common(1)[0][0],
     )
+
+
+def _at_products(workload: WorkloadProtocol, microbatch_size: int) -> TracedModel:
+    """Return the loss traced and cut at every product with a parameter.
+
+    Raises:
+        TracingError: ``trace-params`` without parameters, and those of ``trace``.
+    """
+    traced = trace(workload, microbatch_size, at_products=True)
+    if not traced.graph.params:
+        raise TracingError.of(
+            "init makes no parameters, so there is nothing to shard; give the workload of a model.",
+            "trace-params",
+        )
+    return traced
+
+
+def _sizes(graph: LayerGraph, layer: Layer, part: _Part) -> dict[str, int]:
+    """Return the sizes of an operator that depend on no other one, of all examples."""
+    later = [graph.values[v] for v in graph.crossing(layer.layer_id + 1)]
+    read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
+    return {
+        "input_bytes": sum(t.nbytes for t in read if t.batch_dim is not None),
+        "output_bytes": part.product_bytes,
+        "flops": layer.flops,
+        "tail_bytes": part.saved_bytes,
+        "crossing_bytes": sum(t.nbytes for t in later if t.differentiable),
+        "backward_bytes": part.backward_bytes,
+    }
 
 
 @dataclass(frozen=True)
@@ -321,12 +338,7 @@ def _differentiated(
     read = {p: nbytes(var) for p, var in zip(layer.params, jaxpr.invars, strict=False)}
     product = _first_of(jaxpr, PRODUCTS)
     kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
-    size = (
-        0
-        if product is None
-        else math.prod(product.outvars[0].aval.shape)
-        * item_bytes(str(product.outvars[0].aval.dtype))
-    )
+    made = None if product is None else product.outvars[0].aval
     backward_bytes = fusion.going_backwards(jaxpr, product, kept | free, nbytes)
     following = (
         fusion.following(jaxpr, (kept - fusion.sums(jaxpr)) | free)
@@ -337,7 +349,7 @@ def _differentiated(
     return _Part(
         kind,
         fusion.computed_in(_first_of(jaxpr, fusion.MULTIPLY)),
-        size,
+        0 if made is None else math.prod(made.shape) * item_bytes(str(made.dtype)),
         sum(nbytes(v) for v in kept - set(of_graph)),
         values,
         fused,

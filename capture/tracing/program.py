@@ -109,7 +109,7 @@ class Op:
         return filter(is_value, self.inputs)
 
 
-def is_value(operand: Any) -> TypeGuard[int]:
+def is_value(operand: object) -> TypeGuard[int]:
     """Tell whether an operand is a value of its program; others are literals."""
     return isinstance(operand, int)
 

@@ -34,7 +34,7 @@ RunOp = Callable[[Op, Sequence[Any], dict[Any, Any]], Sequence[Any]]
 class LayerRun(Protocol):
     """The way in which one layer is run."""
 
-    def enter(self, inputs: Sequence[Any]) -> list[Any]:
+    def enter(self, inputs: Sequence[object]) -> list[Any]:
         """Return the layer's inputs as it reads them, and as remat keeps them."""
 
     def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> Sequence[Any]:
@@ -56,7 +56,7 @@ class LayerFunction:
     """One layer as a function: ``(params, inputs, batch) -> outputs``, lists in the order of its
     ``LayerOps``."""
 
-    def __init__(self, layer: LayerOps, consts: Mapping[int, Any]):
+    def __init__(self, layer: LayerOps, consts: Mapping[int, object]):
         self._layer = layer
         self._consts = {v: consts[v] for v in layer.consts}
         self._steps = steps_of(layer)
@@ -139,14 +139,14 @@ def _nest(
     return tuple(steps)
 
 
-def run_op(op: Op, arguments: Sequence[Any]) -> Sequence[Any]:
+def run_op(op: Op, arguments: Sequence[object]) -> Sequence[Any]:
     """Run one operation, in its own scope and at its own line, and return its results."""
     with at_source(op.traceback, op.scope), op.context.manager:
         result = op.primitive.bind(*arguments, **op.primitive.get_bind_params(op.params))
     return result if op.primitive.multiple_results else [result]
 
 
-def _run_alone(op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> Sequence[Any]:
+def _run_alone(op: Op, arguments: Sequence[object], env: dict[object, object]) -> Sequence[Any]:
     return run_op(op, arguments)
 
 

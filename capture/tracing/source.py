@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 
 import capture
 from capture.errors import users_file
@@ -103,7 +104,7 @@ def line_of(traceback: Any) -> str:
     )
 
 
-def traceback_of(equation: Any, caller: Any) -> Any:
+def traceback_of(equation: JaxprEqn, caller: object) -> Any:
     """Return the traceback of an equation; for a body that JAX keeps traced, and no line of the
     model calls, that of the call around it, ``caller``."""
     own = equation.source_info.traceback

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from capture.errors import TracingError
 from capture.tracing.jaxprs import sub_jaxprs
 
@@ -46,7 +48,7 @@ class SplitRule:
                     yield factor, operand, dim
 
 
-def split_rule(equation: Any) -> SplitRule | None:
+def split_rule(equation: JaxprEqn) -> SplitRule | None:
     """Return the rule of a ``custom_partitioning`` equation; None if it has none that is known
     before it is lowered.
 
@@ -80,7 +82,7 @@ def split_rule(equation: Any) -> SplitRule | None:
         and (factor in rule.reduction_factors or all(factor in result for result in results))
     }
 
-    def kept(arrays: list[tuple[Any, ...]]) -> tuple[Factors, ...]:
+    def kept(arrays: list[tuple[object, ...]]) -> tuple[Factors, ...]:
         return tuple(
             tuple(factor if factor in may_split else None for factor in dims) for dims in arrays
         )
@@ -115,7 +117,7 @@ def _named(
     return arrays
 
 
-def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
+def _dimensions(mapping: Sequence[object], ndim: int) -> tuple[Any, ...]:
     """Return one entry per dimension: a factor, or several that share it."""
     dims: list[Any] = []
     for entry in mapping:

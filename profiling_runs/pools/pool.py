@@ -1,5 +1,4 @@
-"""The places where jobs run: the few methods that a batch of jobs needs, and what pools of workers
-have in common.
+"""The pools of workers that do jobs: this process, processes of this machine, or a Ray cluster.
 
 A pool has as many workers as there is room for. Each measures one job at a time and is asked for
 nothing before it has said that it is ready; one that ends, however, is replaced. With
@@ -12,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from capture import environment
 from capture.errors import ProfileError
@@ -25,34 +24,6 @@ WORKER_BYTES = 1_200_000_000
 #: Workers that may end one after the other before any gets ready; then something is wrong that
 #: starting more does not cure.
 MAX_FAILED_STARTS = 3
-
-
-class WorkerSlot(Protocol):
-    """A place that can take a job."""
-
-    group: tuple[Any, ...] | None
-    name: str
-
-
-class Runner(Protocol):
-    """A place where jobs run: this process, workers of this machine, or a Ray cluster."""
-
-    def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
-        """Return the slots that can take a job now, each with the group of its last job. No worker
-        is started for the ``busy`` processors that do something else."""
-        ...
-
-    def start(self, slot: Any, job: Job) -> None:
-        """Give a job to an idle slot."""
-        ...
-
-    def finished(self, timeout_seconds: float) -> list[Outcome]:
-        """Return the outcomes of ended jobs; wait for news, but not longer than the timeout."""
-        ...
-
-    def close(self) -> None:
-        """End every worker that was started."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +72,7 @@ class PoolWorker(ABC):
 
 
 class Pool(ABC):
-    """A runner with workers that are processes somewhere.
+    """A pool of workers. As a context it ends them all when it is left.
 
     Args:
         fresh_process: Whether a worker measures one job only.
@@ -126,16 +97,32 @@ class Pool(ABC):
     def news(self, workers: Sequence[Any], timeout_seconds: float) -> Sequence[Any]:
         """Return the workers that have a message; wait for the first, up to the timeout."""
 
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a worker has a job."""
+        return any(worker.job is not None for worker in self._workers)
+
     def idle(self, busy: int = 0) -> Sequence[PoolWorker]:
+        """Return the workers that can take a job now, each with the group of its last job. For the
+        ``busy`` processors that do something else no worker is started."""
         missing = max(self.room() - busy, 1) - len(self._workers) if self.room() else 0
         self._workers += [self.launch() for _ in range(missing)]
         return [worker for worker in self._workers if worker.ready and worker.job is None]
 
-    def start(self, slot: PoolWorker, job: Job) -> None:
-        slot.job, slot.group, slot.started, slot.deadline = job, job.group, time.monotonic(), 0.0
-        slot.send(job)
+    def start(self, worker: PoolWorker, job: Job) -> None:
+        """Give a job to an idle worker."""
+        worker.job, worker.group, worker.started = job, job.group, time.monotonic()
+        worker.deadline = 0.0
+        worker.send(job)
 
     def finished(self, timeout_seconds: float) -> list[Outcome]:
+        """Return the outcomes of ended jobs; wait for news, but not longer than the timeout."""
         outcomes = []
         for worker in self.news(self._workers, timeout_seconds):
             match worker.receive():
@@ -183,76 +170,82 @@ class Pool(ABC):
         worker.kill()
 
     def close(self) -> None:
+        """End every worker that was started."""
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
 
 
-class Here:
-    """A runner that measures in this process: for workloads that exist only as Python objects. It
+class Here(Pool):
+    """A pool whose one worker is this process: for workloads that exist only as Python objects. It
     cannot outlive a job that ends it.
 
     Args:
         backend: Knows the model.
     """
 
-    group = None
+    def __init__(self, backend: Backend):
+        super().__init__(fresh_process=False, timeout_seconds=float("inf"))
+        self._backend = backend
+
+    def room(self) -> int:
+        return 1
+
+    def launch(self) -> PoolWorker:
+        return _Inline(self._backend)
+
+    def news(self, workers: Sequence[_Inline], timeout_seconds: float) -> Sequence[_Inline]:
+        return [worker for worker in workers if worker.job is not None]
+
+
+class _Inline(PoolWorker):
+    """A worker in this process, which measures when it is asked for the outcome."""
 
     def __init__(self, backend: Backend):
-        self._backend, self.name = backend, name_of_process()
-        self._job: Job | None = None
+        super().__init__()
+        self._backend, self.name, self.ready = backend, name_of_process(), True
 
-    def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
-        return [self] if self._job is None else []
+    def send(self, job: Job) -> None:
+        """Leave the job for ``receive``."""
 
-    def start(self, slot: Any, job: Job) -> None:
-        self._job, self.group = job, job.group
-
-    def finished(self, timeout_seconds: float) -> list[Outcome]:
+    def receive(self) -> Outcome:
         from profiling_runs.pools.worker import measure_job
 
-        job, self._job = self._job, None
-        return [] if job is None else [measure_job(self._backend, job)]
+        assert self.job is not None, "there is news"
+        return measure_job(self._backend, self.job)
 
-    def close(self) -> None:
-        self._job = None
+    def kill(self) -> None:
+        """Leave this process alone."""
 
 
 class Kept:
-    """A runner that several batches share: what a batch closes stays open, unless jobs still run.
+    """A pool that several batches share. As a context it leaves the workers to the next batch,
+    unless they still have jobs.
 
     Args:
         opened: Opens it, for the first batch.
     """
 
-    def __init__(self, opened: Callable[[], Runner]):
+    def __init__(self, opened: Callable[[], Pool]):
         self._opened = opened
-        self._runner: Runner | None = None
-        self._num_running = 0
+        self._pool: Pool | None = None
 
-    def _own(self) -> Runner:
-        if self._runner is None:
-            self._runner = self._opened()
-        return self._runner
+    @property
+    def pool(self) -> Pool:
+        """The pool, opened now if it is not open."""
+        if self._pool is None:
+            self._pool = self._opened()
+        return self._pool
 
-    def idle(self, busy: int = 0) -> Sequence[WorkerSlot]:
-        return self._own().idle(busy)
+    def __enter__(self) -> Pool:
+        return self.pool
 
-    def start(self, slot: Any, job: Job) -> None:
-        self._num_running += 1
-        self._own().start(slot, job)
-
-    def finished(self, timeout_seconds: float) -> list[Outcome]:
-        outcomes = self._own().finished(timeout_seconds)
-        self._num_running -= len(outcomes)
-        return outcomes
-
-    def close(self) -> None:
-        if self._num_running:  # what comes of them is of a batch that is no more
-            self.end()
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None and self._pool.is_busy:
+            self.end()  # what comes of the jobs is of a batch that is no more
 
     def end(self) -> None:
         """End every worker that was started."""
-        if self._runner is not None:
-            self._runner.close()
-        self._runner, self._num_running = None, 0
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None

@@ -1,4 +1,4 @@
-"""The place where jobs run, as plain data, and the runner that follows from it."""
+"""The place where jobs run, as plain data, and the pool that follows from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from capture import environment
 from capture.errors import ProfileError
 from capture.options import Asked, at_least
 from profiling_runs.jobs import Backend, Setting
-from profiling_runs.pools.pool import Here, Runner
+from profiling_runs.pools.pool import Here, Pool
 from profiling_runs.pools.worker import versions_of
 
 #: One for each processor; what the free memory has no room for is left out.
@@ -63,8 +63,8 @@ class Where:
         """Whether every measurement is made in this process."""
         return self.num_workers == 0
 
-    def open(self, setting: Setting | None, backend: Backend | None, num_jobs: int) -> Runner:
-        """Start the runner of a number of jobs: this process, local workers, or a Ray cluster.
+    def open(self, setting: Setting | None, backend: Backend | None, num_jobs: int) -> Pool:
+        """Open the pool for a number of jobs: this process, local workers, or a Ray cluster.
 
         Args:
             setting: What the workers' jobs share; None measures in this process, with the backend.

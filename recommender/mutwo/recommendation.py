@@ -160,7 +160,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
 
 def mutwo(
     workload: WorkloadProtocol,
-    models: Sequence[Mapping[str, Any]],
+    models: Sequence[Mapping[str, object]],
     *,
     target: str,
     batch_size: int,

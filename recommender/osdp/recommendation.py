@@ -113,21 +113,17 @@ def osdp(
             uncompiled = str(error)
             watch(f"not compiled: {uncompiled}")
     checkpointed = any(operator.again_bytes for operator in _all(cost))
-    reserved = reserved_fraction(described.platform, operators.dtype, checkpointed)
+    known = described.platform, operators.dtype, checkpointed
+    reserved = reserved_fraction(*known)
     if uncompiled and checkpointed:
         uncompiled += _LEFT_FREE.format(reserved)
     found = found or search.fastest(memory * (1 - reserved))
     if found.plan is None:
         return Answer("infeasible", None, found, Why(found.why or "", uncompiled=uncompiled))
-    plan = replace(
-        found.plan,
-        **described_by,
-        model_hash=operators.traced.graph.model_hash,
-        cluster=question.cluster,
-    )
+    of_model = {"model_hash": operators.traced.graph.model_hash, "cluster": question.cluster}
+    plan = replace(found.plan, **described_by, **of_model)
     plan = replace(plan, costs=tuple(_costs(cost, plan)))
     if not plan.compiled:
-        known = described.platform, operators.dtype, checkpointed
         plan = replace(plan, interval_bytes=interval_of(plan.peak_bytes, *known))
     why = Why(_summary(plan, described.name, uncompiled), uncompiled=uncompiled)
     limit = None if question.limit_bytes is None else int(question.limit_bytes)

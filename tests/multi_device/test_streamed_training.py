@@ -26,7 +26,8 @@ from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Swaps, Switches
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
-from capture.runtime.dispatch import BoundStep, Frame
+from capture.runtime.dispatch import BoundStep
+from capture.runtime.frame import Frame
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor

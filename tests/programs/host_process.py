@@ -19,7 +19,7 @@ import numpy as np
 
 from capture import pipeshard
 from capture.runtime import multihost
-from capture.runtime.dispatch import Observer
+from capture.runtime.frame import Observer
 
 
 def main(

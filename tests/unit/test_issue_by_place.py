@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from capture.runtime.dispatch import BoundStep, Frame
+from capture.runtime.dispatch import BoundStep
+from capture.runtime.frame import Frame
 from capture.step.program import Copy, Feed, Free, Place, Run, Step, Wait
 from tests.property.test_pack_passes import example, finished
 from tests.property.test_stage_offload import held

@@ -4,13 +4,14 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from test_batch import SPEC, ScriptedPool
+from test_batch import SPEC, ScriptedPool, job
 
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.profiler.bounded_passes import BoundedPasses
 from profiling_runs.jobs import Outcome, Setting
 from profiling_runs.measurements import Measurements
+from profiling_runs.pools.pool import Kept
 from profiling_runs.pools.where import Where
 
 BATCHES = [BoundedPasses((StageConfig(n, n + 1, StageChoice(), 8),), 4) for n in range(7)]
@@ -23,17 +24,20 @@ class Workers:
         self.jobs, self.rounds, self.closed, self._lost = {}, 0, 0, lost
 
     def idle(self, busy=0):
-        return [slot for slot in (0, 1)[: 1 + (self.rounds > 1)] if slot not in self.jobs]
+        return [which for which in (0, 1)[: 1 + (self.rounds > 1)] if which not in self.jobs]
 
-    def start(self, slot, job):
-        self.jobs[slot] = job
+    def start(self, worker, job):
+        self.jobs[worker] = job
 
     def finished(self, timeout_seconds):
         self.rounds += 1
         done, self.jobs = [*self.jobs.values()], {}
         return [Outcome(job, None if job.what in self._lost else f"{job.what}") for job in done]
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         self.closed += 1
 
 
@@ -109,3 +113,19 @@ def test_workers_are_started_anew_where_the_model_is_cut_into_layers_since(monke
         assert [asked for asked, _ in opened] == [(None, (2, 8)), (4, (2, 8))]
         assert all(worker.killed for worker in opened[0][1].made)
     assert all(worker.killed for _, pool in opened for worker in pool.made)
+
+
+def test_a_kept_pool_stays_open_unless_jobs_still_run():
+    opened = []
+    kept = Kept(lambda: opened.append(ScriptedPool()) or opened[-1])
+    for _ in range(2):
+        with kept as pool:
+            pool.idle()
+            pool.finished(0)
+    assert len(opened) == 1 and not any(worker.killed for worker in opened[0].made)
+    with pytest.raises(KeyboardInterrupt), kept as pool:
+        pool.start(pool.idle()[0], job("a"))
+        raise KeyboardInterrupt
+    assert all(worker.killed for worker in opened[0].made)
+    with kept:
+        assert len(opened) == 2, "another is opened"

@@ -34,7 +34,7 @@ def mark_layers() -> None:
 
     original = jax.ad_checkpoint.checkpoint_name
 
-    def checkpoint_name(x: Any, name: str) -> Any:
+    def checkpoint_name(x: object, name: str) -> Any:
         if name != LAYER_BOUNDARY:
             return original(x, name)
         alpa.mark_pipeline_boundary()
@@ -65,7 +65,7 @@ def _arrays_for_scalars(layers: Any) -> Any:
 
     new_variable = core.gensym(suffix="_crossing")
 
-    def reshaped(source: Any, target: Any) -> Any:
+    def reshaped(source: object, target: Any) -> Any:
         return core.new_jaxpr_eqn(
             [source],
             [target],

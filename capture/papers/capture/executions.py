@@ -8,7 +8,7 @@ the store: a run is kept as soon as it arrives, so that the same command resumes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -94,13 +94,7 @@ def executed_profile(
     sets = paper_runs_of(question, graph.num_layers)
     jobs = profiling_jobs(backend, question, sets)
     measurer.measure(job for job, runs in jobs.items() if backend.find(runs[0]) is None)
-    outcomes: dict[ProfilingRun, RunPeaks] = {}
-    for job, runs in jobs.items():
-        for run in runs:
-            error = measurer.errors.get(job.key)
-            found = backend.find(run) if error is None else run.failed(error)
-            assert found is not None, "it has just been kept"
-            outcomes[run] = found
+    outcomes = _outcomes(backend, measurer.errors, jobs)
     _check_some(list(outcomes.values()))
     assert question.paper is not None, "checked"
     schedule, num_microbatches = question.paper
@@ -129,6 +123,20 @@ def executed_profile(
         paper=statistics.to_json(),
         failures=statistics.failed,
     )
+
+
+def _outcomes(
+    backend: RunBackend, errors: Mapping[str, str], jobs: Mapping[Job, Sequence[ProfilingRun]]
+) -> dict[ProfilingRun, RunPeaks]:
+    """Return the result of every run of the jobs: what is stored, or its failure."""
+    outcomes: dict[ProfilingRun, RunPeaks] = {}
+    for job, runs in jobs.items():
+        for run in runs:
+            error = errors.get(job.key)
+            found = backend.find(run) if error is None else run.failed(error)
+            assert found is not None, "it has just been kept"
+            outcomes[run] = found
+    return outcomes
 
 
 def _opened(

@@ -120,7 +120,7 @@ class PaperPredictor:
             or (c.num_devices > MAX_PROFILED_DEGREE and all(of in known for of in _fitted_from(c)))
         )
 
-    def prediction(self, plan: Plan, provenance: Mapping[str, Any]) -> Prediction:
+    def prediction(self, plan: Plan, provenance: Mapping[str, object]) -> Prediction:
         """Return the peaks of a plan as a prediction: a peak per stage, without its parts.
 
         Args:

@@ -101,7 +101,7 @@ class PaperStatistics:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> PaperStatistics:
+    def from_json(cls, data: object) -> PaperStatistics:
         """Read the statistics that ``to_json`` wrote.
 
         Raises:

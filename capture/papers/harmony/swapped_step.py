@@ -118,7 +118,7 @@ class SwappedBuilder:
     def _nbytes(self, *holds: Any) -> int:
         return sum(map(self._sizes.nbytes, holds))
 
-    def _slot(self, what: str, place: Place, category: str, holds: Any) -> int:
+    def _slot(self, what: str, place: Place, category: str, holds: object) -> int:
         name = f"{what} {len(self.step.slots)}"
         return self.step.slot(name, place, category, self._nbytes(holds), what, holds)
 

@@ -142,3 +142,10 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as probe:
         probe.bind((name, 0))
         return probe.getsockname()[1]
+
+
+def own_address(coordinator: str) -> str:
+    """Return the address of this host from which the coordinator is reached; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(parted(coordinator))
+        return probe.getsockname()[0]

@@ -31,7 +31,7 @@ _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 def run_on_this_machine(
     plan: Plan,
     workload: WorkloadSpec,
-    training: Mapping[str, Any],
+    training: Mapping[str, object],
     report: Callable[[str], None] = lambda text: None,
     restarts: Restarts = NONE,
     silent_seconds: float = SILENT_SECONDS,
@@ -67,7 +67,7 @@ class LocalStarter:
 
     workload: WorkloadSpec
 
-    def start(self, plan: Plan, training: Mapping[str, Any]) -> LocalProcesses:
+    def start(self, plan: Plan, training: Mapping[str, object]) -> LocalProcesses:
         nodes, flags = len(plan.cluster.nodes), environment.active_flags()
         coordinator = f"127.0.0.1:{free_port()}"
         return LocalProcesses(

@@ -7,17 +7,30 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 
+from capture.runtime.frame import Action, Frame, Layout
 from capture.runtime.hosts.across import BoundCopy, CopyAcross
+from capture.runtime.hosts.transport import Transport
 from capture.step.offers import Crossing, OfferedStep, with_offers
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait
 
-if TYPE_CHECKING:
-    from capture.runtime.dispatch import Action, Frame, Layout
-    from capture.runtime.multihost import Hosts
+
+class Sharing(Protocol):
+    """The processes that share a step, as one of them sees them."""
+
+    process: int
+
+    @property
+    def transport(self) -> Transport:
+        """The way in which arrays travel."""
+        ...
+
+    def reserve(self, count: int) -> int:
+        """Return the first of so many numbers, the same in every process."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class StepPart:
         devices: By device id of the step.
     """
 
-    def __init__(self, shared: SharedStep, hosts: Hosts, devices: Sequence[jax.Device]):
+    def __init__(self, shared: SharedStep, hosts: Sharing, devices: Sequence[jax.Device]):
         self.step = shared.step
         self._shared, self._hosts, self._devices = shared, hosts, devices
         self._here = {

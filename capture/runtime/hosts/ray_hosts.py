@@ -151,7 +151,7 @@ class RayStarter:
         here = self.workload.relative_to(Path.cwd())
         check_travels([here.location if here.is_file else ""], ExecutionError)
 
-    def start(self, plan: Plan, training: Mapping[str, Any]) -> RayProcesses:
+    def start(self, plan: Plan, training: Mapping[str, object]) -> RayProcesses:
         """Place one actor per node of the plan on the cluster, and give each its job.
 
         Raises:
@@ -258,7 +258,7 @@ class RayProcesses:
         self._greetings = [found[host] for host in range(len(asked))]
         return self._greetings
 
-    def _greeting(self, host: int, reference: Any) -> Greeting:
+    def _greeting(self, host: int, reference: object) -> Greeting:
         try:
             return self._cluster.result(reference)
         except (ProcessLostError, CallError) as error:

@@ -34,7 +34,7 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
 
 
 def own_leaves(
-    step: PipelinedStep, checkpoint: Path, marker: Mapping[str, Any]
+    step: PipelinedStep, checkpoint: Path, marker: Mapping[str, object]
 ) -> tuple[list[Any], list[Any]] | None:
     """Return the leaves that this process needs, None for the others: by parameter of the layer
     graph, and by leaf of the optimizer's state. None at all if the checkpoint has layers in one

@@ -54,7 +54,7 @@ NONE = Restarts()
 def train_over_hosts(
     starter: Starter,
     plan: Plan,
-    training: Mapping[str, Any],
+    training: Mapping[str, object],
     restarts: Restarts = NONE,
     report: Callable[[str], None] = lambda text: None,
     silent_seconds: float = SILENT_SECONDS,
@@ -168,7 +168,7 @@ class _Run:
             count = f"{len(self.in_a_row)} of {self.restarts.most} before the next new step"
             self.report(f"starting again from {where} (restart {count})")
 
-    def document(self, document: dict[str, Any]) -> dict[str, Any]:
+    def document(self, document: dict[str, object]) -> dict[str, Any]:
         """Return the document of the last attempt with the losses, seconds and restarts of all."""
         if not self.breaks:
             return document

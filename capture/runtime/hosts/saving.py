@@ -151,7 +151,7 @@ class Saver:
         except ExecutionError as error:
             self._failed = error
 
-    def _agreed(self, what: str, call: Callable[[], Any]) -> list[Any]:
+    def _agreed(self, what: str, call: Callable[[], object]) -> list[Any]:
         """Call a function in every process; return what each got, once all have called it.
 
         Raises:
@@ -194,7 +194,7 @@ class Saver:
                 found |= files_of(path / name)
         return found
 
-    def _complete(self, path: Path, marker: Mapping[str, Any]) -> None:
+    def _complete(self, path: Path, marker: Mapping[str, object]) -> None:
         """Rename the marker into place, and remove what is old or was interrupted."""
         if not self._is_first:
             return

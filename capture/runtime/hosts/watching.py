@@ -48,7 +48,7 @@ class Processes(Protocol):
 class Starter(Protocol):
     """A way to start the processes of an attempt, on this machine or others."""
 
-    def start(self, plan: Plan, training: Mapping[str, Any]) -> Processes:
+    def start(self, plan: Plan, training: Mapping[str, object]) -> Processes:
         """Start one process per node of the plan; if one cannot start, none of the others is left.
 
         Args:

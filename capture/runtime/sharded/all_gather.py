@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from capture.model.workload import PyTree
 from capture.runtime.layer_order import may_wait
 from capture.runtime.sharded.slices import LeafRows, Taken
 
@@ -65,7 +66,7 @@ class ParamArray:
     part: LeafRows
     cast: Callable[[Any], Any]
 
-    def all_gather(self, shard: Any) -> Any:
+    def all_gather(self, shard: object) -> Any:
         value = self.cast(shard)
         return (
             lax.with_sharding_constraint(value, replicated(self.part.stored))
@@ -73,7 +74,7 @@ class ParamArray:
             else value
         )
 
-    def reduce_scatter(self, shard: Any, gradient: Any) -> Any:
+    def reduce_scatter(self, shard: object, gradient: object) -> Any:
         """Return the gradient of a shard, from that of what was gathered from it."""
         for sharding in self.part.reduced:
             gradient = lax.with_sharding_constraint(gradient, sharding)
@@ -87,9 +88,9 @@ def replicated(sharding: NamedSharding) -> NamedSharding:
 def run_gathered(
     arrays: Sequence[ParamArray],
     pieces: Sequence[Piece],
-    params: Sequence[Any],
+    params: Sequence[object],
     others: Sequence[Any],
-    token: Any,
+    token: object,
     *,
     keep_results: bool = False,
     hand_on: bool = False,
@@ -226,7 +227,7 @@ def _shards_of(piece: Piece, held: _Arrays) -> _Arrays:
     return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
 
 
-def with_token(params: Any) -> tuple[Any, Any]:
+def with_token(params: PyTree) -> tuple[Any, Any]:
     """Return the parameters as they are, and a scalar 0, whose gradient, also 0, is added to that
     of the smallest of them.
 
@@ -250,7 +251,7 @@ def with_token(params: Any) -> tuple[Any, Any]:
     return jax.tree.unflatten(tree, leaves), token
 
 
-def awaited(params: Any, token: Any) -> tuple[Any, Any]:
+def awaited(params: PyTree, token: object) -> tuple[Any, Any]:
     """Return both; what goes further back waits for the gradients of the parameters' readers.
 
     Otherwise XLA may keep what those are computed from until the end of the step.
@@ -272,7 +273,7 @@ def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:
     return [piece.partner.of(x) if i == piece.partner.array else x for i, x in enumerate(others)]
 
 
-def tied(first: Any, second: Any) -> tuple[Any, Any]:
+def tied(first: object, second: object) -> tuple[Any, Any]:
     """Return both as they are, neither before the other is there. Random keys and gradients of
     integers are left out."""
     leaves, tree = jax.tree.flatten((first, second))

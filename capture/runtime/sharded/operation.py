@@ -81,7 +81,7 @@ class StoredParam:
         return dims
 
 
-def stored(placement: LeafPlacement, leaf: Any) -> list[Any]:
+def stored(placement: LeafPlacement, leaf: object) -> list[Any]:
     """Return what an evaluation of the loss gets for a leaf: one value per step of a scan."""
     rows = [leaf] if placement.stacked is None else _unstacked(leaf, placement.stacked)
     if placement.is_small:
@@ -96,12 +96,12 @@ def stored(placement: LeafPlacement, leaf: Any) -> list[Any]:
     ]
 
 
-def is_stored(value: Any) -> TypeGuard[StoredParam]:
+def is_stored(value: object) -> TypeGuard[StoredParam]:
     """Return whether a value is a parameter as it is stored."""
     return isinstance(value, StoredParam)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     return value.plain if is_stored(value) else value
 
 
@@ -187,13 +187,13 @@ def _slice(
     return Piece((taken,), partner, compute)
 
 
-def _applied(chain: Sequence[Op], value: Any) -> Any:
+def _applied(chain: Sequence[Op], value: object) -> Any:
     for op in chain:
         (value,) = run_op(op, [value])
     return value
 
 
-def _unstacked(leaf: Any, dim: int) -> list[Any]:
+def _unstacked(leaf: object, dim: int) -> list[Any]:
     """Return the parts of a leaf along a dimension; their gradients are put together once, not
     added up."""
 

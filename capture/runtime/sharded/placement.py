@@ -87,7 +87,7 @@ class LeafPlacement:
 
 
 def check_partly(
-    optimizer: Any, traced: TracedModel, num_devices: int, smallest_bytes: int
+    optimizer: object, traced: TracedModel, num_devices: int, smallest_bytes: int
 ) -> None:
     """Refuse an optimizer that asks for any leaf as a whole of which a part may be sharded.
 
@@ -107,7 +107,7 @@ def check_partly(
     check_rows(optimizer, traced.params_struct, halved, counts)
 
 
-def _halves(struct: Any, dim: int) -> list[jax.ShapeDtypeStruct]:
+def _halves(struct: jax.ShapeDtypeStruct, dim: int) -> list[jax.ShapeDtypeStruct]:
     size = struct.shape[dim]
     return [
         jax.ShapeDtypeStruct((*struct.shape[:dim], rows, *struct.shape[dim + 1 :]), struct.dtype)
@@ -154,7 +154,7 @@ def _placed(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> Iterator[Lea
 
 
 def _parts(leaf: ParameterLeaf, mode: Mode, mesh: Mesh) -> tuple[LeafRows, ...]:
-    def along(dim: int, axes: tuple[Any, ...]) -> NamedSharding:
+    def along(dim: int, axes: tuple[object, ...]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
 
     whole = NamedSharding(mesh, PartitionSpec())

@@ -65,7 +65,7 @@ class BlockRows:
     first: int
     stop: int
 
-    def of(self, array: Any, dim: int) -> Any:
+    def of(self, array: jax.Array, dim: int) -> Any:
         """Return these rows of a parameter, in their order; the blocks are its shards."""
         blocks = array.reshape(
             *array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :]
@@ -84,7 +84,7 @@ class BlockRows:
             whole.shape
         )
 
-    def of_activation(self, array: Any, dim: int) -> Any:
+    def of_activation(self, array: jax.Array, dim: int) -> Any:
         """Return these rows of an array that is whole along the dimension, often its last: a TPU
         would copy all of it to reshape that."""
         return jnp.concatenate(
@@ -127,7 +127,7 @@ class Taken:
     rows: BlockRows | None = None
     is_activation: bool = False
 
-    def of(self, array: Any) -> Any:
+    def of(self, array: jax.Array) -> Any:
         if self.rows is None:
             return array
         return (self.rows.of_activation if self.is_activation else self.rows.of)(array, self.dim)

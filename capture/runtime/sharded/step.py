@@ -140,7 +140,7 @@ class ShardedStep(TrainStep):
         return SlicedOptimizer(update, [range(len(update.params))])
 
     def _leaves_in(
-        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[Any] | None
+        self, slot: Slot, leaves: Sequence[Any], state_leaves: Sequence[object] | None
     ) -> Sequence[Any]:
         params = self.sharded.split(joined_params(self.traced, dict(enumerate(leaves))))
         if slot.category == "parameters":
@@ -185,7 +185,7 @@ class ShardedStep(TrainStep):
         return jax.tree.map(np.asarray, self.sharded.join(gradients))
 
 
-def _stacked(leaf: LeafPlacement, struct: Any, rows: Any) -> Any:
+def _stacked(leaf: LeafPlacement, struct: jax.ShapeDtypeStruct, rows: Any) -> Any:
     """Return the next array of the state, of a parameter that a scan stacks from its layers."""
     if leaf.stacked is None:
         return next(rows)

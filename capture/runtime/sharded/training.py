@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadProtocol
+from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.files import other_model
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import counted
@@ -119,7 +119,7 @@ class Sharded:
         """Content hash of the traced loss, as ``ShardingPlan.model_hash``."""
         return self.traced.graph.model_hash
 
-    def shardings(self, params: Any = None) -> Any:
+    def shardings(self, params: PyTree = None) -> Any:
         """Return the sharding of every parameter, in a tree of the parameters' structure.
 
         Args:
@@ -157,7 +157,7 @@ class Sharded:
         nodes = [whole if leaf is None else leaf.node for leaf in self.state_leaves]
         return jax.tree.unflatten(self.optimizer.state_tree, nodes)
 
-    def split(self, params: Any) -> Any:
+    def split(self, params: PyTree) -> Any:
         """Return the parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the
         same tree where there is none."""
         self._check(params)
@@ -180,7 +180,7 @@ class Sharded:
         leaves = zip(self.leaves, jax.tree.leaves(self._struct), strict=True)
         return self._tree.unflatten([jax.eval_shape(leaf.split, struct) for leaf, struct in leaves])
 
-    def _check(self, params: Any) -> None:
+    def _check(self, params: PyTree) -> None:
         """Refuse what is neither the model's parameters nor those as ``split`` returns them."""
         shapes = jax.tree.map(jnp.shape, params)
         for struct in (self._struct, self._split_struct):
@@ -195,7 +195,9 @@ class Sharded:
 
     # ---- the step --------------------------------------------------------------------------------
 
-    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    def transform(
+        self, loss_fn: Callable[..., object], has_aux: bool = False
+    ) -> Callable[..., Any]:
         """Return a loss with the plan's all-gathers; call and differentiate it inside ``jax.jit``.
 
         Args:
@@ -230,7 +232,7 @@ class Sharded:
         init = jax.jit(self.workload.optimizer.init, out_shardings=self.opt_state_shardings)
         return params, init(params)
 
-    def loss_and_gradients(self, params: Any, *arguments: Any) -> tuple[jax.Array, Any]:
+    def loss_and_gradients(self, params: PyTree, *arguments: Any) -> tuple[jax.Array, Any]:
         """Return the workload's loss and its gradients, to be compiled; the arguments are the batch
         and, if the loss takes one, a random key."""
         return loss_and_gradients(self.transform(self.workload.loss_fn))(params, *arguments)
@@ -258,7 +260,7 @@ class Sharded:
         )
 
 
-def _difference(params: Any, struct: Any) -> str:
+def _difference(params: PyTree, struct: PyTree) -> str:
     """Name the first leaf that is another one."""
 
     def named(tree):

@@ -18,6 +18,7 @@ import jax
 from jax import lax
 
 from capture.errors import WorkloadError
+from capture.model.workload import PyTree
 from capture.plan.sharding import ShardingPlan
 from capture.runtime.sharded.all_gather import awaited, run_gathered, with_token
 from capture.runtime.sharded.operation import is_stored, pieces_of, plain, stored
@@ -35,7 +36,7 @@ _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values 
 
 
 def gathered_loss(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., object],
     has_aux: bool,
     plan: ShardingPlan,
     leaves: Sequence[LeafPlacement],
@@ -45,7 +46,7 @@ def gathered_loss(
     ``Sharded.transform``."""
     tree: Any = jax.tree.structure(traced.params_struct)
 
-    def run(params: Any, *arguments: Any) -> Any:
+    def run(params: PyTree, *arguments: Any) -> Any:
         closed, result = jax.make_jaxpr(loss_fn, return_shape=True)(
             traced.params_struct, *arguments
         )
@@ -95,7 +96,7 @@ def _evaluate(program: LossProgram, env: dict[int, Any], remat: bool, prefetch: 
 
 
 def _run_layer(
-    layer: LayerOps, program: LossProgram, prefetch: bool, inputs: dict[int, Any]
+    layer: LayerOps, program: LossProgram, prefetch: bool, inputs: dict[int, object]
 ) -> dict[int, Any]:
     differentiated = [op for op in layer.ops if not program.toward_loss.isdisjoint(op.outputs)]
     run = _Runner(frozenset(differentiated), _read_again(layer.params, differentiated), prefetch)
@@ -107,7 +108,7 @@ def _run_layer(
     return {v: env[v] for v in (*layer.outputs, _TOKEN)}
 
 
-def _await_small(region: Region, env: dict[int, Any], params: Sequence[int]) -> None:
+def _await_small(region: Region, env: dict[int, object], params: Sequence[int]) -> None:
     """Let the backward pass wait, before a region, for the gradients of its small parameters: XLA
     may else keep what it has computed again for them until the end of the step."""
     small = [v for v in region.inputs if v in params and not is_stored(env[v])]
@@ -198,7 +199,7 @@ def _check_results(result: Any, has_aux: bool) -> None:
         )
 
 
-def _described(result: Any) -> str:
+def _described(result: object) -> str:
     shapes = [str(leaf.shape) for leaf in jax.tree.leaves(result)]
     return (
         f"1 array of shape {shapes[0]}"
