@@ -25,6 +25,7 @@ from capture.errors import PlanError, Violation
 from capture.options import add, at_least, options_of, taken
 from capture.plan.files import PlanFile
 from capture.plan.kinds import kind_of, load_plan
+from capture.plan.prediction import error_fractions
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.asked import Training
 from capture.runtime.hosts.documents import joined
@@ -247,13 +248,13 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
         document["predicted_peak_bytes_per_device"],
         document["measured_peak_bytes_per_device"] or [],
     )
-    compared = predicted and document["is_target"]
+    compared = error_fractions(predicted, measured) if document["is_target"] and measured else None
     rows = [
         [
             d,
             format_bytes(predicted[d]) if predicted else "-",
             format_bytes(peak),
-            f"{predicted[d] / peak - 1:+.2%}" if compared else "-",
+            "-" if compared is None or (error := compared[d]) is None else f"{error:+.2%}",
         ]
         for d, peak in enumerate(measured)
     ]

@@ -73,6 +73,7 @@ class Kind:
         Raises:
             PlanError: ``plan-kind`` if it does not take them.
         """
+        self.check(name, f"capture {name}")
         if name not in self.verbs:
             raise self.refused()
         return self.verbs[name]
@@ -89,7 +90,8 @@ class Kind:
         """
         if column in self.lacks:
             raise PlanError.of(
-                f"{given}: {self.lacks[column]} in a plan of kind {self.name!r}; leave it out.",
+                f"{given} is not for plans of kind {self.name!r}: {self.lacks[column]}. Leave it "
+                "out.",
                 "plan-kind",
             )
 
@@ -128,6 +130,11 @@ _OWN: Mapping[str, Kind] = {
             _verbs("osdp:{}", "verify", "explain", "report", "diff"),
             "capture.shard",
             Registered("capture.runtime.sharded.step:sharded_step"),
+            {
+                "several hosts": "one program in one process",
+                "evaluate": "benchmarks compare its estimates",
+                "store, workers": "one program, compiled in place",
+            },
         ),
         Kind(
             "packs",
@@ -137,15 +144,24 @@ _OWN: Mapping[str, Kind] = {
             _verbs("packs:{}", "verify", "explain", "report", "diff"),
             "capture.streamed",
             Registered("capture.runtime.streamed:streamed"),
+            {
+                "several hosts": "packs stream from one host",
+                "evaluate": "packs are compiled before answering",
+            },
         ),
         Kind(
             "array",
             "mutwo",
             ArrayPlan,
             Registered("capture.cli.array:ASKS"),
-            _verbs("array:{}", "explain", "report", "diff"),
+            _verbs("array:{}", "verify", "explain", "report", "diff"),
             "capture.train_array",
             Registered("capture.runtime.multiplexed:train_array"),
+            {
+                "several hosts": "an array is one device",
+                "evaluate": "predictions are of compiled programs",
+            },
+            page="explain",
         ),
     )
 }

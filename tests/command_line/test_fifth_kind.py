@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import run_json
-from processes import user_model
+from cells import ASKED, CELLS, STORE, WORKLOAD, Case, written
 
 from capture import documents
 from capture.cli import asked, options
@@ -34,8 +33,7 @@ from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNee
 from recommender.answer import Answer
 from recommender.plan_report import PlanReport
 
-HERE = "test_fifth_kind"
-HEADER = ["at the peak", "bytes"]
+HERE, HEADER = "test_fifth_kind", ["at the peak", "bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +100,17 @@ def answer(given) -> int:
     ways = [n for n in range(1, examples + 1) if examples % (n * count) == 0]
     if not ways:
         raise PlanError.of(f"{count} devices cannot share {examples} examples.", "replicas-batch")
-    for tried, passes in enumerate(ways, 1):
+    tried = []
+    for passes in ways:
+        tried.append(passes)
         plan = ReplicasPlan(cluster=cluster, examples=examples, accumulated=passes, workload=spec)
         plan = compiled(given, plan, spec)[1]
         room = plan.headroom(given.memory)
         if room is None or room.verdict == "fits":
             break
     status = "ok" if room is None or room.verdict == "fits" else "infeasible"
-    why = Why(f"{counted(tried, 'number')} of passes compiled")
-    found = noted(given, Answer(status, plan, Tried(ways[:tried]), why, room))
+    why = Why(f"{counted(len(tried), 'number')} of passes compiled")
+    found = noted(given, Answer(status, plan, Tried(tried), why, room))
     emit(given, PlanReport.of("replicas", found), saved(given, found))
     return 0 if status == "ok" else 1
 
@@ -147,7 +147,8 @@ def report(given, plan: ReplicasPlan) -> tuple[PageReport, list[str]]:
 
 
 def decided(plan: ReplicasPlan) -> dict[str, str]:
-    return {"devices": str(plan.cluster), "passes of an update": str(plan.accumulated)}
+    where, passes = f"{plan.workload} on {plan.cluster}", str(plan.accumulated)
+    return {"where": where, "passes of an update": passes}
 
 
 def train(workload, plan: ReplicasPlan, **others):
@@ -172,35 +173,28 @@ def folder(tmp_path, monkeypatch) -> Path:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Name: replicas\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[capture.kinds]\nreplicas = {HERE}:KIND\n")
-    (tmp_path / "tiny.py").write_text(user_model("tiny"))
+    written(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(info.parent)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_it_does_what_the_others_do(folder, capsys):
-    asks = "plan tiny.py:model --system replicas --cluster 2x1 --global-batch 8"
-    verbs = partial(run_json, capsys)
-    limit = verbs(*asks.split(), "-o", "all.json")[1]["needs"]["peak_bytes"] - 1
-    code, made, _ = verbs(*asks.split(), "-o", "plan.json", "--memory", f"{limit}B")
-    plan, file = load_plan("plan.json"), json.loads(Path("plan.json").read_text())
-    assert code == 0 and KINDS["replicas"].plan is type(plan) and file["kind"] == "replicas"
-    assert made["search"]["tried"] == [1, plan.accumulated] and made["needs"]["peak_bytes"] <= limit
-    again = verbs("verify", "plan.json", "-o", "again.json")[1]
-    assert again["peak_bytes_per_device"] == [plan.known_peak_bytes] * 2
-    assert again["num_compiled"] == 0, "the store has it"
-    assert verbs("explain", "plan.json")[1]["needs"]["peak_is"] == "compiled"
-    assert verbs("report", "plan.json", "-o", "page.html")[0] == 0
-    assert "<td>gradients</td>" in Path("page.html").read_text()
-    different = verbs("diff", "all.json", "again.json")[1]["differences"]
+def test_it_is_in_every_column(folder, capsys):
+    """Of it, too, two hosts have the bits of one process, and go on from what they saved."""
+    case = Case(KINDS["replicas"], capsys)
+    for check in CELLS.values():
+        check(case)
+    file = json.loads(Path(case.path).read_text())
+    assert type(load_plan(case.path)) is ReplicasPlan and file["kind"] == "replicas"
+
+
+def test_it_accumulates_as_many_passes_as_its_limit_asks_for(folder, capsys):
+    case = Case(KINDS["replicas"], capsys)
+    peak, path = load_plan(case.path).known_peak_bytes, "less.json"
+    asked = [*case.given(ASKED | STORE), "--memory", f"{peak - 1}B", "-o", path]
+    made = case("plan", WORKLOAD, "--system", "replicas", *asked)
+    assert made["search"]["tried"] == [1, 2] and made["needs"]["peak_bytes"] < peak
+    different = case("diff", case.path, path)["differences"]
     assert [each["name"] for each in different] == ["passes of an update"]
-    run = ["run", "plan.json", "--steps", "2"]
-    whole = verbs(*run, "--check", "--save", "one")[1]
-    assert whole["max_relative_gradient_error"] < 1e-5 and whole["ledger_checks"] > 0
-    assert whole["measured_peak_bytes_per_device"] == again["peak_bytes_per_device"]
-    assert len(whole["losses"]) == 2
-    begun = verbs("run", "plan.json", "--hosts", "local", "--steps", "1", "--save", "two")[1]
-    ended = verbs(*run[:2], "--hosts", "local", "--steps", "1", "--restore", "two")[1]
-    assert len(begun["hosts"]) == 2 and begun["losses"] + ended["losses"] == whole["losses"]
-    assert verbs(*run[:2], "--restore", "one", "--steps", "1")[1]["num_steps"] == 3
+    assert case("verify", path, *case.given(STORE))["num_compiled"] == 0, "the store has it"
