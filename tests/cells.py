@@ -73,8 +73,13 @@ class Case:
         return [word for pair in pairs for word in pair]
 
     @property
+    def file(self) -> str:
+        return f"{self.kind.name}.json"
+
+    @property
     def path(self) -> str:
-        path = f"{self.kind.name}.json"
+        """The file of its plan, which is searched where it is not there yet."""
+        path = self.file
         if not Path(path).exists():
             asked = (
                 ASKED | STORE | ({"cluster": "1x2"} if "several hosts" in self.kind.lacks else {})

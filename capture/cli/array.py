@@ -259,7 +259,7 @@ def verify(options: argparse.Namespace, plan: ArrayPlan) -> tuple[VerifyReport, 
         "array",
         plan.cluster.target,
         (found.peak_bytes,),
-        plan.prediction and (plan.prediction.peak_bytes,),
+        None if plan.prediction is None else (plan.prediction.peak_bytes,),
         (PeakRow.of([0], fullest),),
         verified.headroom(options.memory),
         found.host_peak_bytes,
@@ -298,7 +298,8 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
     from capture.runtime.array_tasks import as_planned
 
     shape = ArrayShape(
-        plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
+        *(plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes),
+        plan.remat,
     )
     told = asked.told(options)
     with array_profiles(
@@ -323,6 +324,7 @@ def _decided(plan: ArrayPlan) -> dict[str, str]:
         "order": plan.order,
         "swapped": _named(plan, "swap"),
         "recomputed": _named(plan, "recompute"),
+        "remat": plan.remat or "none",
         "limit": "-" if plan.memory_limit_bytes is None else format_bytes(plan.memory_limit_bytes),
     }
 

@@ -306,6 +306,7 @@ def _decided(plan: PacksPlan) -> dict[str, str]:
         "examples forward, backward": f"{forward.microbatch_size}, {backward.microbatch_size}",
         "forward packs": " ".join(map(str, forward.lengths)),
         "backward packs": " ".join(map(str, backward.lengths)),
+        "remat": plan.remat or "none",
         "off": ", ".join(plan.switches.off) or "-",
         "streamed as": plan.swaps.stream or "they are",
         "swapped": "in shares" if plan.swaps.sharded else "whole",

@@ -133,6 +133,7 @@ class ArrayBackend:
             shared=shape.shared,
             shared_batches=shape.shared_batches,
             bundle_bytes=shape.bundle_bytes,
+            remat=shape.remat,
         )
 
     @property
