@@ -238,7 +238,7 @@ def _fields(cls: type, public: type) -> list[tuple[str, str, str]]:
         for key, name in _keys(cls) or [(name, name) for name in types]
     ]
     for kind, of in KINDS.items():
-        if public is of.plan:
+        if cls is of.plan.document():
             rows.insert(0, ("`kind`", "`str`", f'`"{kind}"`'))
     versions = [f.versions for f in vars(module).values() if isinstance(f, documents.Format)]
     if cls is not public or (versions and "schema_version" in types):

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commands import run_here, run_json
 from processes import user_model
 
@@ -43,6 +44,18 @@ def written(folder: Path) -> None:
     for rate in document["compute"]["flops_per_second"].values():
         rate["value"] *= 1e-5
     (folder / "slow.json").write_text(json.dumps(document))
+
+
+def installed(folder: Path, patch: pytest.MonkeyPatch, group: str, entry: str) -> None:
+    """Install a package that adds an entry, and work in a folder with a model and a target."""
+    info = folder / "installed" / "added-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: added\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[capture.{group}]\n{entry}\n")
+    patch.syspath_prepend(info.parent)
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.chdir(folder)
+    written(folder)
 
 
 @dataclass

@@ -254,6 +254,8 @@ class ArrayPlan(PlanFile):
         model_hash, num_layers: Of these, as traced.
         models: Of the array.
         tasks: Others that models train.
+        remat: Policy of every layer's backward pass, whatever is decided of bundles; None: all that
+            is retained is kept.
         named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
             empty for a plan that a program makes.
         asked: What ``capture plan`` was asked, as the keys of a question's file; left out where

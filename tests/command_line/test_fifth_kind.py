@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cells import ASKED, CELLS, STORE, WORKLOAD, Case, written
+from cells import ASKED, CELLS, STORE, WORKLOAD, Case, installed
 
 from capture import documents
 from capture.cli import asked, options
@@ -111,7 +111,8 @@ def answer(given) -> int:
     status = "ok" if room is None or room.verdict == "fits" else "infeasible"
     why = Why(f"{counted(len(tried), 'number')} of passes compiled")
     found = noted(given, Answer(status, plan, Tried(tried), why, room))
-    emit(given, PlanReport.of("replicas", found), saved(given, found))
+    lines = [saved(given, found)] if status == "ok" else [f"infeasible: {why.summary}"]
+    emit(given, PlanReport.of("replicas", found), *lines)
     return 0 if status == "ok" else 1
 
 
@@ -168,15 +169,7 @@ KIND = Kind(*NAMES, f"{HERE}.train", Registered(f"{HERE}:train"), LACKS)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A folder with a model, beside which a package is installed that adds the kind."""
-    info = tmp_path / "installed" / "replicas-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Name: replicas\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[capture.kinds]\nreplicas = {HERE}:KIND\n")
-    written(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(info.parent)
-    monkeypatch.chdir(tmp_path)
+    installed(tmp_path, monkeypatch, "kinds", f"replicas = {HERE}:KIND")
     return tmp_path
 
 

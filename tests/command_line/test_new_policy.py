@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cells import ASKED, STORE, WORKLOAD, Case, written
+from cells import ASKED, STORE, WORKLOAD, Case, installed
 from numpy import ravel
 
 from capture.plan.kinds import KINDS, load_plan
@@ -12,22 +12,13 @@ SMALL = {"cluster": "1x1", "global_batch": "64", "microbatches": "1", "memory": 
 
 
 def products(primitive, *_, **__) -> bool:
-    """Tell whether to keep a result: of each layer products are, and all else is made again."""
+    """Tell whether a result is kept: products are."""
     return primitive.name == "dot_general"
 
 
 @pytest.mark.parametrize("name", ["stages", "packs", "array"])
 def test_it_is_planned_verified_and_run(name, tmp_path, monkeypatch, capsys):
-    info = tmp_path / "installed" / "products-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Name: products\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[capture.remats]\nproducts = test_new_policy:products\n"
-    )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(info.parent)
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path)
+    installed(tmp_path, monkeypatch, "remats", "products = test_new_policy:products")
     Path("tiny.py").write_text(Path("tiny.py").read_text().replace("jnp.tanh", "jax.nn.gelu"))
     case, peaks, losses = Case(KINDS[name], capsys), {}, []
     for remat in ("none", "products"):
