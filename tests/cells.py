@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from commands import run_here, run_json
@@ -17,10 +17,12 @@ from processes import user_model
 from capture.machine.target import TARGETS_FOLDER
 from capture.measured.store import Store
 from capture.plan.kinds import COLUMNS, Kind, load_plan
-from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger
 from capture.step.program import Run, replay
 from capture.step.timeline import Seconds, simulate_step
+
+if TYPE_CHECKING:  # a process that imports a kind of plan sets its flags before it loads JAX
+    from capture.runtime.train_step import Metered
 
 #: What ``capture plan`` is asked of every kind, as far as it reads it.
 ASKED = {
