@@ -1,4 +1,5 @@
-"""The searches, baselines and modes of papers, by name; each is imported when it is first called.
+"""The searches, baselines and modes of papers, and what installed packages add, by name; each is
+imported when it is first called.
 
 The library imports nothing of ``capture.papers`` (an import contract): the table below is the only
 place that knows where a paper's part is, and the verbs ask it by name.
@@ -6,8 +7,10 @@ place that knows where a paper's part is, and the verbs ask it by name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Registered:
-    """A function or class of a paper that is imported when it is called.
+    """A function or class that is imported when it is called.
 
     Attributes:
         path: ``module:name``.
@@ -70,3 +73,19 @@ REGISTERED: Mapping[str, Mapping[str, Registered]] = MappingProxyType(
         for part, paths in _PATHS.items()
     }
 )
+
+
+def installed(group: str) -> Mapping[str, Registered]:
+    """Return what installed packages add to a group, by name: their entry points of the group
+    ``capture.kinds`` or ``capture.remats``.
+
+    A process that this one starts knows them, too, as it finds modules on the same path.
+    """
+    return _installed(f"capture.{group}", tuple(sys.path))
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> Mapping[str, Registered]:
+    from importlib.metadata import entry_points  # takes as long to import as all of this package
+
+    return {point.name: Registered(point.value) for point in entry_points(group=group)}

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 from capture import documents
-from capture.options import described
+from capture.options import described, merged
 from capture.plan.files import PlanFile
 from capture.plan.kinds import KINDS
 from docs.error_codes import errors
@@ -238,7 +238,7 @@ def _fields(cls: type, public: type) -> list[tuple[str, str, str]]:
         for key, name in _keys(cls) or [(name, name) for name in types]
     ]
     for kind, of in KINDS.items():
-        if public is of:
+        if cls is of.plan.document():
             rows.insert(0, ("`kind`", "`str`", f'`"{kind}"`'))
     versions = [f.versions for f in vars(module).values() if isinstance(f, documents.Format)]
     if cls is not public or (versions and "schema_version" in types):
@@ -299,12 +299,13 @@ def _summary(cls: type) -> str:
 
 
 def _question_file() -> list[str]:
-    from capture.cli import plan, question_file
+    from capture.cli import question_file
+    from capture.cli.plan import options_by_system
 
     workload = ("`workload`", "", "what to plan for")
     rows = [
         (f"`{option.name}`", ", ".join(of), option.help.replace("%%", "%"))
-        for option, of in plan.READ.values()
+        for option, of in merged(options_by_system()).values()
         if option.in_files
     ]
     return [

@@ -10,6 +10,7 @@ from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.target import Target
 from capture.model.workload import OfWorkload, WorkloadProtocol, WorkloadSpec
 from capture.options import Asked
+from capture.plan.choices import Remat, layer_remat_violations
 
 #: Sizes that are profiled up to the largest of interest, where no stride is asked for.
 DEFAULT_SIZES = 16
@@ -33,14 +34,16 @@ class LayersQuestion(OfWorkload):
             --global-batch; without it every size).
         memory_limit_bytes: Limit per device (default: what the target can use, or, of runs, what
             there is).
+        remat: What the backward pass of every layer recomputes: full, dots, or a policy of an
+            installed package (default: none of what its own forward pass makes).
         update_bytes_per_second: Bytes per second at which the host updates, such as 100GB, where
             nothing is executed (default: 20GB).
 
     Raises:
         TargetError: ``target-unknown`` for another backend;
-        ProfileError: ``layers-question`` for numbers that are too small, ``layers-target`` for a
-            target without rates, ``layers-limit`` where nothing would end the search for the
-            largest size; all at once.
+        ProfileError: ``layers-question`` for numbers that are too small, ``layers-remat`` for an
+            unknown policy, ``layers-target`` for a target without rates, ``layers-limit`` where
+            nothing would end the search for the largest size; all at once.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
@@ -51,6 +54,7 @@ class LayersQuestion(OfWorkload):
     stride: Annotated[int | None, Asked(metavar="U", least=1)] = None
     memory_limit_bytes: Annotated[int | None, Asked("memory")] = None
     update_bytes_per_second: Annotated[float | None, Asked("update_rate")] = None
+    remat: Annotated[Remat | None, Asked(metavar="MODE")] = None
 
     def __post_init__(self) -> None:
         kind, _, target = self.backend.partition(":")
@@ -67,6 +71,7 @@ class LayersQuestion(OfWorkload):
 
     def _violations(self) -> Iterator[Violation]:
         target = Target.load(self.target)
+        yield from layer_remat_violations(self.remat, "layers-remat")
         for name in ("num_layers", "most", "stride", "memory_limit_bytes"):
             given = getattr(self, name)
             if given is not None and given < 1:

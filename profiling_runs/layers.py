@@ -89,6 +89,7 @@ def _opened(
         target=None if question.executes else Target.load(question.target),
         machine=machine,
         memory_limit_bytes=question.memory_limit_bytes,
+        remat=question.remat,
     )
     return Measurer(backend, asked, where, watch=watch)
 
@@ -237,6 +238,7 @@ class _Measured:
                 "stride": question.step_size,
                 "trials": {which: list(found[which].trials) for which in PASSES},
                 "largest": {which: found[which].largest for which in PASSES},
+                **({"remat": question.remat} if question.remat else {}),
                 "failures": sorted(set(map(plain, self.measurer.errors.values()))),
             },
             casts=cast_bytes(backend.layers(REFERENCE_SIZE).traced),

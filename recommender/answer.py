@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from capture.plan.array import ArrayPlan
+from capture.plan.files import PlanFile
 from capture.plan.headroom import Headroom
-from capture.plan.packs import PacksPlan
 from capture.plan.prediction import Prediction
-from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.plan.why import Why
 from recommender.capture.result import SearchResult
 
-P = TypeVar("P", Plan, ShardingPlan, PacksPlan, ArrayPlan)
+P = TypeVar("P", bound=PlanFile)
 S = TypeVar("S", bound="Proof")
 
 

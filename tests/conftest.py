@@ -62,6 +62,7 @@ _LONG = [
         "recorded",
         "pipeline",
         "target_compile",
+        "every_cell",
         "array",
         "stages_on_hosts",
         "hosts_cli",

@@ -30,10 +30,10 @@ from capture.options import Option, options_of, taken
 from capture.plan.array import ArrayPlan, Member
 from capture.profiler.asked import ArrayShape
 from capture.quantities import counted, format_bytes, format_seconds
-from capture.report.documents import ExplainReport, PageReport, PlanNeeds
+from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
 from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
-from recommender.mutwo.problem import AllPrograms, SubArrayKind
+from recommender.mutwo.problem import AllPrograms, SubArrayKind, WrittenWay
 from recommender.mutwo.search import ArrayResult
 from recommender.plan_report import PlanReport
 
@@ -244,6 +244,29 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     return replace(report, bundles=bundles, written=written), [*lines, table(HEADER, bundles)]
 
 
+def verify(options: argparse.Namespace, plan: ArrayPlan) -> tuple[VerifyReport, ArrayPlan]:
+    """Compile the programs of an array for its target, and replay an update of every model."""
+    read = ("workload", "memory", "output", *(option.name for option in shared.STORE))
+    asked.refuse_unread(options, "array", *read)
+    facts = _facts(options, plan)
+    ledgers, limit = facts.steps.replay(), plan.memory_limit_bytes or 0
+    found = WrittenWay(
+        facts.arrays, plan.decisions, facts.steps, ledgers, facts.timeline, limit
+    ).prediction()
+    verified = replace(plan, prediction=found)
+    fullest = max((ledger.peak_of(0) for ledger in ledgers), key=lambda peak: peak.peak_bytes)
+    report = VerifyReport(
+        "array",
+        plan.cluster.target,
+        (found.peak_bytes,),
+        None if plan.prediction is None else (plan.prediction.peak_bytes,),
+        (PeakRow.of([0], fullest),),
+        verified.headroom(options.memory),
+        found.host_peak_bytes,
+    )
+    return report, verified
+
+
 def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, list[str]]:
     """Report what is predicted of an array, and how much memory that leaves.
 
@@ -275,7 +298,8 @@ def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:
     from capture.runtime.array_tasks import as_planned
 
     shape = ArrayShape(
-        plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes
+        *(plan.batch_size, plan.num_layers, plan.shared, plan.shared_batches, plan.bundle_bytes),
+        plan.remat,
     )
     told = asked.told(options)
     with array_profiles(
@@ -300,6 +324,7 @@ def _decided(plan: ArrayPlan) -> dict[str, str]:
         "order": plan.order,
         "swapped": _named(plan, "swap"),
         "recomputed": _named(plan, "recompute"),
+        "remat": plan.remat or "none",
         "limit": "-" if plan.memory_limit_bytes is None else format_bytes(plan.memory_limit_bytes),
     }
 

@@ -23,7 +23,7 @@ from capture.model.trust import remember
 from capture.model.workload import WorkloadSpec
 from capture.options import taken
 from capture.plan.choices import REMAT_POLICIES
-from capture.plan.kinds import AnyPlan
+from capture.plan.files import PlanFile
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
@@ -179,7 +179,7 @@ def profile_measurements(
     return open_measurements(options, ProfileQuestion.of_profile(profile, cluster, spec))
 
 
-def workload_of(options: argparse.Namespace, plan: AnyPlan) -> WorkloadSpec:
+def workload_of(options: argparse.Namespace, plan: PlanFile) -> WorkloadSpec:
     """Return the workload that ``--workload`` names, or the one of the plan if the user has named
     it before or trusts the file.
 

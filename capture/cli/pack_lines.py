@@ -8,7 +8,8 @@ from pathlib import Path
 from capture.cli.output import parts_text, table
 from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import LAYERS_ABOVE_PACKS
-from capture.quantities import counted, format_bytes, format_rate, format_seconds
+from capture.quantities import format_bytes, format_rate, format_seconds
+from capture.report.packs import HEADER, rows
 from recommender.harmony.result import Baseline
 
 
@@ -28,27 +29,9 @@ def baseline_table(found: Sequence[Baseline]) -> str:
     return table(["beside it", "a step", "swapped", "device", "host", "cannot run because"], rows)
 
 
-def title(plan: PacksPlan) -> str:
-    model = plan.model if plan.workload is None else str(plan.workload)
-    examples = counted(plan.minibatch_size, "example")
-    return f"{model} on {plan.machine.name}, {plan.mode}, packs of layers, {examples} a step"
-
-
 def pack_table(plan: PacksPlan) -> str:
     """Return a table of the packs, one line per direction."""
-    rows = [
-        [
-            name,
-            packs.microbatch_size,
-            len(packs.packs),
-            " ".join(map(str, packs.lengths[:16])) + (" ..." if len(packs.lengths) > 16 else ""),
-        ]
-        for name, packs in (
-            ("forward", plan.configuration.forward),
-            ("backward", plan.configuration.backward),
-        )
-    ]
-    return table(["pass", "examples", "packs", "layers of each"], rows)
+    return table(HEADER, rows(plan))
 
 
 def prediction_lines(plan: PacksPlan) -> list[str]:

@@ -14,7 +14,7 @@ from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
 from capture.cli.output import emit, saved, table, write_files
-from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines, title
+from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.question_file import noted
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
@@ -24,9 +24,11 @@ from capture.options import Option, options_of, size, taken
 from capture.plan.headroom import Headroom, Peaks
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
+from capture.predictor.pack_step import step_bytes
 from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
+from capture.report.packs import page, title
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import profile_layers, with_model_hash
@@ -173,12 +175,16 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     """Compile the plan's packs for its target, and replay the step.
 
     Raises:
-        PlanError: ``packs-page`` for a file to keep it in, ``packs-target``, ``plan-workload``, and
-            those of ``streamed``.
+        PlanError: ``packs-page`` for a file to keep it in where nothing is predicted,
+            ``packs-target``, ``plan-workload``, and those of ``streamed``.
     """
-    if options.output is not None:
-        raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
-    read = ("workload", "memory", *(option.name for option in shared.STORE))
+    if options.output is not None and plan.prediction is None:
+        raise PlanError.of(
+            "the plan has no prediction, with which its file would keep what is compiled; leave "
+            "out -o.",
+            "packs-page",
+        )
+    read = ("workload", "memory", "output", *(option.name for option in shared.STORE))
     asked.refuse_unread(options, "packs", *read)
     spec = asked.workload_of(options, plan)
     if plan.cluster is not None:
@@ -188,6 +194,8 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     found = tuple(row.peak_bytes for row in rows)
     limit = options.memory or int(plan.machine.usable_bytes.value)
     step = plan.prediction.step if plan.prediction else None
+    if plan.prediction is not None:
+        plan = replace(plan, prediction=replace(plan.prediction, compiled=step_bytes(ledger)))
     report = VerifyReport(
         "packs",
         plan.known_cluster.target,
@@ -202,27 +210,24 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
 
 
 def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, list[str]]:
-    """Report what is predicted of a plan of packs; with the layer profile also the trace of its
-    step.
+    """Report what is predicted of a plan of packs: as a table, or as the page; with the layer
+    profile also the trace of its step.
 
     Raises:
-        PlanError: ``packs-page`` for a page, ``packs-model`` for a layer profile of another model
-            or none for a trace.
+        PlanError: ``packs-model`` for a layer profile of another model or none for a trace.
     """
-    if options.output is not None:
-        raise PlanError.of(
-            "plans of packs have no page; leave out -o, or write --trace FILE.", "packs-page"
-        )
-    read = ("memory", "trace", *(["profile"] if options.trace else []))
+    read = ("memory", "output", "trace", *(["profile"] if options.trace else []))
     asked.refuse_unread(options, "packs", *read)
     from capture.predictor.pack_step import packs_timeline
 
     needs = PlanNeeds.of(plan, options.memory)
+    lines = prediction_lines(plan)
     written = write_files(
         options,
-        drawn=lambda: packs_timeline(plan.tasks(), _profile_of(options, plan), plan.machine),
+        lambda: page(plan, lines, needs.headroom),
+        lambda: packs_timeline(plan.tasks(), _profile_of(options, plan), plan.machine),
     )
-    said = [*prediction_lines(plan), *([str(needs.headroom)] if needs.headroom else [])]
+    said = [*lines, *([str(needs.headroom)] if needs.headroom else [])]
     report = PageReport(
         kind="packs", title=title(plan), summary="\n".join(said), needs=needs, written=written
     )
@@ -301,6 +306,7 @@ def _decided(plan: PacksPlan) -> dict[str, str]:
         "examples forward, backward": f"{forward.microbatch_size}, {backward.microbatch_size}",
         "forward packs": " ".join(map(str, forward.lengths)),
         "backward packs": " ".join(map(str, backward.lengths)),
+        "remat": plan.remat or "none",
         "off": ", ".join(plan.switches.off) or "-",
         "streamed as": plan.swaps.stream or "they are",
         "swapped": "in shares" if plan.swaps.sharded else "whole",

@@ -6,7 +6,6 @@ In the place of WORKLOAD may stand a question (.toml), or a plan (.json), which 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 
 from capture.cli import layers
@@ -14,21 +13,9 @@ from capture.cli import options as shared
 from capture.cli.options import Asks
 from capture.cli.question_file import asked_of, opened
 from capture.errors import PlanError, Violation
-from capture.options import merged, refused
+from capture.options import Option, merged, refused
 from capture.plan.kinds import KINDS
 
-#: By system, in the order of the kinds of plans.
-ASKS: Mapping[str, Asks] = {kind.system: kind.asks.load() for kind in KINDS.values()}
-_ABOUT = "; ".join(f"{system}: {asks.about}" for system, asks in ASKS.items())
-_OF_ALL = (
-    replace(layers.SYSTEM_OPTION, help=f"{_ABOUT} (default: %(default)s)", choices=tuple(ASKS)),
-    shared.output("plan.json"),
-    shared.TRUST,
-)
-#: What each system reads.
-SYSTEMS = {system: (*_OF_ALL, *asks.options) for system, asks in ASKS.items()}
-#: Every option, with the systems that read it.
-READ = merged(SYSTEMS)
 #: The options that ``--help`` shows, some in fewer words than ``--help-all``.
 EVERYDAY = {
     "workload": "",
@@ -52,10 +39,26 @@ EVERYDAY = {
 }
 
 
+def asked_by_system() -> dict[str, Asks]:
+    """Return what is asked for a plan, by system, in the order of the kinds of plans."""
+    return {kind.system: kind.asks.load() for kind in KINDS.values()}
+
+
+def options_by_system() -> dict[str, tuple[Option, ...]]:
+    """Return what each system reads."""
+    by_system = asked_by_system()
+    about = "; ".join(f"{system}: {asks.about}" for system, asks in by_system.items())
+    system = replace(
+        layers.SYSTEM_OPTION, help=f"{about} (default: %(default)s)", choices=tuple(by_system)
+    )
+    of_all = system, shared.output("plan.json"), shared.TRUST
+    return {system: (*of_all, *asks.options) for system, asks in by_system.items()}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
-    group = parser.add_argument_group("The question")
-    for option, of in READ.values():
+    group, read = parser.add_argument_group("The question"), merged(options_by_system())
+    for option, of in read.values():
         if len(of) > 1:
             option.add_to(group)
     parser.add_argument(
@@ -64,19 +67,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORKLOAD",
         help="beside a question or a plan: that of the file, if it names none or has moved",
     )
-    for system, asks in ASKS.items():
+    for system, asks in asked_by_system().items():
         group = parser.add_argument_group(asks.title)
-        for option, of in READ.values():
+        for option, of in read.values():
             if of == (system,):
                 option.add_to(group)
 
 
 def main(options: argparse.Namespace) -> int:
-    known = [option for option, _ in READ.values()]
+    by_system = options_by_system()
+    known = [option for option, _ in merged(by_system).values()]
     options = opened(options, known)
-    unread = refused(shared.given(options), options.system, SYSTEMS)
+    unread = refused(shared.given(options), options.system, by_system)
     PlanError.check(Violation(text, "plan-system") for text in unread)
     options.asked = asked_of(options, known)
-    if options.workload is None and ASKS[options.system].needs_workload:
+    asks = asked_by_system()[options.system]
+    if options.workload is None and asks.needs_workload:
         options.parser.error("the following arguments are required: WORKLOAD")
-    return ASKS[options.system].answer(options)
+    return asks.answer(options)

@@ -8,15 +8,18 @@ from pathlib import Path
 from capture.errors import ExecutionError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
+from capture.plan.files import PlanFile
+from capture.plan.kinds import of_stages
 from capture.plan.space import StageSpace
-from capture.plan.stages import Plan
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
 
 REPLAN = "replan"
 
 
-def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[int]], Plan]:
+def replanner(
+    paths: Sequence[Path], plan: PlanFile
+) -> Callable[[PlanFile, frozenset[int]], PlanFile]:
     """Return a function from a plan and its nodes that are gone to the plan of lowest peak memory
     on the others. Batch, micro-batches and schedule stay; stages are within nodes or on whole ones.
 
@@ -27,10 +30,12 @@ def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[in
         plan: Plan with which the training begins.
 
     Raises:
+        PlanError: ``plan-kind`` for a plan that is not of stages.
         ProfileError: If they are none, or do not belong together.
         ExecutionError: ``run-hosts-replan`` if they are of another model; later if nothing fits.
     """
-    profile = merge_profiles([Profile.load(path) for path in paths], plan.cluster.target)
+    of_stages(plan)
+    profile = merge_profiles([Profile.load(path) for path in paths], plan.known_cluster.target)
     if profile.workload is not None and profile.workload != plan.workload:
         raise ExecutionError.of(
             f"the profile is of {profile.workload}, and the plan of {plan.workload}; profile that "
@@ -38,7 +43,8 @@ def replanner(paths: Sequence[Path], plan: Plan) -> Callable[[Plan, frozenset[in
             "run-hosts-replan",
         )
 
-    def replan(old: Plan, gone: frozenset[int]) -> Plan:
+    def replan(before: PlanFile, gone: frozenset[int]) -> PlanFile:
+        old = of_stages(before)
         question = PlanQuestion(
             old.cluster.without(gone),
             old.global_batch_size,

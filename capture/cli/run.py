@@ -24,8 +24,9 @@ from capture.cli.replan import REPLAN, replanner
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.options import add, at_least, options_of, taken
-from capture.plan.kinds import AnyPlan, load_plan, of_stages
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
+from capture.plan.kinds import kind_of, load_plan
+from capture.plan.prediction import error_fractions
 from capture.quantities import format_bytes, format_seconds
 from capture.runtime.asked import Training
 from capture.runtime.hosts.documents import joined
@@ -109,7 +110,7 @@ def main(options: argparse.Namespace) -> int:
         return 130
 
 
-def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
+def _run(options: argparse.Namespace, plan: PlanFile) -> int:
     """Execute a plan of any kind, here or on several hosts."""
     if plan.memory_fraction is not None:
         environment.prepare_device_memory(plan.memory_fraction)
@@ -123,7 +124,7 @@ def _run(options: argparse.Namespace, plan: AnyPlan) -> int:
     return _trained(options, plan)
 
 
-def _trained(options: argparse.Namespace, plan: AnyPlan) -> int:
+def _trained(options: argparse.Namespace, plan: PlanFile) -> int:
     """Train by a plan, in this process."""
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
     from capture.runtime.training import train
@@ -146,8 +147,8 @@ def finish(
     return 0
 
 
-def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
-    plan = of_stages(plan)
+def _over_hosts(options: argparse.Namespace, plan: PlanFile) -> int:
+    kind_of(plan).check("several hosts", "--ray" if options.hosts is None else "--hosts")
     spec, training = asked.workload_of(options, plan), _training(options)
     restarts, report = _restarts(options, plan), lambda text: say(options, text)
     silent = SILENT_SECONDS if options.heartbeat is None else options.heartbeat
@@ -160,7 +161,7 @@ def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
             )
         )
         return finish(options, document)
-    environment.prepare(num_devices=max(plan.cluster.nodes))
+    environment.prepare(num_devices=max(plan.known_cluster.nodes))
     from capture.runtime import multihost
     from capture.runtime.training import train
 
@@ -182,7 +183,7 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:
     return taken(Training, vars(options)) | {"trace": options.trace is not None}
 
 
-def _restarts(options: argparse.Namespace, plan: Plan) -> Restarts:
+def _restarts(options: argparse.Namespace, plan: PlanFile) -> Restarts:
     most = options.max_restarts
     if most is None:
         most = 0 if options.save_every is None else 3
@@ -250,13 +251,13 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
         document["predicted_peak_bytes_per_device"],
         document["measured_peak_bytes_per_device"] or [],
     )
-    compared = predicted and document["is_target"]
+    compared = error_fractions(predicted, measured) if document["is_target"] and measured else None
     rows = [
         [
             d,
             format_bytes(predicted[d]) if predicted else "-",
             format_bytes(peak),
-            f"{predicted[d] / peak - 1:+.2%}" if compared else "-",
+            "-" if compared is None or (error := compared[d]) is None else f"{error:+.2%}",
         ]
         for d, peak in enumerate(measured)
     ]

@@ -29,6 +29,9 @@ A plan is JSON:
                               behind, after how many segments of all sub-arrays the step waits for
                               its copy where something could come early in its place, null for
                               only when something needs the room
+    remat                     what the backward pass of every layer recomputes of it, whatever the
+                              decisions say of bundles ("full", "dots", or a policy of an installed
+                              package); left out where nothing
     bundle_bytes              feature maps of equal lifetime are one bundle until it has so many
                               bytes
     memory_limit_bytes        up to which the step lets copies go on before it waits for them; null
@@ -59,6 +62,7 @@ from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, named_workload
+from capture.plan.choices import Remat, layer_remat_violations
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.plan.why import Why
@@ -250,6 +254,8 @@ class ArrayPlan(PlanFile):
         model_hash, num_layers: Of these, as traced.
         models: Of the array.
         tasks: Others that models train.
+        remat: Policy of every layer's backward pass, whatever is decided of bundles; None: all that
+            is retained is kept.
         named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
             empty for a plan that a program makes.
         asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
@@ -262,13 +268,13 @@ class ArrayPlan(PlanFile):
             ``array-order`` for an
             unknown order, or multiplexing of less than two sub-arrays, ``array-decisions`` for a
             bundle that is decided twice, or a sub-array without a list, ``array-size`` for a number
-            that must be positive.
+            that must be positive, ``array-remat``.
     """
 
     FORMAT = ARRAY_PLAN
     IN_FILES: ClassVar[Mapping[str, Any]] = {"named_by": None}
     REQUIRED = ("num_layers", "order")
-    LEFT_OUT = ("tasks", "asked")
+    LEFT_OUT = ("tasks", "remat", "asked")
 
     cluster: Cluster
     batch_size: int
@@ -280,6 +286,7 @@ class ArrayPlan(PlanFile):
     shared_batches: bool = False
     bundle_bytes: int = BUNDLE_BYTES
     memory_limit_bytes: int | None = None
+    remat: Remat | None = None
     num_layers: int = 0
     model_hash: str = ""
     workload: WorkloadSpec | None = None
@@ -460,3 +467,4 @@ class ArrayPlan(PlanFile):
                     "array-tasks",
                 )
         yield from sharing_violations(self.shared, self.trained)
+        yield from layer_remat_violations(self.remat, "array-remat")

@@ -4,16 +4,20 @@ through."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from capture.documents import but_empty
+from capture.errors import Violation
+from capture.registered import installed
 
 Remat = str
-"""A name of ``REMAT_POLICIES``, or a mixture such as ``"full:3"``: the first three layers of the
-stage as with ``"full"``, the others as with ``"cheap"``."""
-#: From what keeps most to what keeps least.
+"""A name of ``REMAT_POLICIES``; a mixture such as ``"full:3"``: the first three layers of the stage
+as with ``"full"``, the others as with ``"cheap"``; or the name of a policy of an installed package:
+an entry point of the group ``capture.remats`` that names a policy of ``jax.checkpoint``. The store
+knows it by its name: one that keeps other values needs another."""
+#: From what keeps most to what keeps least; a search goes through these.
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "cheap", "dots", "full")
 
 #: Ways in which parameters are split by tensor parallelism, and each part over replicas.
@@ -45,7 +49,24 @@ def remat_of_layers(remat: Remat, num_layers: int) -> Remat:
 
 def is_remat(remat: Remat) -> bool:
     """Return whether ``remat`` is a name, or a mixture of 1 or more layers."""
-    return is_cut(remat) or remat in REMAT_POLICIES
+    return is_cut(remat) or is_of_each_layer(remat)
+
+
+def is_of_each_layer(remat: Remat) -> bool:
+    """Return whether every layer keeps by itself what ``remat`` says, as packs and models of an
+    array can; not what a cut through a whole stage chooses."""
+    return (remat in REMAT_POLICIES and not is_cut(remat)) or remat in installed("remats")
+
+
+def layer_remat_violations(remat: Remat | None, code: str) -> Iterator[Violation]:
+    """Yield a violation for what no policy of single layers is; None is no recomputation."""
+    if remat is not None and not is_of_each_layer(remat):
+        known = [name for name in REMAT_POLICIES if not is_cut(name)]
+        yield Violation(
+            f"remat={remat!r} is no policy of single layers; choose one of "
+            f"{', '.join([*known, *installed('remats')])}.",
+            code,
+        )
 
 
 def is_cut(remat: Remat) -> bool:

@@ -210,6 +210,11 @@ class PlanFile:
         return None if self.cluster is None else self.cluster.num_devices
 
     @property
+    def device_groups(self) -> Sequence[Sequence[int]]:
+        """The groups of devices that compute together; by default all devices are one."""
+        return [range(self.known_cluster.num_devices)]
+
+    @property
     def peaks(self) -> Peaks | None:
         """The peak memory of its devices, by the best that is known; None if nobody says."""
         raise NotImplementedError

@@ -1,21 +1,42 @@
-"""The kinds of plan, one record each: how its files are called, its class, and what verbs do with
-it. A new kind of plan is a row of ``KINDS``."""
+"""The kinds of plan, one record each: how its files are called, its class, what it can do, and what
+verbs do with it.
+
+A new kind of plan is a row of ``KINDS``; of another package, an entry point of the group
+``capture.kinds`` that names such a record and is called as the ``kind`` of its files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from capture.errors import CaptureError, PlanError
 from capture.plan.array import ArrayPlan
+from capture.plan.files import PlanFile
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import PLAN, Plan
-from capture.registered import Registered
+from capture.registered import Registered, installed
 
-AnyPlan = Plan | ShardingPlan | PacksPlan | ArrayPlan
+#: What a kind of plan can do, with the code that does it alike for every kind.
+COLUMNS: Mapping[str, str] = {
+    "step list": "capture/step/program.py",
+    "replay": "capture/step/ledger.py",
+    "simulator": "capture/step/timeline.py",
+    "ledger check": "capture run --check",
+    "meters": "capture run",
+    "several hosts": "capture run --hosts, --ray",
+    "checkpoints": "capture run --save, --restore",
+    "trace": "capture run --trace",
+    "report page": "-o FILE",
+    "verify": "capture verify",
+    "explain": "capture explain",
+    "diff": "capture diff",
+    "evaluate": "capture evaluate",
+    "store, workers": "--store, --workers",
+}
 
 
 @dataclass(frozen=True)
@@ -32,15 +53,19 @@ class Kind:
         python: What runs it in Python.
         train: Function that compiles the training step of a workload and a plan; loaded when it is
             called.
+        lacks: By name of ``COLUMNS``, why it cannot do that, in at most five words.
+        page: The verb that writes its page.
     """
 
     name: str
     system: str
-    plan: type[AnyPlan]
+    plan: type[PlanFile]
     asks: Registered
     verbs: Mapping[str, Registered]
     python: str
     train: Registered
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    page: str = "report"
 
     def verb(self, name: str) -> Registered:
         """Return what a verb of the command line does with plans of this kind.
@@ -48,12 +73,30 @@ class Kind:
         Raises:
             PlanError: ``plan-kind`` if it does not take them.
         """
+        self.check(name, f"capture {name}")
         if name not in self.verbs:
             raise self.refused()
         return self.verbs[name]
 
+    def check(self, column: str, given: str) -> None:
+        """Refuse what plans of this kind cannot do.
+
+        Args:
+            column: A name of ``COLUMNS``.
+            given: What asks for it, as the user typed it.
+
+        Raises:
+            PlanError: ``plan-kind``.
+        """
+        if column in self.lacks:
+            raise PlanError.of(
+                f"{given} is not for plans of kind {self.name!r}: {self.lacks[column]}. Leave it "
+                "out.",
+                "plan-kind",
+            )
+
     def refused(self) -> CaptureError:
-        """The error of what takes plans of other kinds alone."""
+        """Return the error of what takes plans of other kinds alone."""
         *most, last = ("run", *self.verbs)
         return PlanError.of(
             f"the plan is of kind {self.name!r}, which this does not take. capture "
@@ -67,7 +110,7 @@ def _verbs(path: str, *names: str) -> dict[str, Registered]:
     return {name: Registered(f"capture.cli.{path.format(name)}") for name in names}
 
 
-KINDS: Mapping[str, Kind] = {
+_OWN: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind(
@@ -87,6 +130,11 @@ KINDS: Mapping[str, Kind] = {
             _verbs("osdp:{}", "verify", "explain", "report", "diff"),
             "capture.shard",
             Registered("capture.runtime.sharded.step:sharded_step"),
+            {
+                "several hosts": "one program in one process",
+                "evaluate": "benchmarks compare its estimates",
+                "store, workers": "one program, compiled in place",
+            },
         ),
         Kind(
             "packs",
@@ -96,21 +144,48 @@ KINDS: Mapping[str, Kind] = {
             _verbs("packs:{}", "verify", "explain", "report", "diff"),
             "capture.streamed",
             Registered("capture.runtime.streamed:streamed"),
+            {
+                "several hosts": "packs stream from one host",
+                "evaluate": "packs are compiled before answering",
+            },
         ),
         Kind(
             "array",
             "mutwo",
             ArrayPlan,
             Registered("capture.cli.array:ASKS"),
-            _verbs("array:{}", "explain", "report", "diff"),
+            _verbs("array:{}", "verify", "explain", "report", "diff"),
             "capture.train_array",
             Registered("capture.runtime.multiplexed:train_array"),
+            {
+                "several hosts": "an array is one device",
+                "evaluate": "predictions are of compiled programs",
+            },
+            page="explain",
         ),
     )
 }
 
 
-def load_plan(path: Path | str) -> AnyPlan:
+class _Kinds(Mapping[str, Kind]):
+    """The kinds of plan by name: those of this library first, then those of installed packages,
+    which are looked for when a name is none of these."""
+
+    def __getitem__(self, name: str) -> Kind:
+        kind: Kind = _OWN[name] if name in _OWN else installed("kinds")[name].load()
+        return kind
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**_OWN, **installed("kinds")})
+
+    def __len__(self) -> int:
+        return len({**_OWN, **installed("kinds")})
+
+
+KINDS = _Kinds()
+
+
+def load_plan(path: Path | str) -> PlanFile:
     """Load a plan of whichever kind, as ``save`` wrote it.
 
     Args:
@@ -127,7 +202,7 @@ def load_plan(path: Path | str) -> AnyPlan:
     return PLAN.load(path, _read).resolved(path)
 
 
-def _read(data: object) -> AnyPlan:
+def _read(data: object) -> PlanFile:
     kind = _kind_of(data)
     if kind not in KINDS:
         raise PlanError.of(
@@ -138,7 +213,7 @@ def _read(data: object) -> AnyPlan:
     return KINDS[kind].plan.from_json(data)
 
 
-def kind_of(plan: AnyPlan) -> Kind:
+def kind_of(plan: PlanFile) -> Kind:
     """Return the kind of a plan."""
     return KINDS[plan.FORMAT.kind]
 

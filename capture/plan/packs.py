@@ -14,6 +14,9 @@ A plan is JSON:
                               pipeline) or "dp"
     forward, backward         microbatch_size, packs ([first layer, last layer] of each)
     switches                  true for what is on: grouping, prefetch, jit, offload, p2p
+    remat                     what a backward pass recomputes of each layer beside its pack's
+                              forward pass ("full", "dots", or a policy of an installed package);
+                              left out where nothing
     swaps                     stream: the dtype of the casts that devices get instead of parameters;
                               sharded: true where each fetches a share, and all make them whole
     prediction                paper: by the released scheduler's rules; step: of the plan's own
@@ -34,6 +37,7 @@ from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.model.workload import WorkloadSpec
+from capture.plan.choices import Remat, layer_remat_violations
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.plan.task_graph import (
@@ -169,6 +173,7 @@ class PacksPlan(PlanFile):
         configuration: (U_F, P_F, U_B, P_B).
         switches: Which of Harmony's optimizations are off.
         swaps: How weights and gradients travel.
+        remat: Policy of every layer in a backward pass; None keeps all of a pack's.
         model: Name of the layer profile.
         model_hash: Content hash of the traced loss; empty if never traced.
         workload: The workload by name; None if no more than a layer profile is known.
@@ -181,10 +186,11 @@ class PacksPlan(PlanFile):
         PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
             ``packs-layers`` for packs that leave, repeat or reorder layers, ``packs-last`` where
             the directions disagree on the last pack, ``packs-size`` for a micro-batch size of 0 or
-            above the share of a device, and those of ``Swaps``.
+            above the share of a device, ``packs-remat``, and those of ``Swaps``.
     """
 
     FORMAT = PACKS_PLAN
+    LEFT_OUT = ("remat", "asked")
     IN_FILES: ClassVar[Mapping[str, Any]] = {
         "mode": str,  # checked by the class
         "forward": _Packs,
@@ -206,6 +212,7 @@ class PacksPlan(PlanFile):
     why: Why | None = field(default=None, compare=False)
     points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     swaps: Swaps = AS_THEY_ARE
+    remat: Remat | None = None
     asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -301,6 +308,7 @@ class PacksPlan(PlanFile):
     def _violations(self) -> Iterator[Violation]:
         yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)
         yield from self.swaps.violations(self.mode, self.switches)
+        yield from layer_remat_violations(self.remat, "packs-remat")
         forward, backward = self.configuration.forward, self.configuration.backward
         yield from _covered("backward", backward.packs, self.num_layers)
         if not backward.packs:

@@ -112,6 +112,11 @@ class Plan(PlanFile):
         return self.global_batch_size
 
     @property
+    def device_groups(self) -> Sequence[Sequence[int]]:
+        """The devices of each stage."""
+        return [stage.devices for stage in self.stages]
+
+    @property
     def microbatch_size(self) -> int:
         """Examples in a micro-batch, over all data-parallel replicas."""
         return self.global_batch_size // self.num_microbatches

@@ -119,6 +119,7 @@ class ArrayBackend(ProgramBackend):
             shared=shape.shared,
             shared_batches=shape.shared_batches,
             bundle_bytes=shape.bundle_bytes,
+            remat=shape.remat,
         )
 
     @property

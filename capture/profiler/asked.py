@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from capture.measured.work import ProgramWork
 from capture.plan.array import BUNDLE_BYTES, Shared
+from capture.plan.choices import Remat
 from capture.plan.packs import PacksPlan
 from capture.step.sub_array import Call
 
@@ -94,8 +95,8 @@ class ArrayShape:
     """The settings of an array that, beside its task, decide which programs its sub-arrays have.
 
     Attributes:
-        batch_size, num_layers, shared, shared_batches, bundle_bytes: The fields of the plan with
-            these names; what is shared may be a predicate.
+        batch_size, num_layers, shared, shared_batches, bundle_bytes, remat: The fields of the
+            plan with these names; what is shared may be a predicate.
     """
 
     batch_size: int
@@ -103,6 +104,7 @@ class ArrayShape:
     shared: Shared = ()
     shared_batches: bool = False
     bundle_bytes: int = BUNDLE_BYTES
+    remat: Remat | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from capture.measured.store import Store
 from capture.memo import memo
 from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
-from capture.plan.choices import StageChoice
+from capture.plan.choices import Remat, StageChoice
 from capture.profiler.asked import LayerNeeds, LayerPass
 from capture.profiler.compile import CompileBackend
 from capture.profiler.executing import ExecutingMachine
@@ -52,6 +52,7 @@ class LayerBackend(ProgramBackend):
         store, target, machine: As for ``ProgramBackend``.
         memory_limit_bytes: Where layers are executed, one of several examples that needs more is
             not tried.
+        remat: What backward passes recompute; None: nothing of what they make themselves.
     """
 
     version: ClassVar[Mapping[str, int]] = {"layer_version": 1}
@@ -65,7 +66,9 @@ class LayerBackend(ProgramBackend):
         target: Target | None = None,
         machine: ExecutingMachine | None = None,
         memory_limit_bytes: int | None = None,
+        remat: Remat | None = None,
     ):
+        self._remat = remat
         self.compiler = CompileBackend(
             workload, store=store, target=target, unmarked_layers=num_layers
         )
@@ -77,12 +80,13 @@ class LayerBackend(ProgramBackend):
     def options(self) -> dict[str, Any]:
         """The arguments that make the same backend in another process."""
         num_layers = self.graph().num_layers
-        return {"num_layers": num_layers, "memory_limit_bytes": self._memory_limit_bytes}
+        limit = self._memory_limit_bytes
+        return {"num_layers": num_layers, "memory_limit_bytes": limit, "remat": self._remat}
 
     @memo
     def layers(self, microbatch_size: int) -> Decomposed:
         """Return the model at a micro-batch size as programs of single layers."""
-        return Decomposed(self.compiler.traced(microbatch_size))
+        return Decomposed(self.compiler.traced(microbatch_size).recomputing(self._remat))
 
     def graph(self, microbatch_size: int = REFERENCE_SIZE) -> LayerGraph:
         """Return the layer graph of the model at a micro-batch size."""

@@ -28,6 +28,7 @@ from capture.memo import memo
 from capture.model.graph import content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Member, Shared
+from capture.plan.choices import Remat
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
 from capture.runtime.segment import Segment
 from capture.step.sub_array import Bundle, StepSegment
@@ -52,7 +53,7 @@ class Fuser:
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
         shared: Patterns of paths of parameters that all models share, or a predicate on paths.
-        shared_batches, bundle_bytes: As of ``FusedArray``.
+        shared_batches, bundle_bytes, remat: As of the plan.
 
     Attributes:
         traced: The loss of one model.
@@ -72,9 +73,11 @@ class Fuser:
         shared: Shared = (),
         shared_batches: bool = False,
         bundle_bytes: int = BUNDLE_BYTES,
+        remat: Remat | None = None,
     ):
         self.workload = workload
-        self.traced = trace(workload, batch_size, unmarked_layers=num_layers or None)
+        traced = trace(workload, batch_size, unmarked_layers=num_layers or None)
+        self.traced = traced.recomputing(remat)
         own = shared_params(self.traced, shared) if shared else frozenset()
         self.optimizer = LayerwiseOptimizer(workload, self.traced, own)
         self.shared_batches, self.bundle_bytes = shared_batches, bundle_bytes
@@ -111,7 +114,9 @@ class Fuser:
     def _key(self) -> str:
         optimizer, model_hash = self.optimizer, self.traced.graph.model_hash
         update, shared = optimizer.sliced.traced.update.key, sorted(optimizer.shared)
-        return content_hash([model_hash, update, shared, self.shared_batches])
+        facts = [model_hash, update, shared, self.shared_batches]
+        remat = self.traced.remat
+        return content_hash([*facts, *([] if remat == "none" else [remat])])
 
 
 class FusedArray:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture import documents, environment
 from capture.errors import ExecutionError, Violation
 from capture.measured.stage_cost import StageCost
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 from capture.runtime.dispatch import to_host
 from capture.runtime.frame import Layout
 from capture.runtime.hosts import device_puts
@@ -52,7 +52,7 @@ def initialize(
     num_hosts: int | None = None,
     host: int | None = None,
     *,
-    plan: Plan | None = None,
+    plan: PlanFile | None = None,
     transport: str | None = None,
     secret: str | None = None,
     patience_seconds: float = PATIENCE,
@@ -350,7 +350,7 @@ class Hosts:
             )
         return self._copies[key]
 
-    def devices(self, plan: Plan) -> list[Any]:
+    def devices(self, plan: PlanFile) -> list[Any]:
         """Return the devices of the plan: node n's are the first of process n.
 
         Raises:
@@ -358,7 +358,7 @@ class Hosts:
                 devices, or a stage spans hosts and they were told of another plan.
             PlanError: ``run-hosts-span``, see ``check_nodes``.
         """
-        nodes, found = plan.cluster.nodes, []
+        nodes, found = plan.known_cluster.nodes, []
         if len(nodes) != self.count:
             raise ExecutionError.of(
                 f"the plan's cluster {plan.cluster} has {len(nodes)} nodes and the run "
@@ -395,9 +395,9 @@ class Hosts:
         return first
 
 
-def _spans_hosts(plan: Plan) -> bool:
-    node_of = plan.cluster.node_of_device
-    return any(len({node_of[device] for device in stage.devices}) > 1 for stage in plan.stages)
+def _spans_hosts(plan: PlanFile) -> bool:
+    node_of = plan.known_cluster.node_of_device
+    return any(len({node_of[device] for device in group}) > 1 for group in plan.device_groups)
 
 
 def _parties(

@@ -107,6 +107,7 @@ def _fuser(plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol) -> Fuse
             shared=plan.shared,
             shared_batches=plan.shared_batches,
             bundle_bytes=plan.bundle_bytes,
+            remat=plan.remat,
         ),
     )
 

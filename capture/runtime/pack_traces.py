@@ -27,7 +27,10 @@ def traced_at(
     traces = traced_for(
         plan,
         workload,
-        lambda: {size: trace(workload, size, unmarked_layers=plan.num_layers) for size in sizes},
+        lambda: {
+            size: trace(workload, size, unmarked_layers=plan.num_layers).recomputing(plan.remat)
+            for size in sizes
+        },
         lambda traces: traces[configuration.backward.microbatch_size].graph,
     )
     sized = traces[configuration.backward.microbatch_size].graph

@@ -19,7 +19,8 @@ from capture.errors import PlanError
 from capture.machine.rates import Rates
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
-from capture.plan.kinds import AnyPlan, kind_of
+from capture.plan.files import PlanFile
+from capture.plan.kinds import kind_of
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
 from capture.runtime.hosts.saved import check_folders
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    plan: AnyPlan,
+    plan: PlanFile,
     workload: WorkloadProtocol,
     training: Training,
     report: Callable[[str], None] = lambda text: None,
@@ -87,7 +88,7 @@ def train(
 
 def follow(
     step: TrainStep | ArrayTraining,
-    plan: AnyPlan,
+    plan: PlanFile,
     training: Training,
     report: Callable[[str], None] = lambda text: None,
     hosts: Hosts | None = None,
@@ -145,7 +146,7 @@ def follow(
 
 def _planned(
     step: TrainStep | ArrayTraining,
-    plan: AnyPlan,
+    plan: PlanFile,
     executions: Sequence[Metered],
     measured: Measurement | None,
 ) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def _planned(
     return document
 
 
-def _is_target(plan: AnyPlan) -> bool:
+def _is_target(plan: PlanFile) -> bool:
     """Tell whether the devices here are of the plan's platform."""
     planned = plan.target_name
     if plan.cluster is not None:
@@ -191,7 +192,7 @@ def _is_target(plan: AnyPlan) -> bool:
     return (planned == "cpu") == (jax.devices()[0].platform == "cpu")
 
 
-def _rates(plan: AnyPlan) -> Rates | None:
+def _rates(plan: PlanFile) -> Rates | None:
     """Return the rates of the devices here, if they are the plan's and have some."""
     if plan.cluster is None or not _is_target(plan):
         return None
@@ -209,7 +210,7 @@ def _moved_bytes(step: Step) -> dict[str, int]:
 
 
 def _step(
-    plan: AnyPlan, workload: WorkloadProtocol, training: Training, hosts: Hosts | None
+    plan: PlanFile, workload: WorkloadProtocol, training: Training, hosts: Hosts | None
 ) -> TrainStep | ArrayTraining:
     """Return the compiled step of a plan, once it is known that it can go on from what it is to."""
     if plan.model_names and training.seed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from capture.errors import TracingError
 from capture.memo import memo
 from capture.model.graph import Layer, LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
+from capture.plan.choices import Remat
 from capture.plan.sharding import ParameterLeaf
 from capture.tracing.cut import cut_loss
 from capture.tracing.flatten import Flattening, flatten
@@ -44,6 +45,7 @@ class TracedModel:
             parameter.
         auto_layers: Whether the layers were cut automatically, not at marks or products.
         growth: Growth of the values that pass between layers.
+        remat: What the backward pass of every layer recomputes, where a stage says nothing else.
     """
 
     graph: LayerGraph
@@ -57,6 +59,11 @@ class TracedModel:
     _takes_key: bool
     _calls: tuple[LayerCall, ...]
     growth: Growth
+    remat: Remat = "none"
+
+    def recomputing(self, remat: Remat | None) -> TracedModel:
+        """Return the model with backward passes that recompute so; None: nothing."""
+        return replace(self, remat=remat) if remat else self
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
@@ -119,7 +126,10 @@ class TracedModel:
                 f"give 0 <= first < stop <= {self.graph.num_layers}.",
                 "trace-slice",
             )
-        return _stage_slice(self.graph, self._calls, first, stop)
+        found = _stage_slice(self.graph, self._calls, first, stop)
+        if self.remat == "none":
+            return found
+        return replace(found, remat=self.remat, key=content_hash([found.key, self.remat]))
 
 
 @without_collecting()

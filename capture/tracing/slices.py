@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from capture.errors import TracingError
 from capture.model.graph import Tensor
-from capture.plan.choices import num_full_layers
+from capture.plan.choices import is_of_each_layer, num_full_layers
+from capture.registered import installed
 from capture.tracing.jaxprs import value_of
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
@@ -25,6 +26,20 @@ REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+def policy_of(remat: str) -> Callable[..., Any]:
+    """Return the policy of ``jax.checkpoint`` with which each layer is recomputed.
+
+    Raises:
+        TracingError: ``trace-remat`` for another mode.
+    """
+    if not is_of_each_layer(remat):
+        raise TracingError.of(
+            f"remat={remat!r} is no remat mode; give 'none', 'full' or 'dots'.", "trace-remat"
+        )
+    policy: Callable[..., Any] = REMAT_POLICIES.get(remat) or installed("remats")[remat].load()
+    return policy
 
 
 #: Runs an operation on its operands; may read and add values of the environment.
@@ -219,6 +234,7 @@ class StageSlice:
             last slice, the loss.
         key: Content hash: equal keys mean the same program on other parameters, so one compile
             serves all.
+        remat: What the backward pass recomputes where a call says nothing else.
     """
 
     first: int
@@ -229,6 +245,7 @@ class StageSlice:
     outputs: tuple[int, ...]
     key: str
     calls: tuple[LayerCall, ...]
+    remat: str = "none"
 
     @property
     def without_remat(self) -> StageSlice:
@@ -253,7 +270,7 @@ class StageSlice:
         inputs: Sequence[Any],
         batch: Sequence[Any],
         *,
-        remat: str = "none",
+        remat: str | None = None,
         pin: Callable[[int, Any], Any] = lambda value, array: array,
         runs: Sequence[LayerRun | None] = (),
     ) -> list[Any]:
@@ -266,7 +283,7 @@ class StageSlice:
             remat: ``"none"``; ``"full"``: of each layer only its inputs are kept for the backward
                 pass; ``"dots"``: also the results of matrix products without batch dimensions
                 (those with parameters, in a Transformer); ``"full:3"``: as ``"full"`` of the
-                first three layers.
+                first three layers; or a policy of an installed package. None: as the slice says.
             pin: Given what passes from layer to layer inside the slice, by index into
                 ``graph.values``; returns it, marked or with a sharding.
             runs: Per layer, how it is run; None, or none given: as it stands.
@@ -277,12 +294,10 @@ class StageSlice:
         Raises:
             TracingError: ``trace-remat`` for another mode.
         """
+        remat = self.remat if remat is None else remat
         num_full = num_full_layers(remat)
         remat = "full" if num_full else remat
-        if remat != "none" and remat not in REMAT_POLICIES:
-            raise TracingError.of(
-                f"remat={remat!r} is no remat mode; give 'none', 'full' or 'dots'.", "trace-remat"
-            )
+        policy = None if remat == "none" else policy_of(remat)
         stop_remat = self.first + num_full if num_full else self.stop
         of_param = dict(zip(self.params, params, strict=True))
         of_batch = dict(zip(self.batch, batch, strict=True))
@@ -293,8 +308,8 @@ class StageSlice:
             given = [values[v] for v in call.inputs]
             run = (
                 function
-                if remat == "none" or layer >= stop_remat
-                else jax.checkpoint(jax.jit(function), policy=REMAT_POLICIES[remat])
+                if policy is None or layer >= stop_remat
+                else jax.checkpoint(jax.jit(function), policy=policy)
             )
             with layer_scope(layer):
                 made = run(

@@ -18,7 +18,7 @@ from typing import Any
 from capture.documents import fields_of
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
-from capture.plan.choices import REMAT_POLICIES, Remat, num_full_layers
+from capture.plan.choices import REMAT_POLICIES, Remat
 from capture.quantities import format_bytes
 from recommender.capture.knowledge import Knowledge
 from recommender.capture.minmax import minmax
@@ -203,8 +203,8 @@ def _changes(
     if measuring is not None:
         if not measuring.shard_optimizer:
             yield Change("--shard-optimizer", question, {"shard_optimizer": True})
-        # A mixture stands right before "full".
-        named = ["dots" if num_full_layers(one) else one for one in measuring.remat]
+        # What has no place among them stands right before "full".
+        named = [one if one in REMAT_POLICIES else "dots" for one in measuring.remat]
         places = map(REMAT_POLICIES.index, named)
         for remat in REMAT_POLICIES[max(places, default=0) + 1 :]:
             freed = replace(question, remat=None)

@@ -161,6 +161,7 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         question.cluster,
         prediction,
         swaps=question.swaps,
+        remat=question.profile.made.get("remat"),
     )
 
 

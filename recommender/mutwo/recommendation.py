@@ -22,6 +22,7 @@ from capture.plan.array import (
     sharing_violations,
     tasks_of,
 )
+from capture.plan.choices import Remat, layer_remat_violations
 from capture.plan.why import Why
 from capture.profiler.asked import ArrayShape
 from capture.quantities import bytes_of, format_bytes, format_seconds
@@ -63,6 +64,8 @@ class ArrayQuestion(OfWorkload):
         bundle_bytes: See the plan.
         backend: compile compiles for the target, whose rates give seconds; run executes programs
             and copies on the devices here, which are of the target.
+        remat: What the backward pass of every layer recomputes of it, beside what is decided of
+            bundles: full, dots, or a policy of an installed package (default: nothing).
         workloads: By the names that models have for them; others are loaded by their names.
         algorithm: Search: ours (descent), all choices (enumerate), or the paper's as printed
             (paper) or corrected.
@@ -70,9 +73,9 @@ class ArrayQuestion(OfWorkload):
     Raises:
         PlanError: ``array-models`` for none, ``array-size`` for a batch size that is none,
             ``array-tasks`` for parameters that several workloads share, ``array-backend`` for
-            another backend, ``array-limit`` where nobody knows the limit, ``search-algorithm`` for
-            an unknown one, and for one model where the paper's have nothing to multiplex;
-            TargetError: ``devices-no-rates``.
+            another backend, ``array-limit`` where nobody knows the limit, ``array-remat``,
+            ``search-algorithm`` for an unknown one, and for one model where the paper's have
+            nothing to multiplex; TargetError: ``devices-no-rates``.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
@@ -87,9 +90,11 @@ class ArrayQuestion(OfWorkload):
     algorithm: Annotated[Algorithm, Asked(choices=tuple(ALGORITHMS))] = "descent"
     shared: Annotated[Shared, Asked(metavar="PATTERN", again=True)] = ()
     backend: Annotated[str, Asked(choices=("compile", "run"))] = "compile"
+    remat: Annotated[Remat | None, Asked(metavar="MODE")] = None
     workloads: Mapping[str, WorkloadProtocol] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        PlanError.check(layer_remat_violations(self.remat, "array-remat"))
         PlanError.check(member_violations(self.models))
         PlanError.check(sharing_violations(self.shared, self.trained))
         if self.batch_size < 1:
@@ -129,7 +134,9 @@ class ArrayQuestion(OfWorkload):
     def shape(self) -> ArrayShape:
         """The shape of the programs that are profiled, without what models have for themselves."""
         return ArrayShape(
-            self.batch_size, self.num_layers, self.shared, self.shared_batches, self.bundle_bytes
+            *(self.batch_size, self.num_layers, self.shared, self.shared_batches),
+            self.bundle_bytes,
+            self.remat,
         )
 
 
@@ -232,6 +239,7 @@ def plan_array(
         shared=first.shared_patterns,
         shared_batches=question.shared_batches,
         bundle_bytes=question.bundle_bytes,
+        remat=question.remat,
         memory_limit_bytes=limit,
         num_layers=of_plan.num_layers,
         model_hash=of_plan.model_hash,

@@ -243,7 +243,8 @@ def test_what_fits_one_device_says_so(tmp_path, monkeypatch, capsys):
         (("--algorithm", "wide", "--equi-fb"), ["search-algorithm"]),
         (("--machine", "gtx"), ["server-unknown"]),
         (("--algorithm", "minmax"), ["search-algorithm"]),
-        (("--remat", "full", "--try-schedules"), ["plan-system", "plan-system"]),
+        (("--schedule", "1f1b", "--try-schedules"), ["plan-system", "plan-system"]),
+        (("--remat", "full"), ["plan-system"]),
         (("--cluster", "1x2"), ["plan-system"]),
         (("--no-verify",), ["plan-system"]),
         (("--mode", "paper"), ["packs-mode"]),
@@ -292,10 +293,19 @@ def test_the_trace_of_a_step(tmp_path, monkeypatch, capsys):
     for more, expected in (
         (["--trace", "t.json"], "packs-model"),
         (["--trace", "t.json", "--profile", str(PROFILES / "gpt2_10b.json")], "packs-model"),
-        (["-o", "page.html"], "packs-page"),
     ):
         code, document = answer(capsys, "report", "plan.json", *more)
         assert (code, document["errors"][0]["code"]) == (2, expected)
+
+
+def test_a_file_keeps_what_is_compiled_beside_a_prediction_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(asked("toy6", "--memory", "2.2GB"))
+    replace(load_plan("plan.json"), prediction=None).save("bare.json")
+    capsys.readouterr()
+    code, document = answer(capsys, "verify", "bare.json", "-o", "verified.json")
+    assert (code, document["errors"][0]["code"]) == (2, "packs-page")
+    assert not Path("verified.json").exists()
 
 
 def test_two_plans_differ(tmp_path, monkeypatch, capsys):

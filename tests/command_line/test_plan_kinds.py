@@ -159,9 +159,11 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
             "which this does not take. capture run, verify, explain, report",
         ),
         (
-            "verify array.json",
-            "which this does not take. capture run, explain, report and diff take it",
+            "predict array.json --profile p.json",
+            "which this does not take. capture run, verify, explain, report and diff take it",
         ),
+        ("run array.json --hosts local", "'array': an array is one device. Leave it out."),
+        ("run packs.json --ray local", "--ray is not for plans of kind 'packs': packs stream"),
         ("report b.json --trace t.json", "--trace: capture report does not read it with a plan "),
         ("report b.json --profile p.json", "--profile: capture report does not read it"),
         ("explain b.json --workload other.py:model", "--workload: capture explain does not read"),
@@ -320,5 +322,5 @@ def test_what_a_verb_does_with_a_kind_is_there(kind, verb):
 
 
 def test_a_verb_that_a_kind_does_not_have_is_refused_with_those_that_it_has():
-    with pytest.raises(PlanError, match=r"'array'.*capture run, explain, report and diff take it"):
-        KINDS["array"].verb("verify")
+    with pytest.raises(PlanError, match=r"'array'.*run, verify, explain, report and diff take it"):
+        KINDS["array"].verb("predict")

@@ -11,7 +11,8 @@ from commands import run_here
 from processes import user_model
 
 from capture.cli.main import build_parser
-from capture.cli.plan import READ, SYSTEMS
+from capture.cli.plan import options_by_system
+from capture.options import merged
 from capture.plan.kinds import KINDS, load_plan
 
 QUESTION = """
@@ -149,7 +150,7 @@ def test_a_plan_that_does_not_say_what_it_was_asked(folder, capsys):
 
 
 def test_every_option_is_of_the_systems_that_read_it_and_comes_back_from_a_file():
-    assert {kind.system for kind in KINDS.values()} == SYSTEMS.keys()
+    assert {kind.system for kind in KINDS.values()} == options_by_system().keys()
     texts = {
         "--vary": "seed=0.0,1.0",
         "--within": "2.5%",
@@ -157,7 +158,7 @@ def test_every_option_is_of_the_systems_that_read_it_and_comes_back_from_a_file(
         "--search": "remat,stages",
         "--remat": "full:2",
     }
-    for option, of in READ.values():
+    for option, of in merged(options_by_system()).values():
         assert of and option.help, option
         if option.is_switch:
             assert option.value(option.written(True)) is True
@@ -171,4 +172,4 @@ def test_every_option_of_a_system_is_on_its_command_line():
     parser = build_parser(["plan"])
     [verbs] = [each for each in parser._actions if each.dest == "main" or each.choices]
     known = verbs.choices["plan"]._option_string_actions
-    assert {option.flag for of in SYSTEMS.values() for option in of} <= known.keys()
+    assert {option.flag for of in options_by_system().values() for option in of} <= known.keys()

@@ -146,7 +146,9 @@ def test_the_key_of_measurements_leaves_out_what_no_compiler_sees():
 
 
 def _with_option(folder: Path, value: object) -> str:
-    return a_file(folder, compiler=_document("tpu7x")["compiler"] | {"options": {"xla_tpu_a": value}})
+    return a_file(
+        folder, compiler=_document("tpu7x")["compiler"] | {"options": {"xla_tpu_a": value}}
+    )
 
 
 @pytest.mark.parametrize("value", [True, 98304, "ENABLED"])

@@ -10,31 +10,32 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from capture.errors import ExecutionError, PlanError, Violation
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 
 #: Most that is waited for an answer of another host's system.
 ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 
 
-def check_nodes(plan: Plan) -> None:
-    """Refuse stages on parts of several nodes.
+def check_nodes(plan: PlanFile) -> None:
+    """Refuse stages, or other groups of devices that compute together, on parts of several nodes.
 
     Raises:
         PlanError: ``run-hosts-span``.
     """
-    node_of, sizes = plan.cluster.node_of_device, plan.cluster.nodes
-    nodes_of = [{node_of[device] for device in stage.devices} for stage in plan.stages]
+    node_of, sizes = plan.known_cluster.node_of_device, plan.known_cluster.nodes
+    groups = plan.device_groups
+    nodes_of = [{node_of[device] for device in group} for group in groups]
     PlanError.check(
         Violation(
-            f"stage {number} has {stage.num_devices} devices of nodes "
+            f"stage {number} has {len(group)} devices of nodes "
             f"{', '.join(map(str, sorted(nodes)))}, which have {sum(sizes[n] for n in nodes)}; "
             "over several hosts a stage runs within a node or on whole nodes: plan with "
             "--whole-nodes.",
             "run-hosts-span",
         )
-        for number, (stage, nodes) in enumerate(zip(plan.stages, nodes_of, strict=True))
-        if len(nodes) > 1 and stage.num_devices < sum(sizes[n] for n in nodes)
+        for number, (group, nodes) in enumerate(zip(groups, nodes_of, strict=True))
+        if len(nodes) > 1 and len(group) < sum(sizes[n] for n in nodes)
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from capture import environment
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 from capture.runtime.hosts.addresses import check_nodes, free_port
 from capture.runtime.hosts.process import Failed, HostJob, Message, all_of, serve
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
@@ -29,7 +29,7 @@ _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 
 
 def run_on_this_machine(
-    plan: Plan,
+    plan: PlanFile,
     workload: WorkloadSpec,
     training: Mapping[str, object],
     report: Callable[[str], None] = lambda text: None,
@@ -67,8 +67,8 @@ class LocalStarter:
 
     workload: WorkloadSpec
 
-    def start(self, plan: Plan, training: Mapping[str, object]) -> LocalProcesses:
-        nodes, flags = len(plan.cluster.nodes), environment.active_flags()
+    def start(self, plan: PlanFile, training: Mapping[str, object]) -> LocalProcesses:
+        nodes, flags = len(plan.known_cluster.nodes), environment.active_flags()
         coordinator = f"127.0.0.1:{free_port()}"
         return LocalProcesses(
             [
@@ -77,7 +77,7 @@ class LocalStarter:
             ]
         )
 
-    def missing(self, plan: Plan) -> frozenset[int]:
+    def missing(self, plan: PlanFile) -> frozenset[int]:
         return frozenset()
 
 

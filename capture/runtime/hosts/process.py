@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from capture import environment
 from capture.errors import Violation, users_traceback, violations_of
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 from capture.runtime.step_record import StepRecord
 
 if TYPE_CHECKING:  # it loads JAX, whose flags are set first
@@ -51,7 +51,7 @@ class HostJob:
         secret: By which the hosts know each other; None if all are on this machine.
     """
 
-    plan: Plan
+    plan: PlanFile
     workload: WorkloadSpec
     training: dict[str, Any]
     coordinator: str
@@ -159,7 +159,7 @@ def _end_with_parent() -> None:
 
 
 def _train(job: HostJob, voice: Voice) -> dict[str, Any]:
-    num_devices = job.plan.cluster.nodes[job.host] if job.virtual else None
+    num_devices = job.plan.known_cluster.nodes[job.host] if job.virtual else None
     environment.prepare_worker(num_devices, "cpu", job.flags)
     import jax
 

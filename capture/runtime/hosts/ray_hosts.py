@@ -28,7 +28,7 @@ from capture.machine.ray_cluster import (
     node_of_this_process,
 )
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 from capture.runtime.hosts.addresses import check_nodes, free_port
 from capture.runtime.hosts.process import Alive, Failed, HostJob, Message, Voice, all_of, live
 from capture.runtime.hosts.restarts import NONE, Restarts, train_over_hosts
@@ -48,7 +48,7 @@ _SECONDS_TO_GREET = 60.0
 
 
 def run_on_ray(
-    plan: Plan,
+    plan: PlanFile,
     workload: WorkloadSpec,
     training: Mapping[str, Any],
     address: str,
@@ -73,7 +73,7 @@ def run_on_ray(
     workload = workload.admitted()
     save = training.get("save")
     left_out = [] if save is None else [os.path.relpath(save)]
-    cluster = RayCluster(address, ExecutionError, len(plan.cluster.nodes), left_out)
+    cluster = RayCluster(address, ExecutionError, len(plan.known_cluster.nodes), left_out)
     try:
         starter = RayStarter(cluster, workload, address == "local", accelerator_type)
         return train_over_hosts(starter, plan, training, restarts, report, silent_seconds)
@@ -151,7 +151,7 @@ class RayStarter:
         here = self.workload.relative_to(Path.cwd())
         check_travels([here.location if here.is_file else ""], ExecutionError)
 
-    def start(self, plan: Plan, training: Mapping[str, object]) -> RayProcesses:
+    def start(self, plan: PlanFile, training: Mapping[str, object]) -> RayProcesses:
         """Place one actor per node of the plan on the cluster, and give each its job.
 
         Raises:
@@ -190,20 +190,20 @@ class RayStarter:
             raise
         return processes
 
-    def demands(self, plan: Plan) -> list[Demand]:
+    def demands(self, plan: PlanFile) -> list[Demand]:
         """Return each process's demand: the target's devices of its node of the plan."""
-        demand, target = Demand(_PROCESS_BYTES), plan.cluster.target
+        demand, target = Demand(_PROCESS_BYTES), plan.known_cluster.target
         if self.alone:
-            return [demand] * len(plan.cluster.nodes)
+            return [demand] * len(plan.known_cluster.nodes)
         return [
             demand.on(target, size, self.accelerator_type, ExecutionError)
-            for size in plan.cluster.nodes
+            for size in plan.known_cluster.nodes
         ]
 
-    def _virtual(self, plan: Plan) -> bool:
+    def _virtual(self, plan: PlanFile) -> bool:
         return self.demands(plan)[0].devices is None
 
-    def missing(self, plan: Plan) -> frozenset[int]:
+    def missing(self, plan: PlanFile) -> frozenset[int]:
         """Return the nodes of the plan for which the cluster has none; each takes one that has
         room, those with most devices first."""
         if self.alone:

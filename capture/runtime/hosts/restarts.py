@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture.errors import ExecutionError
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.process import Said
 from capture.runtime.hosts.saved import complete_steps
@@ -44,7 +44,7 @@ class Restarts:
     """
 
     most: int = 0
-    replan: Callable[[Plan, frozenset[int]], Plan] | None = None
+    replan: Callable[[PlanFile, frozenset[int]], PlanFile] | None = None
 
 
 #: The first that breaks ends the run.
@@ -53,7 +53,7 @@ NONE = Restarts()
 
 def train_over_hosts(
     starter: Starter,
-    plan: Plan,
+    plan: PlanFile,
     training: Mapping[str, object],
     restarts: Restarts = NONE,
     report: Callable[[str], None] = lambda text: None,
@@ -78,7 +78,7 @@ def train_over_hosts(
         try:
             processes = starter.start(run.plan, run.training)
             try:
-                count = len(run.plan.cluster.nodes)
+                count = len(run.plan.known_cluster.nodes)
                 return run.document(joined(watch(processes, count, run.note, silent_seconds)))
             finally:
                 processes.end()
@@ -101,7 +101,7 @@ class _Run:
         others: Checkpoints of other trainings where this one's go.
     """
 
-    plan: Plan
+    plan: PlanFile
     training: dict[str, Any]
     restarts: Restarts
     report: Callable[[str], None]
@@ -192,7 +192,7 @@ class _Run:
         found = starter.missing(self.plan)
         if len(self.in_a_row) > self.restarts.most and len(set(self.in_a_row)) == 1:
             found |= {host for host in self.in_a_row if host is not None}
-        return found if len(found) < len(self.plan.cluster.nodes) else frozenset()
+        return found if len(found) < len(self.plan.known_cluster.nodes) else frozenset()
 
     def _resume(self) -> None:
         """Resume from the last complete checkpoint; end where the first attempt was to end."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from capture import environment
 from capture.errors import ExecutionError, Violation, plain
-from capture.plan.stages import Plan
+from capture.plan.files import PlanFile
 from capture.runtime.hosts.process import Alive, Done, Failed, Message, Said
 from capture.runtime.step_record import StepRecord
 
@@ -48,7 +48,7 @@ class Processes(Protocol):
 class Starter(Protocol):
     """A way to start the processes of an attempt, on this machine or others."""
 
-    def start(self, plan: Plan, training: Mapping[str, object]) -> Processes:
+    def start(self, plan: PlanFile, training: Mapping[str, object]) -> Processes:
         """Start one process per node of the plan; if one cannot start, none of the others is left.
 
         Args:
@@ -59,7 +59,7 @@ class Starter(Protocol):
             ExecutionError: ``run-host-lost``, if trying again may help; all else ends the run.
         """
 
-    def missing(self, plan: Plan) -> frozenset[int]:
+    def missing(self, plan: PlanFile) -> frozenset[int]:
         """Return the nodes of the plan that are gone, after what was waited for them."""
 
 
