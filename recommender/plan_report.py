@@ -10,6 +10,8 @@ from capture.plan.why import Why
 from capture.report.documents import PlanNeeds
 from recommender.answer import Answer
 from recommender.capture.changes import FittingChange
+from recommender.capture.extent import Attempt
+from recommender.money import Account
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class PlanReport:
         warnings: What of the loss makes its step another than that of one device; bounds that
             compiled stages refute.
         failures: Programs that the compiler refused.
+        account: Of stages whose step has known seconds, its tokens, use of devices, cost and saves.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class PlanReport:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     failures: Sequence[str] = ()
+    account: Account | None = None
 
     @classmethod
     def of(cls, kind: str, answer: Answer[Any, Any], **beside: Any) -> PlanReport:
@@ -75,3 +79,57 @@ class PlanReport:
             why=answer.why,
             **beside,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetAnswer:
+    """The answers for one of several targets.
+
+    Attributes:
+        target: Name of the target.
+        smallest: On the smallest cluster on which a plan fits; None where none fits on the cluster.
+        asked: On the cluster that was asked for, or its cheapest part; None if that failed.
+        failure: What went wrong, with its code; empty if nothing did.
+    """
+
+    target: str
+    smallest: Attempt | None = None
+    asked: Attempt | None = None
+    failure: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan fits on the cluster that was asked for."""
+        return self.asked is not None and self.asked.result.status == "ok"
+
+    @property
+    def attempts(self) -> Sequence[tuple[str, Attempt]]:
+        """Both answers with their names, or one that is both."""
+        named = [("smallest", self.smallest), ("asked", self.asked)]
+        found = [(name, each) for name, each in named if each is not None]
+        clusters = {each.question.cluster for _, each in found}
+        return found if len(clusters) == len(found) else [("smallest, asked", found[0][1])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetsReport:
+    """The report of ``capture plan --targets``: several targets side by side.
+
+    Attributes:
+        targets: Answers by target, as they were asked.
+        written: Plans that were saved, by target.
+        best: The target whose tokens cost least on the cluster that was asked for; without prices
+            the one with the shortest step; None where nothing fits.
+    """
+
+    targets: Sequence[TargetAnswer]
+    written: Mapping[str, str] = field(default_factory=dict)
+    best: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = {
+            each.target: each.asked.account.rank
+            for each in self.targets
+            if each.fits and each.asked is not None and each.asked.account is not None
+        }
+        object.__setattr__(self, "best", min(ranks, key=ranks.__getitem__, default=None))

@@ -126,8 +126,8 @@ class StepTime:
         simulated: Always: nothing of it was measured.
         tokens_per_second: Tokens of the global batch per second, on all devices; None of a batch
             without them.
-        model_flops_utilization: Model FLOPs over what the devices are specified to reach (MFU); None
-            where nobody knows in which data type they are computed.
+        model_flops_utilization: Model FLOPs over what the devices are specified to reach (MFU);
+            None where nobody knows in which data type they are computed.
     """
 
     step_seconds: float

@@ -1,5 +1,5 @@
-"""The work of a step: examples, tokens and model FLOPs, and with seconds the tokens per second and the
-model FLOPs utilization (MFU), alike for simulated steps and for measured ones."""
+"""The work of a step: examples, tokens and model FLOPs; with its seconds, simulated or measured,
+the tokens per second and the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -61,13 +61,11 @@ class StepWork:
             _PASSES * sum(layer.flops for layer in graph.layers) * examples / graph.microbatch_size
             for graph, _, examples in models
         ]
-        dtypes = [_computed_in(graph, casts) for graph, casts, _ in models]
+        dtypes = [dtype for graph, casts, _ in models if (dtype := _computed_in(graph, casts))]
         seconds = 0.0
-        if rates is not None and None not in dtypes:
-            pairs = zip(flops, dtypes, strict=True)
-            seconds = sum(
-                each / rates.rate_of(dtype or "", "default").value for each, dtype in pairs
-            )
+        if rates is not None and len(dtypes) == len(flops):
+            reached = [rates.rate_of(dtype, "default").value for dtype in dtypes]
+            seconds = sum(each / rate for each, rate in zip(flops, reached, strict=True))
         return cls(
             sum(examples for *_, examples in models),
             sum(_tokens_per_example(graph) * examples for graph, _, examples in models),
