@@ -102,13 +102,12 @@ class TargetAnswer:
         """Whether a plan fits on the cluster that was asked for."""
         return self.asked is not None and self.asked.result.status == "ok"
 
-    @property
-    def attempts(self) -> Sequence[tuple[str, Attempt]]:
-        """Both answers with their names, or one that is both."""
-        named = [("smallest", self.smallest), ("asked", self.asked)]
+    def attempts(self, asked: str) -> Sequence[tuple[str, Attempt]]:
+        """Return both answers with a name, that of ``asked`` as given; one, if it is both."""
+        named = [("smallest", self.smallest), (asked, self.asked)]
         found = [(name, each) for name, each in named if each is not None]
         clusters = {each.question.cluster for _, each in found}
-        return found if len(clusters) == len(found) else [("smallest, asked", found[0][1])]
+        return found if len(clusters) == len(found) else [(f"smallest, {asked}", found[-1][1])]
 
 
 @dataclass(frozen=True, kw_only=True)

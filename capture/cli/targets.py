@@ -17,7 +17,7 @@ from capture.cli.output import account_columns, emit, say, table
 from capture.cli.question_file import noted
 from capture.cli.whole import close, of_whole, whole_question
 from capture.errors import CaptureError, PlanError, Violation
-from capture.machine.target import Target, check_compiler
+from capture.machine.target import Target, check_compiler, known_name
 from capture.quantities import format_bytes, format_seconds
 from profiling_runs.question import ProfileQuestion
 from recommender.capture.extent import Attempt, smallest_cluster
@@ -50,10 +50,11 @@ def compare(options: argparse.Namespace, terms: Terms) -> int:
         for name in _OTHERS
         if getattr(options, name)
     )
-    terms.check(options.targets, options.objective)
+    names = tuple(dict.fromkeys(map(known_name, terms.targets)))
+    terms.check(names, options.objective)
     questions, failed = dict[str, _OfTarget](), dict[str, CaptureError]()
     answers, is_ended = dict[str, TargetAnswer](), False
-    for name in options.targets:
+    for name in names:
         try:
             questions[name] = _question(options, name, terms)
         except CaptureError as error:
@@ -69,17 +70,18 @@ def compare(options: argparse.Namespace, terms: Terms) -> int:
         except KeyboardInterrupt:
             is_ended = True
             break
-    if len(failed) == len(options.targets):
-        raise failed[options.targets[0]]
+    if len(failed) == len(names):
+        raise failed[names[0]]
     answers |= {name: TargetAnswer(target=name, failure=str(e)) for name, e in failed.items()}
-    found = [answers[name] for name in options.targets if name in answers]
+    found = [answers[name] for name in names if name in answers]
     written = {
         f"plan of {each.target}": str(questions[each.target].options.output)
         for each in found
         if each.fits
     }
     report = TargetsReport(targets=found, written=written)
-    emit(options, report, *_lines(report))
+    asked_is = "cheapest" if options.objective == "cost" else "asked"
+    emit(options, report, *_lines(report, asked_is))
     return 130 if is_ended else int(not written)
 
 
@@ -125,10 +127,12 @@ def _answer(target: str, question: _OfTarget) -> TargetAnswer:
     return found
 
 
-def _lines(report: TargetsReport) -> Iterator[str]:
+def _lines(report: TargetsReport, asked_is: str) -> Iterator[str]:
     """Yield a table with a line or two per target, the cheapest or fastest target, and failures."""
     rows = [
-        (each.target, attempt, what) for each in report.targets for what, attempt in each.attempts
+        (each.target, attempt, what)
+        for each in report.targets
+        for what, attempt in each.attempts(asked_is)
     ]
     columns = account_columns([attempt.account for _, attempt, _ in rows])
     cells = [
