@@ -13,10 +13,12 @@ from recommender.plan_report import PlanReport, TargetsReport
 from tests import user_models
 from tests.planned_model import STORE
 
-GPT = "capture.cli.tiny_gpt:gpt"
+GPT = "capture.cli.tiny_gpt:gpt?num_blocks=2"
 TINY = f"{user_models.__path__[0]}/tiny.py:model?layers=2"
 OPEN = ["--cluster", "1x2", "--global-batch", "8"]
-H100, QUICK = ["--target", "h100"], ["--quick", *STORE]
+H100 = ["--target", "h100"]
+NARROW = ["--microbatches", "2", "--remat", "none", "--no-shard-optimizer", "--schedule", "1f1b"]
+QUICK = ["--quick", *NARROW, *STORE]
 FAILURES = ["--mtbf", "50000h", "--disk-rate", "2GB/s"]
 
 
@@ -41,7 +43,9 @@ def asked(folder, monkeypatch, capsys):
 
 def test_a_compiled_plan_says_its_cost_its_use_of_devices_and_its_saves(asked):
     """Of examples, as this model has no tokens; the state is that of one device's restore."""
-    code, found, _ = asked(TINY, *OPEN, *H100, *STORE, "--price", "2.5/h", *FAILURES, "--json")
+    code, found, _ = asked(
+        TINY, *OPEN, *H100, *NARROW, *STORE, "--price", "2.5/h", *FAILURES, "--json"
+    )
     assert code == 0 and set(found) == {field.name for field in fields(PlanReport)}
     account, time, proven = found["account"], found["plan"]["time"], found["why"]["proven"]
     assert account["num_devices"] == 2 and account["per"] == "examples"
@@ -74,7 +78,7 @@ def test_the_printed_answer_has_tokens_use_and_cost_beside_every_step(asked):
 
 
 def test_a_compiled_front_has_tokens_and_use_of_each_step(asked):
-    code, out, _ = asked(TINY, *OPEN, *H100, *STORE, "--price", "2.5")
+    code, out, _ = asked(TINY, *OPEN, *H100, *NARROW, *STORE, "--price", "2.5")
     assert code == 0
     [header] = [line.split() for line in out.splitlines() if line.startswith("plan   ")]
     assert header[:6] == ["plan", "peak", "step", "MFU", "$/M", "examples"]
@@ -113,7 +117,7 @@ def test_targets_stand_side_by_side_and_one_that_fails_loses_no_other(asked, fol
     good, *bad = found["targets"]
     assert [each["target"] for each in found["targets"]] == ["v5p", "h100", "v6e"]
     assert all("[cluster-s" in each["failure"] and each["asked"] is None for each in bad)
-    assert good["failure"] == "" and good["smallest"]["num_devices"] == 4
+    assert good["failure"] == "" and good["smallest"]["cluster"] == "1x1"
     account = good["asked"]["account"]
     step = 4.2 * account["num_devices"] * account["step_seconds"] / 3600
     assert account["dollars_per_step"] == pytest.approx(step)
@@ -149,7 +153,7 @@ def test_a_saved_answer_of_several_is_asked_again_alone(asked):
     ]
     assert rows[4] == "cheapest of these: v6e"
     code, found, _ = asked("plan-v6e.json", "--trust", *QUICK, "--json")
-    assert code == 0 and found["plan"]["cluster"]["target"] == "v6e"
+    assert code == 0 and load_plan("plan.json").cluster.target == "v6e"
     assert found["account"]["saving"]["mtbf_seconds"] == 25000 * 3600
 
 
@@ -177,8 +181,10 @@ def test_a_file_asks_with_the_same_names(asked, folder):
 
 
 def test_costs_are_there_of_a_plan_from_a_profile(asked):
-    narrow = ["--microbatches", "4", "--neighbours", "1", "--calibration-plans", "0"]
-    code, found, _ = asked(TINY, *OPEN, *H100, *narrow, *STORE, "--price", "2.5", "--json")
+    windows = ["--neighbours", "1", "--calibration-plans", "0"]
+    code, found, _ = asked(
+        TINY, *OPEN, *H100, *NARROW, *windows, *STORE, "--price", "2.5", "--json"
+    )
     account, time = found["account"], found["plan"]["time"]
     assert code == 0 and found["why"].get("proven") is None
     assert account["dollars_per_step"] == pytest.approx(2.5 * 2 * time["step_seconds"] / 3600)
@@ -200,7 +206,7 @@ def test_costs_are_there_of_a_plan_from_a_profile(asked):
         (["--targets", "h100", "--target", "v6e"], "money-targets"),
         (["--targets", "h100", "--smallest-cluster"], "money-targets"),
         (["--target", "h100", "--price", "2", "--max-step-seconds", "1"], "money-terms"),
-        (["--price", "2"], "money-terms"),
+        (["--price", "2", "--microbatches", "4"], "money-terms"),
         (
             ["--target", "h100", "--price", "2", "--objective", "cost", "--smallest-cluster"],
             "plan-extent",
