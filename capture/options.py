@@ -16,13 +16,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from capture.errors import CaptureError
 from capture.quantities import nearest, parse_bytes
 
-#: The value of an option.
-Value = TypeVar("Value")
 #: What options are added to: all of a verb, or a group of them.
 Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
 
@@ -74,20 +72,12 @@ def percent(text: str) -> float:
     return float(number) / 100
 
 
-def parsed(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return the reader of a text that a function of the library parses, or refuses."""
-
-    def read(text: str) -> Value:
-        try:
-            return parse(text)
-        except CaptureError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-#: Reads bytes, such as 40GB.
-size = parsed(parse_bytes)
+def size(text: str) -> int:
+    """Read bytes, such as 40GB."""
+    try:
+        return parse_bytes(text)
+    except CaptureError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,17 @@ if TYPE_CHECKING:
     from recommender.capture.recommendation import baseline_plan, recommend
     from recommender.capture.result import Infeasible, PlacedStage, SearchResult
     from recommender.capture.search import search
-    from recommender.money import Account, Accountant, Prices, Terms
+    from recommender.money import Accountant, Terms
     from recommender.question import PlanQuestion
     from recommender.saving import Saving
 
 __all__ = [
     "NEVER",
-    "Account",
     "Accountant",
     "Answer",
     "Infeasible",
     "PlacedStage",
     "PlanQuestion",
-    "Prices",
     "Saving",
     "SearchProblem",
     "SearchResult",
@@ -40,14 +38,12 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Account": "recommender.money",
     "Accountant": "recommender.money",
     "Answer": "recommender.answer",
     "Infeasible": "recommender.capture.result",
     "NEVER": "recommender.capture.problem",
     "PlacedStage": "recommender.capture.result",
     "PlanQuestion": "recommender.question",
-    "Prices": "recommender.money",
     "Saving": "recommender.saving",
     "SearchProblem": "recommender.capture.problem",
     "SearchResult": "recommender.capture.result",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, known_name
 from capture.model.graph import LayerGraph
-from capture.options import Asked, parsed
+from capture.options import Asked
 from capture.plan.prediction import StepTime
 from capture.plan.step_work import Casts, StepWork
 from capture.quantities import counted, format_rate, format_seconds, parse_bytes
@@ -28,130 +29,70 @@ from recommender.saving import Saving
 HOUR_SECONDS = 3600.0
 
 
-def number_of(text: str, unit: str = "h") -> float:
-    """Read a number above 0, with its unit or without.
-
-    Raises:
-        PlanError: ``money-number``.
-
-    Example:
-        >>> number_of("50000h"), number_of("50000"), number_of("2.5/h", "/h")
-        (50000.0, 50000.0, 2.5)
-    """
-    try:
-        number = float(text.strip().removesuffix(unit))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < inf:
-        raise PlanError.of(
-            f"{text!r} is no number above 0; write one such as 2.5{unit}.", "money-number"
-        )
-    return number
-
-
-def rate_of(text: str) -> int:
-    """Read bytes per second.
-
-    Example:
-        >>> rate_of("2GB/s")
-        2000000000
-    """
-    return parse_bytes(text.strip().removesuffix("/s"))
-
-
 @dataclass(frozen=True)
-class Prices:
-    """The prices of one device for an hour, in dollars.
+class Terms:
+    """A user's terms: prices, failures and disks, as they are typed.
 
     Attributes:
-        by_target: Price by target; that of ``""`` holds for targets that have none of their own.
+        price: Dollars for one device and hour, such as 2.5/h, or by target: h100=2.5,v6e=2.7; the
+            answer says what a step and a million tokens cost.
+        targets: Compare targets, such as h100,h200,v6e: of each the smallest cluster that fits, and
+            on the cluster that is asked for seconds and, with --price, cost.
+        mtbf: Mean time between failures of one device, such as 50000h; with --disk-rate the answer
+            says how often to save, and what part of the time is kept (goodput).
+        disk_rate: Bytes that one node saves per second, such as 2GB/s, while the others save as
+            many.
+
+    Raises:
+        PlanError: ``money-number`` for what is no number above 0, ``money-price`` for two prices of
+            one target, ``memory-syntax`` for a rate that is no size.
 
     Example:
-        >>> prices = Prices.parse("2.5/h,H200=3.1/h")
-        >>> prices.of("h200"), prices.of("v6e"), str(prices)
-        (3.1, 2.5, '2.5,h200=3.1')
+        >>> terms = Terms("2.5/h,H200=3.1", mtbf="50000h", disk_rate="2GB/s")
+        >>> terms.price_of("h200"), terms.price_of("v6e"), terms.mtbf_seconds
+        (3.1, 2.5, 180000000.0)
     """
 
-    by_target: Mapping[str, float]
+    price: Annotated[str | None, Asked(metavar="PRICE")] = None
+    targets: Annotated[tuple[str, ...], Asked()] = ()
+    mtbf: Annotated[str | None, Asked(metavar="TIME")] = None
+    disk_rate: Annotated[str | None, Asked(metavar="RATE")] = None
 
-    @classmethod
-    def parse(cls, text: str) -> Prices:
-        """Read ``2.5/h``, or prices by target with commas between them.
+    def __post_init__(self) -> None:
+        _ = self.prices, self.mtbf_seconds, self.disk_bytes_per_second
 
-        Raises:
-            PlanError: ``money-number`` for a price that is no number above 0, ``money-price`` for
-                two prices of one target.
-        """
+    @cached_property
+    def prices(self) -> Mapping[str, float]:
+        """Dollars for a device and hour by target; that of ``""`` is of targets without another."""
         found: dict[str, float] = {}
-        for part in text.split(","):
+        for part in self.price.split(",") if self.price is not None else ():
             target, _, price = part.rpartition("=")
             name = known_name(target.strip())
             if name in found:
                 raise PlanError.of(
-                    f"price={text!r} has two prices of {name or 'every target'}; leave out one.",
+                    f"--price {self.price} has two prices of {name or 'every target'}; leave out "
+                    "one.",
                     "money-price",
                 )
-            found[name] = number_of(price, "/h")
-        return cls(found)
+            found[name] = _number("--price", price, "/h")
+        return found
 
-    def of(self, target: str) -> float | None:
-        """Return the price of a target's device; None where nobody said it."""
-        return self.by_target.get(known_name(target), self.by_target.get(""))
+    def price_of(self, target: str) -> float | None:
+        """Return dollars for a target's device and hour; None where nobody said it."""
+        return self.prices.get(known_name(target), self.prices.get(""))
 
-    def __str__(self) -> str:
-        return ",".join(f"{name}={price!r}".lstrip("=") for name, price in self.by_target.items())
+    @cached_property
+    def mtbf_seconds(self) -> float | None:
+        """The mean time between failures of one device; None where it was not given."""
+        return None if self.mtbf is None else _number("--mtbf", self.mtbf, "h") * HOUR_SECONDS
 
-
-@dataclass(frozen=True)
-class Terms:
-    """A user's terms: prices, failures and disks.
-
-    Attributes:
-        prices: Dollars for one device and hour, such as 2.5/h, or by target: h100=2.5,v6e=2.7; the
-            answer says what a step and a million tokens cost.
-        targets: Compare targets, such as h100,h200,v6e: of each the smallest cluster that fits, and
-            on the cluster that is asked for seconds and, with --price, cost.
-        max_step_seconds: With --objective cost: plans with longer steps do not count.
-        mtbf_hours: Mean time between failures of one device, such as 50000h; with --disk-rate the
-            answer says how often to save, and what part of the time is kept (goodput).
-        disk_bytes_per_second: Bytes that one node saves per second, such as 2GB/s, while the others
-            save as many.
-
-    Raises:
-        PlanError: ``money-number`` for numbers that are not above 0, ``money-terms`` for failures
-            without the rate of a disk, or the rate alone; all at once.
-    """
-
-    prices: Annotated[Prices | None, Asked("price", "PRICE", read=parsed(Prices.parse))] = None
-    targets: Annotated[tuple[str, ...], Asked()] = ()
-    max_step_seconds: Annotated[float | None, Asked(metavar="S")] = None
-    mtbf_hours: Annotated[float | None, Asked("mtbf", "TIME", read=parsed(number_of))] = None
-    disk_bytes_per_second: Annotated[
-        int | None, Asked("disk_rate", "RATE", read=parsed(rate_of))
-    ] = None
-
-    def __post_init__(self) -> None:
-        PlanError.check(self._violations())
-
-    def _violations(self) -> Iterator[Violation]:
-        numbers = {
-            "--max-step-seconds": self.max_step_seconds,
-            "--mtbf": self.mtbf_hours,
-            "--disk-rate": self.disk_bytes_per_second,
-            **{f"--price {name}".strip(): price for name, price in self._by_target.items()},
-        }
-        for name, number in numbers.items():
-            if number is not None and not 0 < number < inf:
-                yield Violation(f"{name} {number:g} must be above 0.", "money-number")
-        if (self.mtbf_hours is None) != (self.disk_bytes_per_second is None):
-            yield Violation(
-                "--mtbf and --disk-rate together say how often to save; give both, or neither.",
-                "money-terms",
-            )
-
-    @property
-    def _by_target(self) -> Mapping[str, float]:
-        return {} if self.prices is None else self.prices.by_target
+    @cached_property
+    def disk_bytes_per_second(self) -> float | None:
+        """The bytes per second that one node saves; None where they were not given."""
+        if self.disk_rate is None:
+            return None
+        nbytes = parse_bytes(self.disk_rate.strip().removesuffix("/s"))
+        return _number("--disk-rate", str(nbytes), "/s")
 
     def check(self, targets: Sequence[str], objective: str | None) -> None:
         """Refuse terms that do not go with what is asked, before anything is searched.
@@ -161,43 +102,48 @@ class Terms:
             objective: Goal of the search; None for the usual one.
 
         Raises:
-            PlanError: ``money-price`` for a price of another target, or a price that is missing;
-                ``money-terms`` for a longest step without ``--objective cost``, and for a target
-                without rates.
+            PlanError: ``money-price`` for a price of another target, and for one that is missing;
+                ``money-terms`` for failures without the rate of a disk, the rate alone, and a
+                target without rates; all at once.
             TargetError: the codes of ``Target.load``.
         """
         asked = {known_name(target): Target.load(target) for target in targets}
-        PlanError.check(self._beside(asked, objective))
+        PlanError.check(self._violations(asked, objective))
 
-    def _beside(self, asked: Mapping[str, Target], objective: str | None) -> Iterator[Violation]:
-        for name in self._by_target:
-            if name and name not in asked:
-                yield Violation(
-                    f"--price names {name}, and {', '.join(asked)} is asked about; leave its price "
-                    "out, or ask about it with --target or --targets.",
-                    "money-price",
-                )
+    def _violations(
+        self, asked: Mapping[str, Target], objective: str | None
+    ) -> Iterator[Violation]:
+        if (self.mtbf is None) != (self.disk_rate is None):
+            text = "--mtbf and --disk-rate together say how often to save; give both, or neither."
+            yield Violation(text, "money-terms")
+        if objective == "cost" and self.price is None:
+            text = "--objective cost needs a device's price per hour; add --price, such as 2.5/h."
+            yield Violation(text, "money-price")
+        for name in sorted(self.prices.keys() - asked.keys() - {""}):
+            text = f"--price names {name}, and {', '.join(asked)} is asked about; leave it out."
+            yield Violation(text, "money-price")
         for name, target in asked.items():
-            if self.prices is not None and self.prices.of(name) is None:
+            if self.price is not None and self.price_of(name) is None:
                 yield Violation(f"--price has none of {name}; add {name}=PRICE.", "money-price")
             if target.rates is None and self != Terms():
-                yield Violation(
+                text = (
                     f"money and failures count seconds, and the target {name!r} has no rates; name "
-                    "an accelerator, such as --target h100.",
-                    "money-terms",
+                    "an accelerator, such as --target h100."
                 )
-        if objective == "cost" and self.prices is None:
-            yield Violation(
-                "--objective cost needs the price of a device and hour; add --price, such as "
-                "--price 2.5/h.",
-                "money-price",
-            )
-        if objective != "cost" and self.max_step_seconds is not None:
-            yield Violation(
-                f"--max-step-seconds {self.max_step_seconds:g} is of --objective cost; add that, "
-                "or leave it out.",
-                "money-terms",
-            )
+                yield Violation(text, "money-terms")
+
+
+def _number(flag: str, text: str, unit: str) -> float:
+    """Read a number above 0, with its unit or without."""
+    try:
+        number = float(text.strip().removesuffix(unit))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise PlanError.of(
+            f"{flag} {text}: write a number above 0, such as 2.5{unit}.", "money-number"
+        )
+    return number
 
 
 @dataclass(frozen=True)
@@ -234,19 +180,17 @@ class Account:
     @property
     def rank(self) -> float:
         """Dollars of a million; without a price seconds of the step."""
-        known = self.dollars_per_million
-        return self.step_seconds if known is None else known
+        dollars = self.dollars_per_million
+        return self.step_seconds if dollars is None else dollars
 
     def cells(self) -> dict[str, str]:
         """Return what is known in words, by name: cells of a table."""
-        found = dict[str, str]()
-        if self.tokens_per_second is not None:
-            found["tokens/s"] = format_rate(self.tokens_per_second)
-        if self.model_flops_utilization is not None:
-            found["MFU"] = f"{self.model_flops_utilization:.1%}"
-        if self.dollars_per_million is not None:
-            found[f"$/M {self.per}"] = format_rate(self.dollars_per_million)
-        return found
+        known = {
+            "tokens/s": (self.tokens_per_second, format_rate),
+            "MFU": (self.model_flops_utilization, "{:.1%}".format),
+            f"$/M {self.per}": (self.dollars_per_million, format_rate),
+        }
+        return {name: said(value) for name, (value, said) in known.items() if value is not None}
 
     def lines(self, is_estimate: bool = False) -> Iterator[str]:
         """Yield cost and failures in words, a line each; and the step, where it is an estimate."""
@@ -255,12 +199,12 @@ class Account:
             yield ", ".join([f"step {format_seconds(self.step_seconds)} (estimated)", *rates])
         if self.dollars_per_million is not None and self.dollars_per_step is not None:
             least = self.least_dollars_per_million
-            bound = f"; no plan on these costs less than ${format_rate(least)}" if least else ""
             yield (
                 f"${format_rate(self.dollars_per_step)} per step, "
                 f"${format_rate(self.dollars_per_million)} per million {self.per}"
                 f"{' that failures leave' if self.saving else ''} "
-                f"({counted(self.num_devices, 'device')}{bound})"
+                f"({counted(self.num_devices, 'device')}"
+                + (f"; no plan on these costs less than ${format_rate(least)})" if least else ")")
             )
         if self.saving is not None:
             yield f"{self.saving} (--save-every {self.save_every_steps})"
@@ -274,8 +218,8 @@ class Accountant:
         terms: The user's prices and failures.
         graph: Layers of the model, at any micro-batch size.
         casts: Casts of its parameters, where they are known.
-        state_bytes: Bytes of its parameters and optimizer state, each once; None if unknown, which
-            is then of no failures.
+        state_bytes: Bytes of its parameters and optimizer state, each once; None if unknown, and
+            accounts then leave failures out.
     """
 
     terms: Terms
@@ -314,18 +258,12 @@ class Accountant:
         """
         num, rates = cluster.num_devices, Target.load(cluster.target).rates
         work = StepWork.of([(self.graph, self.casts, examples)], num, rates)
-        found = Account(
-            num,
-            step_seconds,
-            work.tokens_per_second(step_seconds),
-            work.utilization(step_seconds),
-            per="tokens" if work.tokens else "examples",
-        )
+        tokens, used = work.tokens_per_second(step_seconds), work.utilization(step_seconds)
+        found = Account(num, step_seconds, tokens, used, per="tokens" if tokens else "examples")
         if (saving := self._saving(cluster)) is not None:
             steps = max(1, round(saving.interval_seconds / step_seconds))
             found = replace(found, saving=saving, save_every_steps=steps)
-        price = None if self.terms.prices is None else self.terms.prices.of(cluster.target)
-        if price is None:
+        if (price := self.terms.price_of(cluster.target)) is None:
             return found
         kept = 1.0 if saving is None else saving.goodput_fraction
         per_second = price * num / HOUR_SECONDS
@@ -338,33 +276,12 @@ class Accountant:
         )
 
     def _saving(self, cluster: Cluster) -> Saving | None:
-        terms = self.terms
-        if terms.mtbf_hours is None or terms.disk_bytes_per_second is None:
+        mtbf, rate = self.terms.mtbf_seconds, self.terms.disk_bytes_per_second
+        if mtbf is None or rate is None or self.state_bytes is None:
             return None
-        assert self.state_bytes is not None, "who asks about failures knows the state"
-        rate = terms.disk_bytes_per_second * len(cluster.nodes)
-        mtbf_seconds = terms.mtbf_hours * HOUR_SECONDS / cluster.num_devices
-        return Saving.of(mtbf_seconds, self.state_bytes, rate)
+        return Saving.of(mtbf / cluster.num_devices, self.state_bytes, rate * len(cluster.nodes))
 
-    def rank(self, answer: StageAnswer) -> tuple[bool, float]:
-        """Return the key by which answers are sorted, the cheapest first: those whose step is too
-        long last, by seconds."""
-        account, most = self.account(answer), self.terms.max_step_seconds
-        if account is None:
-            return True, inf
-        if most is not None and account.step_seconds > most:
-            return True, account.step_seconds
-        return False, account.rank
-
-    def judged(self, answer: StageAnswer) -> StageAnswer:
-        """Return the cheapest answer, which is infeasible if its step is too long, too."""
-        most, (is_too_long, seconds) = self.terms.max_step_seconds, self.rank(answer)
-        if answer.status != "ok" or not is_too_long or most is None:
-            return answer
-        text = (
-            f"No plan that fits has a step of at most {format_seconds(most)}; the fastest takes "
-            f"{format_seconds(seconds)}. Raise --max-step-seconds, or ask for more devices. "
-            "[step-limit]"
-        )
-        why = replace(answer.why, summary=text, code="step-limit")
-        return replace(answer, status="infeasible", why=why)
+    def rank(self, answer: StageAnswer) -> float:
+        """Return the key by which answers with a plan are sorted, the cheapest first."""
+        account = self.account(answer)
+        return inf if account is None else account.rank

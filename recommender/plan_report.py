@@ -98,16 +98,16 @@ class TargetAnswer:
     failure: str = ""
 
     @property
-    def fits(self) -> bool:
-        """Whether a plan fits on the cluster that was asked for."""
-        return self.asked is not None and self.asked.result.status == "ok"
+    def attempts(self) -> Sequence[Attempt]:
+        """The answers by ascending number of devices; one where both are on the same cluster."""
+        known = [each for each in (self.smallest, self.asked) if each is not None]
+        return [*{each.question.cluster: each for each in known}.values()]
 
-    def attempts(self, asked: str) -> Sequence[tuple[str, Attempt]]:
-        """Return both answers with a name, that of ``asked`` as given; one, if it is both."""
-        named = [("smallest", self.smallest), (asked, self.asked)]
-        found = [(name, each) for name, each in named if each is not None]
-        clusters = {each.question.cluster for _, each in found}
-        return found if len(clusters) == len(found) else [(f"smallest, {asked}", found[-1][1])]
+    @property
+    def account(self) -> Account | None:
+        """The account on the cluster that was asked for; None where no plan fits."""
+        fits = self.asked is not None and self.asked.result.status == "ok"
+        return self.asked.account if self.asked is not None and fits else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +117,7 @@ class TargetsReport:
     Attributes:
         targets: Answers by target, as they were asked.
         written: Plans that were saved, by target.
-        best: The target whose tokens cost least on the cluster that was asked for; without prices
-            the one with the shortest step; None where nothing fits.
     """
 
     targets: Sequence[TargetAnswer]
     written: Mapping[str, str] = field(default_factory=dict)
-    best: str | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        ranks = {
-            each.target: each.asked.account.rank
-            for each in self.targets
-            if each.fits and each.asked is not None and each.asked.account is not None
-        }
-        object.__setattr__(self, "best", min(ranks, key=ranks.__getitem__, default=None))

@@ -92,7 +92,7 @@ def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tu
     if not SCHEDULES[options.schedule].is_plain:
         given["schedule"] = options.schedule
     asked = tuple(_typed(name, value) for name, value in given.items())
-    names = (*(each.name for each in OPTIONS), "fix", "mtbf", "max_step_seconds", "targets")
+    names = (*(each.name for each in OPTIONS), "fix", "mtbf", "targets")
     own = [name for name in names if getattr(options, name) not in (None, False, ())]
     own += ["objective"] if options.objective == "cost" else []
     if not given and options.quick and options.compiles:
@@ -270,11 +270,7 @@ class Asking:
     def cheapest(self, question: PlanQuestion) -> tuple[Attempt | None, tuple[Attempt, ...]]:
         """Return the attempt whose plan costs least, over parts of the cluster, and all of them;
         None first if nothing fits."""
-        rank = self.accountant.rank
-        best, attempts = cheapest_cluster(self.one_of_several, question, rank)
-        if best is not None:
-            best = replace(best, result=self.accountant.judged(best.result))
-        return best, attempts
+        return cheapest_cluster(self.one_of_several, question, self.accountant.rank)
 
     @memo
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from capture.cli import asked
 from capture.cli import options as shared
@@ -27,14 +26,8 @@ from recommender.whole import WholeQuestion
 
 #: Options that ask about one target, or about other clusters.
 _OTHERS = ("target", "fix", "smallest_cluster", "largest_batch")
-
-
-class _OfTarget(NamedTuple):
-    """The question of one of several targets: its options, what is measured, what is searched."""
-
-    options: argparse.Namespace
-    of_profile: ProfileQuestion
-    whole: WholeQuestion
+#: The options for one of the targets, what is measured, and what is searched.
+_OfTarget = tuple[argparse.Namespace, ProfileQuestion, WholeQuestion]
 
 
 def compare(options: argparse.Namespace, terms: Terms) -> int:
@@ -52,37 +45,34 @@ def compare(options: argparse.Namespace, terms: Terms) -> int:
     )
     names = tuple(dict.fromkeys(map(known_name, terms.targets)))
     terms.check(names, options.objective)
-    questions, failed = dict[str, _OfTarget](), dict[str, CaptureError]()
-    answers, is_ended = dict[str, TargetAnswer](), False
+    questions, answers = dict[str, _OfTarget](), dict[str, TargetAnswer]()
+    failed = dict[str, CaptureError]()
     for name in names:
         try:
             questions[name] = _question(options, name, terms)
         except CaptureError as error:
             failed[name] = error
     if questions:  # the devices of this process are decided once
-        asked.prepare(*(question.of_profile for question in questions.values()))
+        asked.prepare(*(of_profile for _, of_profile, _ in questions.values()))
     for name, question in questions.items():
         say(options, f"target {name}:")
         try:
-            answers[name] = _answer(name, question)
+            answers[name] = _answer(name, *question)
         except CaptureError as error:
             failed[name] = error
-        except KeyboardInterrupt:
-            is_ended = True
-            break
-    if len(failed) == len(names):
+    if not answers:
         raise failed[names[0]]
     answers |= {name: TargetAnswer(target=name, failure=str(e)) for name, e in failed.items()}
-    found = [answers[name] for name in names if name in answers]
-    written = {
-        f"plan of {each.target}": str(questions[each.target].options.output)
-        for each in found
-        if each.fits
-    }
-    report = TargetsReport(targets=found, written=written)
-    asked_is = "cheapest" if options.objective == "cost" else "asked"
-    emit(options, report, *_lines(report, asked_is))
-    return 130 if is_ended else int(not written)
+    report = TargetsReport(
+        targets=[answers[name] for name in names],
+        written={
+            f"plan of {name}": str(questions[name][0].output)
+            for name in names
+            if answers[name].account
+        },
+    )
+    emit(options, report, *_lines(report))
+    return int(not report.written)
 
 
 def _question(options: argparse.Namespace, target: str, terms: Terms) -> _OfTarget:
@@ -90,7 +80,7 @@ def _question(options: argparse.Namespace, target: str, terms: Terms) -> _OfTarg
     own = copy(options)
     own.target, own.objective = target, options.objective or "throughput"
     own.output = options.output.with_stem(f"{options.output.stem}-{Path(target).stem}")
-    price = {} if terms.prices is None else {"price": terms.prices.of(target)}
+    price = {} if terms.price is None else {"price": str(terms.price_of(target))}
     own.asked = {**options.asked, **price, "target": target}
     del own.asked["targets"]
     closed = copy(own)
@@ -101,12 +91,13 @@ def _question(options: argparse.Namespace, target: str, terms: Terms) -> _OfTarg
     assert whole is not None, "targets with rates are compared"
     if not (options.quick or options.compiles == 0):
         check_compiler(Target.load(target))
-    return _OfTarget(own, of_whole(of_profile, whole), whole)
+    return own, of_whole(of_profile, whole), whole
 
 
-def _answer(target: str, question: _OfTarget) -> TargetAnswer:
+def _answer(
+    target: str, options: argparse.Namespace, of_profile: ProfileQuestion, whole: WholeQuestion
+) -> TargetAnswer:
     """Search for a target's plans, and save the one on the cluster that is asked for."""
-    options, of_profile, whole = question
     measurements = asked.open_measurements(options, of_profile)
     with measurements.keeping_workers():
         Asking(options, of_profile, measurements, whole).start_workers()
@@ -117,38 +108,34 @@ def _answer(target: str, question: _OfTarget) -> TargetAnswer:
         best = best or Attempt(every, asking.one_of_several(every))
         result, time = with_times(noted(options, best.result), measurements)
     account = asking.accountant.account
-    found = TargetAnswer(
+    if result.status == "ok" and result.plan is not None:
+        result.plan.with_(time=time).save(options.output)
+    return TargetAnswer(
         target=target,
         smallest=smallest and replace(smallest, account=account(smallest.result)),
-        asked=replace(best, account=account(best.result, time)),
+        asked=replace(best, account=account(result, time)),
     )
-    if found.fits and result.plan is not None:
-        result.plan.with_(time=time).save(options.output)
-    return found
 
 
-def _lines(report: TargetsReport, asked_is: str) -> Iterator[str]:
+def _lines(report: TargetsReport) -> Iterator[str]:
     """Yield a table with a line or two per target, the cheapest or fastest target, and failures."""
-    rows = [
-        (each.target, attempt, what)
-        for each in report.targets
-        for what, attempt in each.attempts(asked_is)
-    ]
-    columns = account_columns([attempt.account for _, attempt, _ in rows])
+    rows = [(each.target, attempt) for each in report.targets for attempt in each.attempts]
+    columns = account_columns([attempt.account for _, attempt in rows])
     cells = [
         [
             target,
             attempt.question.cluster,
-            what,
             attempt.result.status,
             format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
             format_seconds(attempt.account.step_seconds) if attempt.account else "-",
             *(column[row] for column in columns.values()),
         ]
-        for row, (target, attempt, what) in enumerate(rows)
+        for row, (target, attempt) in enumerate(rows)
     ]
-    yield table(["target", "on", "which is", "status", "peak", "step", *columns], cells)
-    if report.best is not None:
+    yield table(["target", "on", "status", "peak", "step", *columns], cells)
+    ranks = {each.target: each.account.rank for each in report.targets if each.account}
+    if ranks:
         is_priced = any("$" in name for name in columns)
-        yield f"{'cheapest' if is_priced else 'fastest'} of these: {report.best}"
+        best = min(ranks, key=ranks.__getitem__)
+        yield f"{'cheapest' if is_priced else 'fastest'} on what was asked for: {best}"
     yield from (f"failed: {each.target}: {each.failure}" for each in report.targets if each.failure)

@@ -161,7 +161,7 @@ def smallest_cluster(
 
 
 def cheapest_cluster(
-    settled: Ask, question: PlanQuestion, rank: Callable[[StageAnswer], tuple[bool, float]]
+    settled: Ask, question: PlanQuestion, rank: Callable[[StageAnswer], float]
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """Find the part of a cluster on which a plan that fits comes first, such as the cheapest, and
     give all attempts: those of ``smallest_cluster``, up to the whole cluster.

@@ -97,16 +97,6 @@ def test_the_cheapest_part_of_the_cluster_is_asked_for(asked):
     seconds = {e["num_devices"]: e["step_seconds"] for e in found["attempts"]}
     assert seconds[2] < seconds[1] and chosen["num_devices"] == 1, "both are shown"
     assert sum(found["plan"]["cluster"]["nodes"]) == 1
-    limited = "--max-step-seconds", str((seconds[1] + seconds[2]) / 2)
-    code, found, _ = asked(
-        GPT, *OPEN, *H100, *QUICK, "--price", "2", "--objective", "cost", *limited, "--json"
-    )
-    assert (code, found["account"]["num_devices"]) == (0, 2)
-    limited = "--max-step-seconds", str(seconds[2] / 2)
-    code, found, _ = asked(
-        GPT, *OPEN, *H100, *QUICK, "--price", "2", "--objective", "cost", *limited, "--json"
-    )
-    assert (code, found["status"], found["why"]["code"]) == (1, "infeasible", "step-limit")
 
 
 def test_targets_stand_side_by_side_and_one_that_fails_loses_no_other(asked, folder):
@@ -121,9 +111,9 @@ def test_targets_stand_side_by_side_and_one_that_fails_loses_no_other(asked, fol
     account = good["asked"]["account"]
     step = 4.2 * account["num_devices"] * account["step_seconds"] / 3600
     assert account["dollars_per_step"] == pytest.approx(step)
-    assert found["best"] == "v5p" and found["written"] == {"plan of v5p": "plan-v5p.json"}
+    assert found["written"] == {"plan of v5p": "plan-v5p.json"}
     plan = load_plan("plan-v5p.json")
-    assert plan.cluster.target == "v5p" and plan.asked["price"] == 4.2
+    assert plan.cluster.target == "v5p" and plan.asked["price"] == "4.2"
     assert "targets" not in plan.asked
 
 
@@ -132,26 +122,15 @@ def test_a_saved_answer_of_several_is_asked_again_alone(asked):
     code, out, _ = asked(GPT, *OPEN, *QUICK, *targets)
     assert code == 0
     header, *rows = out.splitlines()
-    assert header.split() == [
-        "target",
-        "on",
-        "which",
-        "is",
-        "status",
-        "peak",
-        "step",
-        "tokens/s",
-        "MFU",
-        "$/M",
-        "tokens",
-    ]
+    columns = "target on status peak step tokens/s MFU $/M tokens"
+    assert header.split() == columns.split()
     assert [row.split()[:2] for row in rows[:4]] == [
         ["h100", "1x1"],
         ["h100", "1x2"],
         ["v6e", "1x1"],
         ["v6e", "1x2"],
     ]
-    assert rows[4] == "cheapest of these: v6e"
+    assert rows[4] == "cheapest on what was asked for: v6e"
     code, found, _ = asked("plan-v6e.json", "--trust", *QUICK, "--json")
     assert code == 0 and load_plan("plan.json").cluster.target == "v6e"
     assert found["account"]["saving"]["mtbf_seconds"] == 25000 * 3600
@@ -166,7 +145,6 @@ def test_a_file_asks_with_the_same_names(asked, folder):
         targets = ["h100", "v6e"]
         price = "h100=2.5,v6e=2.7"
         objective = "cost"
-        max_step_seconds = 10
         mtbf = "50000h"
         disk_rate = "2GB/s"
         '''
@@ -205,7 +183,6 @@ def test_costs_are_there_of_a_plan_from_a_profile(asked):
         (["--targets", "h100,cpu"], "money-terms"),
         (["--targets", "h100", "--target", "v6e"], "money-targets"),
         (["--targets", "h100", "--smallest-cluster"], "money-targets"),
-        (["--target", "h100", "--price", "2", "--max-step-seconds", "1"], "money-terms"),
         (["--price", "2", "--microbatches", "4"], "money-terms"),
         (
             ["--target", "h100", "--price", "2", "--objective", "cost", "--smallest-cluster"],
