@@ -267,11 +267,6 @@ class Asking:
         state += sum(backend.state_bytes(size))
         return Accountant(terms, traced.graph, traced.casts, state)
 
-    def cheapest(self, question: PlanQuestion) -> tuple[Attempt | None, tuple[Attempt, ...]]:
-        """Return the attempt whose plan costs least, over parts of the cluster, and all of them;
-        None first if nothing fits."""
-        return cheapest_cluster(self.one_of_several, question, self.accountant.rank)
-
     @memo
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
         """Answer one of several questions; unlike in ``answer``, an interrupt ends all of them."""
@@ -286,7 +281,8 @@ class Asking:
         if options.smallest_cluster:
             best, attempts = smallest_cluster(self.one_of_several, question)
         elif options.objective == "cost":
-            best, attempts = self.cheapest(question)
+            rank = self.accountant.rank
+            best, attempts = cheapest_cluster(self.one_of_several, question, rank)
         elif options.largest_batch:
             check_limited(question)
             best, attempts = largest_batch(

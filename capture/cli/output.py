@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from capture.documents import as_json, write
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
-from capture.plan.stages import Plan
 from capture.plan.strategy import strategy
 from capture.plan.why import FrontPoint
 from capture.predictor.step_time import describe_time
@@ -151,7 +150,8 @@ def told(
         if account is not None:
             lines += account.lines(is_estimate=time is None)
         if beyond.of_profile or result.compiled:
-            lines += front_table(result.why.front, partial(_at_point, accountant, result.plan))
+            of_plan = result.plan.cluster, result.plan.global_batch_size
+            lines += front_table(result.why.front, partial(accountant.of, *of_plan))
         if result.status == "ok":
             how = "" if result.compiled else "predicted, not compiled; "
             lines += [saved(options, result, how=how), *other_plans(options, result)]
@@ -247,11 +247,6 @@ def unused_note(
     ]
 
 
-def _at_point(accountant: Accountant, plan: Plan, point: FrontPoint) -> Account:
-    """Return the account of the step of a point of a plan's front."""
-    return accountant.of(plan.cluster, plan.global_batch_size, point.step_seconds)
-
-
 def account_columns(accounts: Sequence[Account | None]) -> dict[str, list[str]]:
     """Return the columns of a table that say what accounts know, by header."""
     rows = [{} if each is None else each.cells() for each in accounts]
@@ -280,12 +275,12 @@ def attempts_table(attempts: Sequence[Any]) -> str:
     return table(["tried", "status", "peak", "is", "step", *columns], rows)
 
 
-def front_table(front: Any, account: Callable[[FrontPoint], Account]) -> list[str]:
+def front_table(front: Any, account: Callable[[float], Account]) -> list[str]:
     """Return the front of peak memory against step time as a table, smallest peak first, with the
     account of each step; empty without a plan."""
     if front is None or not front.points:
         return []
-    columns = account_columns([account(point) for point in front.points])
+    columns = account_columns([account(point.step_seconds) for point in front.points])
     header, rows = ["peak", "step", *columns, *(["least but for"] * front.compiled)], []
     for n, point in enumerate(front.points):
         rows.append([format_bytes(point.peak_bytes), format_seconds(point.step_seconds)])

@@ -123,16 +123,9 @@ def plan(options: argparse.Namespace) -> int:
     Raises:
         PlanError: ``plan-extent`` for several extents; and the codes of the questions.
     """
-    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
-        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
+    _check_extents(options)
     close(options, [option for option in OPTIONS if option.name not in {*_OPEN, "target"}])
     terms = asked.terms_of(vars(options))
-    if options.objective == "cost" and (options.smallest_cluster or options.largest_batch):
-        raise PlanError.of(
-            "--objective cost chooses the devices itself, for the batch that is asked for; leave "
-            "out --smallest-cluster and --largest-batch.",
-            "plan-extent",
-        )
     asked.say_one_device(options)
     if options.targets:
         return compare(options, terms)
@@ -181,6 +174,15 @@ def plan(options: argparse.Namespace) -> int:
         asked.prepare(of_profile)
         profile = make_profile(of_profile, measurements=measurements, **asked.told(options))
     return _from_profile(options, question, of_profile, profile, measurements)
+
+
+def _check_extents(options: argparse.Namespace) -> None:
+    """Refuse several questions about the number of devices or micro-batches, or the batch."""
+    extents = [each.flag for each in EXTENT if getattr(options, each.name)]
+    if options.objective == "cost" and not options.try_microbatches:
+        extents.append("--objective cost")
+    if len(extents) > 1:
+        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
 
 
 def _from_profile(

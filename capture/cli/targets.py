@@ -19,7 +19,7 @@ from capture.errors import CaptureError, PlanError, Violation
 from capture.machine.target import Target, check_compiler, known_name
 from capture.quantities import format_bytes, format_seconds
 from profiling_runs.question import ProfileQuestion
-from recommender.capture.extent import Attempt, smallest_cluster
+from recommender.capture.extent import Attempt, cheapest_cluster, smallest_cluster
 from recommender.money import Terms
 from recommender.plan_report import TargetAnswer, TargetsReport
 from recommender.whole import WholeQuestion
@@ -104,8 +104,10 @@ def _answer(
         whole = whole.of_sizes(measurements.backend.takes)
         asking, every = Asking(options, of_profile, measurements, whole), whole.question()
         smallest, _ = smallest_cluster(asking.one_of_several, every)
-        best, _ = asking.cheapest(every) if options.objective == "cost" else (None, ())
-        best = best or Attempt(every, asking.one_of_several(every))
+        best = Attempt(every, asking.one_of_several(every))
+        if options.objective == "cost":
+            rank = asking.accountant.rank
+            best = cheapest_cluster(asking.one_of_several, every, rank)[0] or best
         result, time = with_times(noted(options, best.result), measurements)
     account = asking.accountant.account
     if result.status == "ok" and result.plan is not None:
