@@ -7,7 +7,9 @@ from dataclasses import fields
 
 import pytest
 
+from capture.cli import targets
 from capture.cli.main import main
+from capture.errors import ProfileError
 from capture.plan.kinds import load_plan
 from recommender.plan_report import PlanReport, TargetsReport
 from tests import user_models
@@ -115,6 +117,23 @@ def test_targets_stand_side_by_side_and_one_that_fails_loses_no_other(asked, fol
     plan = load_plan("plan-v5p.json")
     assert plan.cluster.target == "v5p" and plan.asked["price"] == "4.2"
     assert "targets" not in plan.asked
+
+
+def test_an_error_in_one_answer_loses_no_other(asked, monkeypatch):
+    answer = targets._answer
+
+    def fails(target, *question):
+        if target == "v6e":
+            raise ProfileError.of("a worker died.", "profile-worker")
+        return answer(target, *question)
+
+    monkeypatch.setattr(targets, "_answer", fails)
+    code, found, _ = asked(GPT, *OPEN, *QUICK, "--targets", "v6e,h100", "--json")
+    failed, good = found["targets"]
+    assert code == 0 and failed["failure"] == "a worker died. [profile-worker]"
+    assert good["asked"]["status"] == "ok" and [*found["written"]] == ["plan of h100"]
+    code, found, _ = asked(GPT, *OPEN, *QUICK, "--targets", "v6e", "--json")
+    assert code == 3 and found["errors"][0]["code"] == "profile-worker", "all of them failed"
 
 
 def test_a_saved_answer_of_several_is_asked_again_alone(asked):
