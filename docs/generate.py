@@ -50,6 +50,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
         "capture.plan.array:ArrayPrediction",
     ),
     "capture plan --json": ("recommender.plan_report:PlanReport",),
+    "capture plan --targets --json": ("recommender.plan_report:TargetsReport",),
     "capture explain --json": ("capture.report.documents:ExplainReport",),
     "capture report --json": ("capture.report.documents:PageReport",),
     "capture verify --json": ("capture.report.documents:VerifyReport",),

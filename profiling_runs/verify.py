@@ -17,6 +17,7 @@ from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import StepTime, Verified, error_fractions
 from capture.plan.stages import Plan
+from capture.plan.step_work import Casts
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.step_time import time_summary
 from capture.step.interface import StageInterface, plan_interfaces
@@ -40,6 +41,7 @@ class Verification:
         provenance: Backend, target, versions, flags.
         num_compiled: Stages that were compiled for this; the store had the others.
         graph: The model's layers at the plan's micro-batch size.
+        casts: Casts through which layers read parameters.
         costs: Per stage, what the compiler says.
     """
 
@@ -50,6 +52,7 @@ class Verification:
     provenance: Mapping[str, Any]
     num_compiled: int
     graph: LayerGraph
+    casts: Casts
     costs: Sequence[StageCost]
 
     def timeline(self) -> StepTimeline | None:
@@ -75,7 +78,7 @@ class Verification:
             exposed_seconds(model, cost, plan.num_microbatches, plan.schedule_table.splits_backward)
             for cost in self.costs
         )
-        found = time_summary(timeline, plan, self.graph)
+        found = time_summary(timeline, plan, self.graph, self.casts)
         return replace(found, exposed_seconds_per_stage=tuple(exposed))
 
     @cached_property
@@ -139,8 +142,9 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     stages = plan_interfaces(plan, graph, param_bytes, costs)
     program = build_step(stages, plan.schedule_table)
     ledger = replay(program)
+    casts = backend.traced(plan.microbatch_size).casts
     return Verification(
-        plan, stages, program, ledger, backend.provenance, len(missing), graph, costs
+        plan, stages, program, ledger, backend.provenance, len(missing), graph, casts, costs
     )
 
 

@@ -11,34 +11,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recommender.answer import Answer
+    from recommender.capture.extent import cheapest_cluster
     from recommender.capture.problem import NEVER, SearchProblem
     from recommender.capture.recommendation import baseline_plan, recommend
     from recommender.capture.result import Infeasible, PlacedStage, SearchResult
     from recommender.capture.search import search
+    from recommender.money import Accountant, Terms
     from recommender.question import PlanQuestion
+    from recommender.saving import Saving
 
 __all__ = [
     "NEVER",
+    "Accountant",
     "Answer",
     "Infeasible",
     "PlacedStage",
     "PlanQuestion",
+    "Saving",
     "SearchProblem",
     "SearchResult",
+    "Terms",
     "baseline_plan",
+    "cheapest_cluster",
     "recommend",
     "search",
 ]
 
 _MODULE_OF = {
+    "Accountant": "recommender.money",
     "Answer": "recommender.answer",
     "Infeasible": "recommender.capture.result",
     "NEVER": "recommender.capture.problem",
     "PlacedStage": "recommender.capture.result",
     "PlanQuestion": "recommender.question",
+    "Saving": "recommender.saving",
     "SearchProblem": "recommender.capture.problem",
     "SearchResult": "recommender.capture.result",
+    "Terms": "recommender.money",
     "baseline_plan": "recommender.capture.recommendation",
+    "cheapest_cluster": "recommender.capture.extent",
     "recommend": "recommender.capture.recommendation",
     "search": "recommender.capture.search",
 }

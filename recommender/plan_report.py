@@ -10,6 +10,8 @@ from capture.plan.why import Why
 from capture.report.documents import PlanNeeds
 from recommender.answer import Answer
 from recommender.capture.changes import FittingChange
+from recommender.capture.extent import Attempt
+from recommender.money import Account
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class PlanReport:
         warnings: What of the loss makes its step another than that of one device; bounds that
             compiled stages refute.
         failures: Programs that the compiler refused.
+        account: Of stages whose step has known seconds, its tokens, use of devices, cost and saves.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class PlanReport:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     failures: Sequence[str] = ()
+    account: Account | None = None
 
     @classmethod
     def of(cls, kind: str, answer: Answer[Any, Any], **beside: Any) -> PlanReport:
@@ -75,3 +79,45 @@ class PlanReport:
             why=answer.why,
             **beside,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetAnswer:
+    """The answers for one of several targets.
+
+    Attributes:
+        target: Name of the target.
+        smallest: On the smallest cluster on which a plan fits; None where none fits on the cluster.
+        asked: On the cluster that was asked for, or its cheapest part; None if that failed.
+        failure: What went wrong, with its code; empty if nothing did.
+    """
+
+    target: str
+    smallest: Attempt | None = None
+    asked: Attempt | None = None
+    failure: str = ""
+
+    @property
+    def attempts(self) -> Sequence[Attempt]:
+        """The answers by ascending number of devices; one where both are on the same cluster."""
+        known = [each for each in (self.smallest, self.asked) if each is not None]
+        return [*{each.question.cluster: each for each in known}.values()]
+
+    @property
+    def account(self) -> Account | None:
+        """The account on the cluster that was asked for; None where no plan fits."""
+        fits = self.asked is not None and self.asked.result.status == "ok"
+        return self.asked.account if self.asked is not None and fits else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetsReport:
+    """The report of ``capture plan --targets``: several targets side by side.
+
+    Attributes:
+        targets: Answers by target, as they were asked.
+        written: Plans that were saved, by target.
+    """
+
+    targets: Sequence[TargetAnswer]
+    written: Mapping[str, str] = field(default_factory=dict)

@@ -35,6 +35,7 @@ SEARCHES = (
     ("throughput", "default", BOUNDS_FIRST),
     ("pareto", "default", "throughput"),
     ("pareto", "default", BOUNDS_FIRST),
+    ("cost", "default", BOUNDS_FIRST),
 )
 OBJECTIVES, MODES, SEARCH_NAMES = (
     tuple(dict.fromkeys(column)) for column in zip(*SEARCHES, strict=True)
@@ -54,7 +55,8 @@ class PlanQuestion:
         memory_limit_bytes: Limit per device, such as 40GB (default: what the target can use); a
             plan above it is a result, infeasible (exit code 1).
         objective: Goal of the search. memory: lowest peak memory; throughput: shortest step that
-            fits; pareto: that and the front of both. Times need an accelerator target (default:
+            fits; pareto: that and the front of both; cost: least --price of a token, on as many of
+            the cluster's devices as that takes. Times need an accelerator target (default:
             throughput where times are known, with the plan of lowest peak and one between; else
             memory, or that of --algorithm).
         mode: default: data and tensor parallelism together, schedule-aware; paper: either of them,

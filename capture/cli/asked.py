@@ -34,6 +34,7 @@ from profiling_runs.measurements import open_measurements as open_them
 from profiling_runs.pools.where import Where
 from profiling_runs.question import ProfileQuestion
 from recommender.capture.recommendation import predict_plan
+from recommender.money import Terms
 
 #: What the store and what compilers write need of a disk, with room to spare.
 LEAST_FREE_BYTES = 50_000_000
@@ -74,6 +75,11 @@ def read_batch(values: Values) -> tuple[int, int]:
         global_batch = shared.DEFAULT_MICROBATCH_SIZE * max(1, microbatches)
     PlanError.check(batch_violations(global_batch, microbatches))
     return global_batch, microbatches
+
+
+def terms_of(values: Values) -> Terms:
+    """Return the terms of money and failures that options name."""
+    return Terms(**taken(Terms, values))
 
 
 def spec_of(values: Values) -> WorkloadSpec:

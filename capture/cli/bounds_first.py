@@ -37,6 +37,7 @@ from recommender.capture.changes import FittingChange, cheapest_change
 from recommender.capture.effort import Effort
 from recommender.capture.extent import (
     Attempt,
+    cheapest_cluster,
     check_limited,
     largest_batch,
     over_microbatches,
@@ -49,6 +50,7 @@ from recommender.capture.parts import Part
 from recommender.capture.recommendation import recommend
 from recommender.capture.refine import Policy, refine
 from recommender.capture.speed import Timed
+from recommender.money import Accountant
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 from recommender.whole import WholeQuestion
 
@@ -90,8 +92,9 @@ def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tu
     if not SCHEDULES[options.schedule].is_plain:
         given["schedule"] = options.schedule
     asked = tuple(_typed(name, value) for name, value in given.items())
-    names = (*(each.name for each in OPTIONS), "fix")
-    own = [name for name in names if getattr(options, name) not in (None, False)]
+    names = (*(each.name for each in OPTIONS), "fix", "mtbf", "targets")
+    own = [name for name in names if getattr(options, name) not in (None, False, ())]
+    own += ["objective"] if options.objective == "cost" else []
     if not given and options.quick and options.compiles:
         raise PlanError.of(
             f"--quick compiles nothing, and --compiles {options.compiles} does; leave one out.",
@@ -255,6 +258,16 @@ class Asking:
             raise KeyboardInterrupt
         return found
 
+    @cached_property
+    def accountant(self) -> Accountant:
+        """The maker of accounts of the model's plans, on the terms of the options."""
+        backend, size = self._measurements.backend, self._of_profile.microbatch_size
+        traced, terms = backend.traced(size), asked.terms_of(vars(self._options))
+        state = sum(tensor.nbytes for tensor in traced.graph.params)
+        state += sum(backend.state_bytes(size))
+        return Accountant(terms, traced.graph, traced.casts, state)
+
+    @memo
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
         """Answer one of several questions; unlike in ``answer``, an interrupt ends all of them."""
         found = self.answer(*self.asked_of(question))
@@ -267,6 +280,9 @@ class Asking:
         options = self._options
         if options.smallest_cluster:
             best, attempts = smallest_cluster(self.one_of_several, question)
+        elif options.objective == "cost":
+            rank = self.accountant.rank
+            best, attempts = cheapest_cluster(self.one_of_several, question, rank)
         elif options.largest_batch:
             check_limited(question)
             best, attempts = largest_batch(
@@ -352,14 +368,14 @@ def plan(
         warned = None if measurements.setting is None else beside.submit(split_warnings, *split)
         result, attempts = asking.best(question)
         warnings = [*(split_warnings(*split) if warned is None else warned.result())]
-    result, time = _with_times(noted(options, result), measurements)
+    result, time = with_times(noted(options, result), measurements)
     warnings += _refuted([*(attempt.result for attempt in attempts), result])
     beyond = Beyond(warnings, causes(measurements.failures))
     notes = [
         *asked.layers_note(of_profile, measurements.backend.num_layers),
         *asking.left_out(),
     ]
-    report, lines = told(options, result, time, attempts, notes, beyond)
+    report, lines = told(options, result, time, attempts, notes, beyond, asking.accountant)
     if _ended(result) == "memory" and not attempts:
         tell(options, lines)  # what follows may compile
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
@@ -382,7 +398,7 @@ def _ended(result: StageAnswer) -> str:
     return "" if result.why.proven is None else result.why.proven.ended
 
 
-def _with_times(
+def with_times(
     result: StageAnswer, measurements: Measurements
 ) -> tuple[StageAnswer, StepTime | None]:
     """Return the answer with the simulated steps of the plans of its front, and the step of its own

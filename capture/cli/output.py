@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from capture.documents import as_json, write
@@ -17,6 +18,8 @@ from capture.plan.why import FrontPoint
 from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds, ids_text
 from recommender.answer import Answer, StageAnswer
+from recommender.capture.extent import Attempt
+from recommender.money import Account, Accountant
 from recommender.plan_report import PlanReport
 
 
@@ -102,9 +105,10 @@ def told(
     options: argparse.Namespace,
     result: StageAnswer,
     time: StepTime | None,
-    attempts: Sequence[object],
+    attempts: Sequence[Attempt],
     notes: Sequence[str],
     beyond: Beyond,
+    accountant: Accountant,
 ) -> tuple[PlanReport, list[str]]:
     """Return an answer as a report and in lines; its plan is saved with its simulated step.
 
@@ -115,7 +119,10 @@ def told(
         attempts: What was tried for it.
         notes: Lines before the answer.
         beyond: Warnings and failures.
+        accountant: Maker of accounts, of the answer's step and those of its front.
     """
+    account = accountant.account(result, time)
+    attempts = [replace(each, account=accountant.account(each.result)) for each in attempts]
     if result.plan is not None and time is not None:
         result = replace(result, plan=result.plan.with_(time=time))
     report = PlanReport.of(
@@ -124,6 +131,7 @@ def told(
         attempts=write(attempts),
         warnings=beyond.warnings,
         failures=beyond.failures,
+        account=account,
     )
     lines = [attempts_table(attempts)] if attempts else []
     extrapolated = ", extrapolated" * result.extrapolated
@@ -139,8 +147,11 @@ def told(
             # Without an objective what is faster was searched.
             if beyond.of_profile or options.objective is not None:
                 lines += unused_note(options, result.headroom, time)
+        if account is not None:
+            lines += account.lines(is_estimate=time is None)
         if beyond.of_profile or result.compiled:
-            lines += front_table(result.why.front)
+            of_plan = result.plan.cluster, result.plan.global_batch_size
+            lines += front_table(result.why.front, partial(accountant.of, *of_plan))
         if result.status == "ok":
             how = "" if result.compiled else "predicted, not compiled; "
             lines += [saved(options, result, how=how), *other_plans(options, result)]
@@ -236,8 +247,16 @@ def unused_note(
     ]
 
 
+def account_columns(accounts: Sequence[Account | None]) -> dict[str, list[str]]:
+    """Return the columns of a table that say what accounts know, by header."""
+    rows = [{} if each is None else each.cells() for each in accounts]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, "-") for row in rows] for name in names}
+
+
 def attempts_table(attempts: Sequence[Any]) -> str:
     """Return a table of what was tried, one line per attempt."""
+    columns = account_columns([attempt.account for attempt in attempts])
     rows = [
         [
             f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
@@ -249,20 +268,23 @@ def attempts_table(attempts: Sequence[Any]) -> str:
             "-"
             if attempt.result.proof.step_seconds is None
             else format_seconds(attempt.result.proof.step_seconds),
+            *(column[row] for column in columns.values()),
         ]
-        for attempt in attempts
+        for row, attempt in enumerate(attempts)
     ]
-    return table(["tried", "status", "peak", "is", "step"], rows)
+    return table(["tried", "status", "peak", "is", "step", *columns], rows)
 
 
-def front_table(front: Any) -> list[str]:
-    """Return the front of peak memory against step time as a table, smallest peak first; empty
-    without a plan."""
+def front_table(front: Any, account: Callable[[float], Account]) -> list[str]:
+    """Return the front of peak memory against step time as a table, smallest peak first, with the
+    account of each step; empty without a plan."""
     if front is None or not front.points:
         return []
-    header, rows = ["peak", "step", *(["least but for"] * front.compiled)], []
-    for point in front.points:
+    columns = account_columns([account(point.step_seconds) for point in front.points])
+    header, rows = ["peak", "step", *columns, *(["least but for"] * front.compiled)], []
+    for n, point in enumerate(front.points):
         rows.append([format_bytes(point.peak_bytes), format_seconds(point.step_seconds)])
+        rows[-1] += [column[n] for column in columns.values()]
         if front.compiled:
             rows[-1].append(f"{point.within_fraction:.1%}" if point.within_fraction else "proven")
     if any(point.name for point in front.points):

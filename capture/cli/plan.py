@@ -25,7 +25,7 @@ EVERYDAY = {
     "global_batch": "",
     "memory": "",
     "objective": "throughput: the fastest plan that fits; memory: the lowest peak; pareto: the "
-    "front of both (default: throughput where the target has rates)",
+    "front of both; cost: the cheapest (default: throughput where times are known)",
     "microbatches": "",
     "remat": "activation checkpointing: none, cheap, dots, full, full:K or auto (default: "
     "searched; without times cheap)",

@@ -17,6 +17,7 @@ from capture.cli.options import Asks
 from capture.cli.output import Beyond, emit, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.question_file import noted
+from capture.cli.targets import compare
 from capture.cli.whole import FIXED, close, of_whole, take_plan, whole_question
 from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
@@ -47,6 +48,7 @@ from recommender.capture.extent import (
 from recommender.capture.knowledge import MOST_PLANS, Knowledge
 from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
+from recommender.money import Accountant, Terms
 from recommender.plan_report import PlanReport
 from recommender.question import (
     AUTOSTAGE,
@@ -104,6 +106,7 @@ OPTIONS = (
         again=True,
     ),
     *EXTENT,
+    *options_of(Terms),
     *FIXED,
     *bounds_first.OPTIONS,
     *shared.PROFILING,
@@ -120,11 +123,13 @@ def plan(options: argparse.Namespace) -> int:
     Raises:
         PlanError: ``plan-extent`` for several extents; and the codes of the questions.
     """
-    if len(extents := [each.flag for each in EXTENT if getattr(options, each.name)]) > 1:
-        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
+    _check_extents(options)
     close(options, [option for option in OPTIONS if option.name not in {*_OPEN, "target"}])
-    fixed = take_plan(options)
+    terms = asked.terms_of(vars(options))
     asked.say_one_device(options)
+    if options.targets:
+        return compare(options, terms)
+    fixed = take_plan(options)
     given = copy(options)
     close(options, (*shared.LEFT_OPEN, shared.TARGET))
     given.target = options.target
@@ -138,6 +143,7 @@ def plan(options: argparse.Namespace) -> int:
     else:
         of_profile = of_whole(of_profile, whole)
     question = _question(options, of_profile, given) if whole is None else whole.question()
+    terms.check([question.cluster.target], options.objective)
     _check_times(question)
     if not (options.quick or options.no_compile or options.compiles == 0 or of_profile.executes):
         check_compiler(Target.load(question.cluster.target))
@@ -170,6 +176,15 @@ def plan(options: argparse.Namespace) -> int:
     return _from_profile(options, question, of_profile, profile, measurements)
 
 
+def _check_extents(options: argparse.Namespace) -> None:
+    """Refuse several questions about the number of devices or micro-batches, or the batch."""
+    extents = [each.flag for each in EXTENT if getattr(options, each.name)]
+    if options.objective == "cost" and not options.try_microbatches:
+        extents.append("--objective cost")
+    if len(extents) > 1:
+        raise PlanError.of(f"{' and '.join(extents)}: give one of them.", "plan-extent")
+
+
 def _from_profile(
     options: argparse.Namespace,
     question: PlanQuestion,
@@ -185,13 +200,14 @@ def _from_profile(
         why = replace(result.why, front=front)
         result = replace(result, why=why, plan=result.plan.with_(why=why))
     time = None
+    accountant = Accountant(asked.terms_of(vars(options)), profile.graph)
     if result.plan is not None and result.prediction is not None and has_times(profile):
         timeline = predicted_timeline(result.plan, knowledge.profile)
         graph = profile.graph_at(result.plan.microbatch_size)
         time = time_summary(timeline, result.plan, graph)
     notes = asked.layers_note(of_profile, profile.cut_into)
     beyond = Beyond(profile.warnings, profile.failures, of_profile=True)
-    report, lines = told(options, result, time, attempts, notes, beyond)
+    report, lines = told(options, result, time, attempts, notes, beyond, accountant)
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
         tell(options, lines)  # what follows may measure, for as long as the answer took
@@ -285,7 +301,8 @@ def _refused(
         )
         say(options, f"{needs}; limit {format_bytes(limit)}")
     # On fewer devices a plan may exist.
-    if found.status == "ok" or (not found.stages and options.smallest_cluster):
+    on_fewer = options.smallest_cluster or options.objective == "cost"
+    if found.status == "ok" or (not found.stages and on_fewer):
         return None
     result = beyond_memory(found)
     report, lines = PlanReport.of("stages", result), [f"infeasible: {result.why.summary}"]

@@ -153,10 +153,11 @@ def _contradictions(options: argparse.Namespace, fixed: Fixed) -> Iterator[Viola
                 f"--{name} {value} says what --search {name} searches; leave out one of them.",
                 "plan-fix",
             )
-    if options.smallest_cluster:
+    others = {"--smallest-cluster": options.smallest_cluster}
+    others["--objective cost"] = options.objective == "cost"
+    for flag in (flag for flag, is_asked in others.items() if is_asked):
         yield Violation(
-            f"--smallest-cluster asks for other clusters than that of {fixed.path}; leave it out, "
-            "or --fix.",
+            f"{flag} asks for other clusters than that of {fixed.path}; leave it out, or --fix.",
             "plan-fix",
         )
     kept = fixed.decisions

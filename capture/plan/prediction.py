@@ -124,6 +124,10 @@ class StepTime:
         exposed_seconds_per_stage: Seconds of the step in which the devices of a stage only send to
             each other, as it is compiled; () where stages are not compiled.
         simulated: Always: nothing of it was measured.
+        tokens_per_second: Tokens of the global batch per second, on all devices; None of a batch
+            without them.
+        model_flops_utilization: Model FLOPs over what the devices are specified to reach (MFU);
+            None where nobody knows in which data type they are computed.
     """
 
     step_seconds: float
@@ -134,6 +138,8 @@ class StepTime:
     sends_seconds: tuple[float, ...] = ()
     exposed_seconds_per_stage: tuple[float, ...] = ()
     simulated: bool = True
+    tokens_per_second: float | None = None
+    model_flops_utilization: float | None = None
 
     @classmethod
     def read(cls, data: Mapping[str, object], path: str = "") -> StepTime:

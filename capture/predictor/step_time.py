@@ -13,6 +13,7 @@ from capture.model.graph import LayerGraph
 from capture.plan.prediction import StepTime
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.plan.step_work import Casts, StepWork
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from capture.quantities import format_rate, format_seconds
@@ -126,27 +127,33 @@ def has_times(profile: Profile) -> bool:
     )
 
 
-def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> StepTime:
+def time_summary(
+    timeline: StepTimeline, plan: Plan, graph: LayerGraph, casts: Casts = None
+) -> StepTime:
     """Return the step time that documents and plan files hold, from a simulated step.
 
     Args:
         timeline: The plan's simulated step.
         plan: What was simulated.
         graph: The model's layers at the plan's micro-batch size.
+        casts: Casts of its parameters, where they are known.
     """
-    flops = 3 * sum(layer.flops for layer in graph.layers) * plan.num_microbatches
     seconds, rates = float(timeline.step_seconds), Target.load(plan.cluster.target).rates
     assert rates is not None, "its step was simulated with them"
+    num_devices = plan.cluster.num_devices
+    work = StepWork.of([(graph, casts, plan.global_batch_size)], num_devices, rates)
     passes: list[dict[str, float]] = [{} for _ in plan.stages]
     for name, program in timeline.step.programs.items():
         passes[program.call.stage][program.kind] = float(timeline.program_seconds[name])
     return StepTime(
         seconds,
         plan.global_batch_size / seconds,
-        flops / seconds / plan.cluster.num_devices,
+        work.flops / seconds / num_devices,
         tuple(map(float, timeline.bubble_fraction)),
         tuple(passes),
         tuple(send_seconds(plan.stages, LinkTimes(plan.cluster, rates), graph)),
+        tokens_per_second=work.tokens_per_second(seconds),
+        model_flops_utilization=work.utilization(seconds),
     )
 
 
@@ -156,9 +163,15 @@ def describe_time(time: StepTime) -> str:
     exposed = " ".join(
         f"{seconds / time.step_seconds:.0%}" for seconds in time.exposed_seconds_per_stage
     )
+    tokens, mfu = "", ""
+    if time.tokens_per_second is not None:
+        tokens = f"{format_rate(time.tokens_per_second)} tokens/s, "
+    if time.model_flops_utilization is not None:
+        mfu = f", MFU {time.model_flops_utilization:.1%}"
     return (
         f"step {format_seconds(time.step_seconds)} (simulated), "
-        f"{format_rate(time.examples_per_second)} examples/s, "
-        f"{time.model_flops_per_second_per_device / 1e12:.1f} TFLOPS per device; pipeline bubble "
-        f"per stage: {bubbles}" + (f"; communication that nothing hides: {exposed}" * bool(exposed))
+        f"{format_rate(time.examples_per_second)} examples/s, {tokens}"
+        f"{time.model_flops_per_second_per_device / 1e12:.1f} TFLOPS per device{mfu}; pipeline "
+        f"bubble per stage: {bubbles}"
+        + (f"; communication that nothing hides: {exposed}" * bool(exposed))
     )

@@ -19,6 +19,7 @@ import jax
 
 from capture.errors import ExecutionError, PlanError
 from capture.options import listed
+from capture.plan.step_work import StepWork
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
 from capture.runtime.heap import HeapMeasurement, measure_heap
@@ -27,7 +28,7 @@ from capture.runtime.hosts.saving import Saver
 from capture.runtime.losses import LossWarnings
 from capture.runtime.meter import Measurement, measure_step
 from capture.runtime.multiplexed import ArrayTraining
-from capture.runtime.step_record import Records, StepWork
+from capture.runtime.step_record import Records, StepRecord
 from capture.runtime.trace import StepTrace
 from capture.runtime.train_step import Fed, Metered, TrainStep
 
@@ -77,7 +78,7 @@ class Loop:
                 continue
             count, seconds = count + 1, time.perf_counter() - start
             peak, alone = self.meters.peak_bytes, self.meters.leaves_alone(number)
-            record = work.record(count, loss, seconds, peak, metered=not alone)
+            record = StepRecord.of(work, count, loss, seconds, peak, metered=not alone)
             self.records.add(record, is_last=count == self.last)
             self.warnings.step(count, listed(loss))
             if self.saves is not None:

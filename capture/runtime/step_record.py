@@ -4,21 +4,13 @@ a function that the user gives."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from capture.documents import as_json
-from capture.machine.rates import Rates
-from capture.model.graph import LayerGraph
 from capture.options import listed
+from capture.plan.step_work import StepWork
 from capture.quantities import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from capture.tracing import TracedModel
-
-#: Model FLOPs of a training step per FLOPs of its forward pass, whatever is computed again.
-_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -30,8 +22,8 @@ class StepRecord:
         loss: Mean over the examples; of several models, a list of theirs.
         seconds: From the end of the step before; of the first ones also their meters.
         examples_per_second: Examples of all models, on all devices.
-        tokens_per_second: Elements of the largest batch leaf of integers per example, such as the
-            ids of a sequence; None of a batch without one.
+        tokens_per_second: Tokens (``StepWork.tokens``) of all models, on all devices; None of a
+            batch without them.
         model_flops_utilization: Model FLOPs (three times those of the forward pass) over what the
             devices are specified to reach; None where the devices are not those of the plan, or
             have no rates.
@@ -49,6 +41,28 @@ class StepRecord:
     peak_bytes: int | None = None
     metered: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        work: StepWork,
+        step: int,
+        loss: float | Sequence[float],
+        seconds: float,
+        peak_bytes: int | None,
+        metered: bool = False,
+    ) -> StepRecord:
+        """Return the record of a step with this work that took so long."""
+        return cls(
+            step,
+            loss,
+            seconds,
+            work.examples / seconds,
+            work.tokens_per_second(seconds),
+            work.utilization(seconds),
+            peak_bytes,
+            metered,
+        )
+
     def __str__(self) -> str:
         losses = listed(self.loss)
         values = " ".join(f"{loss:.6f}" for loss in losses)
@@ -64,90 +78,6 @@ class StepRecord:
         if self.peak_bytes is not None:
             said.append(f"peak {format_bytes(self.peak_bytes)}")
         return ", ".join(said) + " (measured meanwhile)" * self.metered
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """The examples, tokens and model FLOPs of a step.
-
-    Attributes:
-        examples: Examples of all models.
-        tokens: Tokens of these (``StepRecord.tokens_per_second``); 0 where there are none.
-        least_seconds: Seconds of the model FLOPs at the devices' specified rate; None if unknown.
-    """
-
-    examples: int
-    tokens: int
-    least_seconds: float | None
-
-    @classmethod
-    def of(
-        cls, models: Sequence[tuple[TracedModel, int]], num_devices: int, rates: Rates | None
-    ) -> StepWork:
-        """Count the work of a step.
-
-        Args:
-            models: The loss of each model, and its examples in a step.
-            num_devices: Devices of the step.
-            rates: Of the devices; None where they are not known.
-        """
-        seconds = sum(
-            _PASSES
-            * sum(layer.flops for layer in traced.graph.layers)
-            * examples
-            / traced.graph.microbatch_size
-            / rates.rate_of(_computed_in(traced), "default").value
-            for traced, examples in models
-            if rates is not None
-        )
-        return cls(
-            sum(examples for _, examples in models),
-            sum(_tokens_per_example(traced.graph) * examples for traced, examples in models),
-            seconds / num_devices if seconds else None,
-        )
-
-    def record(
-        self,
-        step: int,
-        loss: float | Sequence[float],
-        seconds: float,
-        peak_bytes: int | None,
-        metered: bool = False,
-    ) -> StepRecord:
-        """Return the record of a step that took so long."""
-        return StepRecord(
-            step,
-            loss,
-            seconds,
-            self.examples / seconds,
-            self.tokens / seconds if self.tokens else None,
-            None if self.least_seconds is None else self.least_seconds / seconds,
-            peak_bytes,
-            metered,
-        )
-
-
-def _computed_in(traced: TracedModel) -> str:
-    """Return the dtype of the largest value between the layers, which is taken for that of the
-    products; of a single layer, the dtype in which it reads its largest parameter."""
-    graph = traced.graph
-    values = [value for value in graph.values if value.differentiable]
-    if graph.num_layers == 1 and graph.params:
-        pairs = zip(graph.params, traced.casts, strict=True)
-        values = [replace(param, dtype=cast.dtype) if cast else param for param, cast in pairs]
-    return max(values, key=lambda value: value.size).dtype
-
-
-def _tokens_per_example(graph: LayerGraph) -> int:
-    """Return the elements per example of the largest batch leaf of integers; 0 where each example
-    has one, as a label is."""
-    sizes = [
-        leaf.size // graph.microbatch_size
-        for leaf in graph.batch
-        if leaf.batch_dim is not None and leaf.dtype.startswith(("int", "uint"))
-    ]
-    most = max(sizes, default=0)
-    return most if most > 1 else 0
 
 
 class Records:

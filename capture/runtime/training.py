@@ -21,6 +21,7 @@ from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
 from capture.plan.files import PlanFile
 from capture.plan.kinds import kind_of
+from capture.plan.step_work import StepWork
 from capture.runtime import checkpoint
 from capture.runtime.asked import Training
 from capture.runtime.hosts.saved import check_folders
@@ -31,7 +32,7 @@ from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.reference import max_relative_error
 from capture.runtime.run_report import RunReport
-from capture.runtime.step_record import Records, StepRecord, StepWork
+from capture.runtime.step_record import Records, StepRecord
 from capture.runtime.train_step import Metered, TrainStep
 from capture.step.program import Step, replay
 
@@ -123,7 +124,8 @@ def follow(
         state = step.init_from(params)
         del params
     records = Records(report, training.log_every, training.metrics if is_first else None, on_step)
-    work = StepWork.of(step.models, len(step.devices), _rates(plan))
+    models = [(traced.graph, traced.casts, examples) for traced, examples in step.models]
+    work = StepWork.of(models, len(step.devices), _rates(plan))
     loop = Loop(meters, records, warnings, saves, done + num_steps)
     state = loop.run(executions, work, step.fed(batches, training.seed, done), state)
     losses = [record.loss for record in records.told]

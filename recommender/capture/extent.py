@@ -9,11 +9,11 @@ given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from capture.documents import fields_of
+from capture.documents import fields_of, write
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
@@ -21,6 +21,7 @@ from capture.plan.why import Front
 from recommender.answer import StageAnswer
 from recommender.bisection import last_that_holds
 from recommender.capture.pareto import undominated
+from recommender.money import Account
 from recommender.question import PlanQuestion
 
 #: Answers a question.
@@ -29,10 +30,15 @@ Ask = Callable[[PlanQuestion], StageAnswer]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A question of a loop of searches, and its answer."""
+    """A question of a loop of searches, and its answer.
+
+    Attributes:
+        account: Tokens, use of devices and cost of its plan's step, where these are known.
+    """
 
     question: PlanQuestion
     result: StageAnswer
+    account: Account | None = None
 
     @property
     def rests_on(self) -> str:
@@ -53,6 +59,7 @@ class Attempt:
             **fields_of(asked, "global_batch_size", "num_microbatches", "schedule"),
             **fields_of(self.result, "status", "extrapolated", "compiled", "peak_bytes"),
             "step_seconds": self.result.proof.step_seconds,
+            **({} if self.account is None else {"account": write(self.account)}),
         }
 
 
@@ -145,20 +152,42 @@ def smallest_cluster(
     Returns:
         None first if nothing fits on the whole cluster either.
     """
-    cluster = question.cluster
-    size, parts = cluster.nodes[0], []
-    devices = 1
-    while devices < size:
-        parts.append(Cluster((devices,), cluster.target))
-        devices *= 2
-    parts += cluster.first_nodes()
     attempts = []
-    for part in parts:
-        asked = replace(question, cluster=part)
+    for asked in _on_parts(question):
         attempts.append(Attempt(asked, settled(asked)))
         if attempts[-1].result.status == "ok":
             return attempts[-1], tuple(attempts)
     return None, tuple(attempts)
+
+
+def cheapest_cluster(
+    settled: Ask, question: PlanQuestion, rank: Callable[[StageAnswer], float]
+) -> tuple[Attempt | None, tuple[Attempt, ...]]:
+    """Find the part of a cluster on which a plan that fits comes first, such as the cheapest, and
+    give all attempts: those of ``smallest_cluster``, up to the whole cluster.
+
+    Args:
+        settled: Answers without extrapolation.
+        question: On the whole cluster.
+        rank: Key by which answers are sorted, such as ``Accountant.rank``; of equal ones the fewest
+            devices win.
+
+    Returns:
+        None first if nothing fits.
+    """
+    attempts = tuple(Attempt(asked, settled(asked)) for asked in _on_parts(question))
+    fitting = [attempt for attempt in attempts if attempt.result.status == "ok"]
+    return min(fitting, key=lambda each: rank(each.result), default=None), attempts
+
+
+def _on_parts(question: PlanQuestion) -> Iterator[PlanQuestion]:
+    """Yield a question for each part of its cluster, by ascending number of devices."""
+    cluster, devices = question.cluster, 1
+    while devices < cluster.nodes[0]:
+        yield replace(question, cluster=Cluster((devices,), cluster.target))
+        devices *= 2
+    for part in cluster.first_nodes():
+        yield replace(question, cluster=part)
 
 
 def check_limited(question: PlanQuestion) -> None:

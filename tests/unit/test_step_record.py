@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import optax
@@ -14,7 +13,8 @@ from synthetic_graphs import chain
 from capture.machine.target import Target
 from capture.model.graph import Tensor
 from capture.model.workload import Workload
-from capture.runtime.step_record import Records, StepRecord, StepWork
+from capture.plan.step_work import StepWork
+from capture.runtime.step_record import Records, StepRecord
 from capture.tracing import trace
 
 
@@ -27,9 +27,10 @@ def graph(**changes):
     return replace(given, **{"layers": layers, "batch": batch} | changes)
 
 
-def loss(of):
-    """Return a traced loss with the layers of a graph, which reads its parameters as they are."""
-    return SimpleNamespace(graph=of, casts=(None,) * len(of.params))
+def uncast(of, examples):
+    """Return a model with the layers of a graph, which reads its parameters as they are, and its
+    examples in a step."""
+    return of, (None,) * len(of.params), examples
 
 
 def test_work_is_that_of_all_models_and_devices():
@@ -39,18 +40,18 @@ def test_work_is_that_of_all_models_and_devices():
     values = tuple(replace(value, dtype="bfloat16") for value in of.values)
     of = replace(of, values=values)
     size = of.microbatch_size
-    work = StepWork.of([(loss(of), 2 * size), (loss(of), size)], 4, rates)
+    work = StepWork.of([uncast(of, 2 * size), uncast(of, size)], 4, rates)
     assert (work.examples, work.tokens) == (3 * size, 3 * size * 16)
     rate = rates.flops_per_second["bfloat16"].value
     assert work.least_seconds == pytest.approx(3 * 3 * 2 * 10**12 / rate / 4)
-    record = work.record(7, 0.5, 2 * work.least_seconds, 10**9)
+    record = StepRecord.of(work, 7, 0.5, 2 * work.least_seconds, 10**9)
     assert record.model_flops_utilization == pytest.approx(0.5)
     assert record.examples_per_second == pytest.approx(work.examples / record.seconds)
     assert str(record).startswith("step 7: loss 0.500000, ") and "tokens/s, MFU 50.0%" in str(
         record
     )
     assert str(record).endswith(", peak 1 GB")
-    metered = work.record(7, 0.5, 1.0, None, metered=True)
+    metered = StepRecord.of(work, 7, 0.5, 1.0, None, metered=True)
     assert metered.metered and str(metered).endswith(" (measured meanwhile)")
 
 
@@ -71,20 +72,21 @@ def test_a_single_layer_computes_in_what_it_reads_its_largest_parameter_in(cast)
     (layer,) = traced.graph.layers
     products = 2 * 4 * 256 * 256
     assert products <= layer.flops < 1.01 * products
-    work = StepWork.of([(traced, 8)], 1, rates)
+    work = StepWork.of([(traced.graph, traced.casts, 8)], 1, rates)
     rate = rates.flops_per_second["bfloat16"].value
     assert work.least_seconds == pytest.approx(3 * 2 * layer.flops / rate)
 
 
 def test_a_single_layer_without_parameters_has_work():
     of = replace(graph(), layers=graph().layers[:1], params=())
-    assert StepWork.of([(loss(of), 4)], 1, Target.load("h100").rates).least_seconds
+    assert StepWork.of([uncast(of, 4)], 1, Target.load("h100").rates).least_seconds
 
 
 def test_what_is_not_known_is_not_said():
     size = graph().microbatch_size
     batch = (Tensor("x", (size, 16), "float32", 0), Tensor("label", (size,), "int32", 0))
-    record = StepWork.of([(loss(graph(batch=batch)), 8)], 1, None).record(1, [0.5, 0.25], 2.0, None)
+    work = StepWork.of([uncast(graph(batch=batch), 8)], 1, None)
+    record = StepRecord.of(work, 1, [0.5, 0.25], 2.0, None)
     assert record == StepRecord(1, [0.5, 0.25], 2.0, 4.0)
     assert str(record) == "step 1: losses 0.500000 0.250000, 2 s, 4 examples/s"
 

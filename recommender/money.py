@@ -1,0 +1,287 @@
+"""What a step of a plan comes to: tokens per second and MFU; at a user's price what it costs; with
+failures how often to save, and what is left.
+
+    dollars of a step             price of a device and hour x devices x seconds / 3600
+    dollars of a million tokens   dollars of a step / tokens of a step x 10^6 / goodput
+
+The library ships no price and no failure rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Annotated
+
+from capture.errors import PlanError, Violation
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target, known_name
+from capture.model.graph import LayerGraph
+from capture.options import Asked
+from capture.plan.prediction import StepTime
+from capture.plan.step_work import Casts, StepWork
+from capture.quantities import counted, format_rate, format_seconds, parse_bytes
+from recommender.answer import StageAnswer
+from recommender.saving import Saving
+
+HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A user's terms: prices, failures and disks, as they are typed.
+
+    Attributes:
+        price: Dollars for one device and hour, such as 2.5/h, or by target: h100=2.5,v6e=2.7; the
+            answer says what a step and a million tokens cost.
+        targets: Compare targets, such as h100,h200,v6e: of each the smallest cluster that fits, and
+            on the cluster that is asked for seconds and, with --price, cost.
+        mtbf: Mean time between failures of one device, such as 50000h; with --disk-rate the answer
+            says how often to save, and what part of the time is kept (goodput).
+        disk_rate: Bytes that one node saves per second, such as 2GB/s, while the others save as
+            many.
+
+    Raises:
+        PlanError: ``money-number`` for what is no number above 0, ``money-price`` for two prices of
+            one target, ``memory-syntax`` for a rate that is no size.
+
+    Example:
+        >>> terms = Terms("2.5/h,H200=3.1", mtbf="50000h", disk_rate="2GB/s")
+        >>> terms.price_of("h200"), terms.price_of("v6e"), terms.mtbf_seconds
+        (3.1, 2.5, 180000000.0)
+    """
+
+    price: Annotated[str | None, Asked(metavar="PRICE")] = None
+    targets: Annotated[tuple[str, ...], Asked()] = ()
+    mtbf: Annotated[str | None, Asked(metavar="TIME")] = None
+    disk_rate: Annotated[str | None, Asked(metavar="RATE")] = None
+
+    def __post_init__(self) -> None:
+        _ = self.prices, self.mtbf_seconds, self.disk_bytes_per_second
+
+    @cached_property
+    def prices(self) -> Mapping[str, float]:
+        """Dollars for a device and hour by target; that of ``""`` is of targets without another."""
+        found: dict[str, float] = {}
+        for part in self.price.split(",") if self.price is not None else ():
+            target, _, price = part.rpartition("=")
+            name = known_name(target.strip())
+            if name in found:
+                raise PlanError.of(
+                    f"--price {self.price} has two prices of {name or 'every target'}; leave out "
+                    "one.",
+                    "money-price",
+                )
+            found[name] = _number("--price", price, "/h")
+        return found
+
+    def price_of(self, target: str) -> float | None:
+        """Return dollars for a target's device and hour; None where nobody said it."""
+        return self.prices.get(known_name(target), self.prices.get(""))
+
+    @cached_property
+    def mtbf_seconds(self) -> float | None:
+        """The mean time between failures of one device; None where it was not given."""
+        return None if self.mtbf is None else _number("--mtbf", self.mtbf, "h") * HOUR_SECONDS
+
+    @cached_property
+    def disk_bytes_per_second(self) -> float | None:
+        """The bytes per second that one node saves; None where they were not given."""
+        if self.disk_rate is None:
+            return None
+        nbytes = parse_bytes(self.disk_rate.strip().removesuffix("/s"))
+        return _number("--disk-rate", str(nbytes), "/s")
+
+    def check(self, targets: Sequence[str], objective: str | None) -> None:
+        """Refuse terms that do not go with what is asked, before anything is searched.
+
+        Args:
+            targets: Targets that are asked about.
+            objective: Goal of the search; None for the usual one.
+
+        Raises:
+            PlanError: ``money-price`` for a price of another target, and for one that is missing;
+                ``money-terms`` for failures without the rate of a disk, the rate alone, and a
+                target without rates; all at once.
+            TargetError: the codes of ``Target.load``.
+        """
+        asked = {known_name(target): Target.load(target) for target in targets}
+        PlanError.check(self._violations(asked, objective))
+
+    def _violations(
+        self, asked: Mapping[str, Target], objective: str | None
+    ) -> Iterator[Violation]:
+        if (self.mtbf is None) != (self.disk_rate is None):
+            text = "--mtbf and --disk-rate together say how often to save; give both, or neither."
+            yield Violation(text, "money-terms")
+        if objective == "cost" and self.price is None:
+            text = "--objective cost needs a device's price per hour; add --price, such as 2.5/h."
+            yield Violation(text, "money-price")
+        for name in sorted(self.prices.keys() - asked.keys() - {""}):
+            text = f"--price names {name}, and {', '.join(asked)} is asked about; leave it out."
+            yield Violation(text, "money-price")
+        for name, target in asked.items():
+            if self.price is not None and self.price_of(name) is None:
+                yield Violation(f"--price has none of {name}; add {name}=PRICE.", "money-price")
+            if target.rates is None and self != Terms():
+                text = (
+                    f"money and failures count seconds, and the target {name!r} has no rates; name "
+                    "an accelerator, such as --target h100."
+                )
+                yield Violation(text, "money-terms")
+
+
+def _number(flag: str, text: str, unit: str) -> float:
+    """Read a number above 0, with its unit or without."""
+    try:
+        number = float(text.strip().removesuffix(unit))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise PlanError.of(
+            f"{flag} {text}: write a number above 0, such as 2.5{unit}.", "money-number"
+        )
+    return number
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account of a step of a plan.
+
+    Attributes:
+        num_devices: Devices of the plan.
+        step_seconds: Seconds of the step, simulated or estimated.
+        tokens_per_second: Tokens per second on all devices; None of a batch without tokens.
+        model_flops_utilization: Model FLOPs over what the devices are specified to reach (MFU);
+            None where it is not known.
+        dollars_per_step: Price of all devices for the step, without failures; None without a price.
+        per: What a million is counted of: tokens, or examples where a batch has no tokens.
+        dollars_per_million: Dollars of a million tokens or examples; with failures, of those that
+            are kept.
+        least_dollars_per_million: What no plan of the space on this cluster is below; None where
+            no bound of the step is known.
+        saving: How often to save; None where failures are not asked about.
+        save_every_steps: The same in steps.
+    """
+
+    num_devices: int
+    step_seconds: float
+    tokens_per_second: float | None
+    model_flops_utilization: float | None
+    dollars_per_step: float | None = None
+    per: str = "tokens"
+    dollars_per_million: float | None = None
+    least_dollars_per_million: float | None = None
+    saving: Saving | None = None
+    save_every_steps: int | None = None
+
+    @property
+    def rank(self) -> float:
+        """Dollars of a million; without a price seconds of the step."""
+        dollars = self.dollars_per_million
+        return self.step_seconds if dollars is None else dollars
+
+    def cells(self) -> dict[str, str]:
+        """Return what is known in words, by name: cells of a table."""
+        known = {
+            "tokens/s": (self.tokens_per_second, format_rate),
+            "MFU": (self.model_flops_utilization, "{:.1%}".format),
+            f"$/M {self.per}": (self.dollars_per_million, format_rate),
+        }
+        return {name: said(value) for name, (value, said) in known.items() if value is not None}
+
+    def lines(self, is_estimate: bool = False) -> Iterator[str]:
+        """Yield cost and failures in words, a line each; and the step, where it is an estimate."""
+        if is_estimate:
+            rates = [f"{said} {name}" for name, said in self.cells().items() if "$" not in name]
+            yield ", ".join([f"step {format_seconds(self.step_seconds)} (estimated)", *rates])
+        if self.dollars_per_million is not None and self.dollars_per_step is not None:
+            least = self.least_dollars_per_million
+            yield (
+                f"${format_rate(self.dollars_per_step)} per step, "
+                f"${format_rate(self.dollars_per_million)} per million {self.per}"
+                f"{' that failures leave' if self.saving else ''} "
+                f"({counted(self.num_devices, 'device')}"
+                + (f"; no plan on these costs less than ${format_rate(least)})" if least else ")")
+            )
+        if self.saving is not None:
+            yield f"{self.saving} (--save-every {self.save_every_steps})"
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """The maker of accounts of one model's plans, on a user's terms.
+
+    Attributes:
+        terms: The user's prices and failures.
+        graph: Layers of the model, at any micro-batch size.
+        casts: Casts of its parameters, where they are known.
+        state_bytes: Bytes of its parameters and optimizer state, each once; None if unknown, and
+            accounts then leave failures out.
+    """
+
+    terms: Terms
+    graph: LayerGraph
+    casts: Casts = None
+    state_bytes: int | None = None
+
+    def account(self, answer: StageAnswer, time: StepTime | None = None) -> Account | None:
+        """Return the account of an answer's plan; None without a plan, or without its seconds.
+
+        Args:
+            answer: With the proven bound of the step, if the search has one.
+            time: Simulated step; None for the seconds of the search.
+        """
+        plan, proven = answer.plan, answer.why.proven
+        seconds = answer.proof.step_seconds if time is None else time.step_seconds
+        if plan is None or seconds is None:
+            return None
+        least = proven.trail[-1].least_step_seconds if proven and proven.trail else None
+        return self.of(plan.cluster, plan.global_batch_size, seconds, least)
+
+    def of(
+        self,
+        cluster: Cluster,
+        examples: int,
+        step_seconds: float,
+        least_seconds: float | None = None,
+    ) -> Account:
+        """Return the account of a step.
+
+        Args:
+            cluster: Devices of the plan.
+            examples: Examples in the step.
+            step_seconds: Seconds of the step.
+            least_seconds: What no plan's step is below; None if unknown.
+        """
+        num, rates = cluster.num_devices, Target.load(cluster.target).rates
+        work = StepWork.of([(self.graph, self.casts, examples)], num, rates)
+        tokens, used = work.tokens_per_second(step_seconds), work.utilization(step_seconds)
+        found = Account(num, step_seconds, tokens, used, per="tokens" if tokens else "examples")
+        if (saving := self._saving(cluster)) is not None:
+            steps = max(1, round(saving.interval_seconds / step_seconds))
+            found = replace(found, saving=saving, save_every_steps=steps)
+        if (price := self.terms.price_of(cluster.target)) is None:
+            return found
+        kept = 1.0 if saving is None else saving.goodput_fraction
+        per_second = price * num / HOUR_SECONDS
+        million = per_second / (work.tokens or examples) * 1e6 / kept if kept else inf
+        return replace(
+            found,
+            dollars_per_step=per_second * step_seconds,
+            dollars_per_million=million * step_seconds,
+            least_dollars_per_million=None if least_seconds is None else million * least_seconds,
+        )
+
+    def _saving(self, cluster: Cluster) -> Saving | None:
+        mtbf, rate = self.terms.mtbf_seconds, self.terms.disk_bytes_per_second
+        if mtbf is None or rate is None or self.state_bytes is None:
+            return None
+        return Saving.of(mtbf / cluster.num_devices, self.state_bytes, rate * len(cluster.nodes))
+
+    def rank(self, answer: StageAnswer) -> float:
+        """Return the key by which answers with a plan are sorted, the cheapest first."""
+        account = self.account(answer)
+        return inf if account is None else account.rank
