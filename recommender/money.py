@@ -114,23 +114,30 @@ class Terms:
         self, asked: Mapping[str, Target], objective: str | None
     ) -> Iterator[Violation]:
         if (self.mtbf is None) != (self.disk_rate is None):
-            text = "--mtbf and --disk-rate together say how often to save; give both, or neither."
-            yield Violation(text, "money-terms")
+            yield Violation(
+                "--mtbf and --disk-rate together say how often to save; give both, or neither.",
+                "money-terms",
+            )
         if objective == "cost" and self.price is None:
-            text = "--objective cost needs a device's price per hour; add --price, such as 2.5/h."
-            yield Violation(text, "money-price")
+            yield Violation(
+                "--objective cost needs a device's price per hour; add --price, such as 2.5/h.",
+                "money-price",
+            )
         for name in sorted(self.prices.keys() - asked.keys() - {""}):
-            text = f"--price names {name}, and {', '.join(asked)} is asked about; leave it out."
-            yield Violation(text, "money-price")
+            yield Violation(
+                f"--price names {name}, and what is asked about is {', '.join(asked)}; leave it "
+                "out.",
+                "money-price",
+            )
         for name, target in asked.items():
             if self.price is not None and self.price_of(name) is None:
                 yield Violation(f"--price has none of {name}; add {name}=PRICE.", "money-price")
             if target.rates is None and self != Terms():
-                text = (
+                yield Violation(
                     f"money and failures count seconds, and the target {name!r} has no rates; name "
-                    "an accelerator, such as --target h100."
+                    "an accelerator, such as --target h100.",
+                    "money-terms",
                 )
-                yield Violation(text, "money-terms")
 
 
 def _number(flag: str, text: str, unit: str) -> float:
