@@ -127,8 +127,9 @@ def test_a_layer_above_the_limit_is_a_result(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "codes"),
     [
-        (("profile", "tiny.py:model", *ASKED, "--remat", "full", "--neighbours", "3"),
+        (("profile", "tiny.py:model", *ASKED, "--schedule", "gpipe", "--neighbours", "3"),
          ["profile-system", "profile-system"]),
+        (("profile", "tiny.py:model", *ASKED, "--remat", "cheap"), ["layers-remat"]),
         (("profile", "tiny.py:model", "--stride", "2"), ["profile-system"]),
         (("profile", "tiny.py:model", "--system", "harmony"), ["layers-target", "layers-limit"]),
         (("plan", "tiny.py:model", *ASKED, "--layers", "layers.json"), ["plan-system"]),
