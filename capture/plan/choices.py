@@ -15,8 +15,8 @@ from capture.registered import installed
 Remat = str
 """A name of ``REMAT_POLICIES``; a mixture such as ``"full:3"``: the first three layers of the stage
 as with ``"full"``, the others as with ``"cheap"``; or the name of a policy of an installed package:
-an entry point of the group ``capture.remats`` that names a policy of ``jax.checkpoint``. The store
-knows it by its name: one that keeps other values needs another."""
+an entry point of the group ``capture.remats`` that names a policy of ``jax.checkpoint``, which the
+store knows by its code."""
 #: From what keeps most to what keeps least; a search goes through these.
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "cheap", "dots", "full")
 

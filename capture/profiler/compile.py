@@ -38,6 +38,7 @@ from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
+from capture.tracing.slices import policy_key
 
 Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 
@@ -237,7 +238,7 @@ class CompileBackend:
                     *pinned,
                     *(["layers", LAYERS_VERSION] if several else []),
                     *self._sequence_split(config),
-                    *([CUT_VERSION] if is_cut(remat) else []),
+                    *([CUT_VERSION] if is_cut(remat) else policy_key(remat)),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [

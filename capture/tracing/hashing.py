@@ -45,6 +45,7 @@ _IGNORED = frozenset(
     }
 )
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_NO_PROGRAM = LossProgram((), (), {}, (), (), 0, (), ())
 
 
 def digest(text: str) -> str:
@@ -54,7 +55,12 @@ def digest(text: str) -> str:
 def jaxpr_key(closed: object) -> str:
     """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
     included."""
-    return ProgramHasher(LossProgram((), (), {}, (), (), 0, (), ())).body(closed)
+    return ProgramHasher(_NO_PROGRAM).body(closed)
+
+
+def function_key(function: object) -> str:
+    """Return a hash of a function: of its code and what it closes over."""
+    return digest(ProgramHasher(_NO_PROGRAM).text(function))
 
 
 class ProgramHasher:
@@ -108,7 +114,7 @@ class ProgramHasher:
 
     def region(self, region: RematRegion) -> str:
         """Return a text of the policy and options of a remat region."""
-        return f"{self._text(region.policy)}{region.prevent_cse}"
+        return f"{self.text(region.policy)}{region.prevent_cse}"
 
     @memo  # many layers, and slices of layers, have the same one
     def operation(self, op: Op) -> str:
@@ -131,7 +137,7 @@ class ProgramHasher:
             self._in_rule,
             self._in_rule or name == PRIMITIVE,
         )
-        text = f"{name}{self._text(shown)}"
+        text = f"{name}{self.text(shown)}"
         self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
 
@@ -153,7 +159,7 @@ class ProgramHasher:
             if any(map(_is_float, avals)):
                 traced = jax.make_jaxpr(_pullback(primitive, params))(*avals)
                 self._in_rule = True
-                text = self._text(traced)
+                text = self.text(traced)
                 self._in_rule = False
             self._known[id(params), False] = params, text
         return self._known[id(params), False][1]
@@ -179,22 +185,20 @@ class ProgramHasher:
             )
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
-    def _text(self, value: Any) -> str:
+    def text(self, value: Any) -> str:
         """Return a text of a parameter of an equation, without names, addresses and variable
         identity."""
         match value:
             case Mapping():
-                return (
-                    "{" + ",".join(f"{k}:{self._text(v)}" for k, v in sorted(value.items())) + "}"
-                )
+                return "{" + ",".join(f"{k}:{self.text(v)}" for k, v in sorted(value.items())) + "}"
             case tuple() | list():
-                return f"{type(value).__name__}(" + ",".join(map(self._text, value)) + ")"
+                return f"{type(value).__name__}(" + ",".join(map(self.text, value)) + ")"
             case set() | frozenset():
-                return "{" + ",".join(sorted(map(self._text, value))) + "}"
+                return "{" + ",".join(sorted(map(self.text, value))) + "}"
             case np.ndarray() | jax.Array():
                 return _array(value)
             case functools.partial():
-                return "partial" + self._text((value.func, value.args, value.keywords))
+                return "partial" + self.text((value.func, value.args, value.keywords))
             case types.FunctionType():
                 # Its module is named by where the model's file lies.
                 return value.__qualname__ + self._function(value)
@@ -211,11 +215,11 @@ class ProgramHasher:
             isinstance(each, set | frozenset) for each in own.values()
         )
         if own and (has_set or type(value).__repr__ is object.__repr__):
-            return type(value).__qualname__ + self._text(own)
+            return type(value).__qualname__ + self.text(own)
         return _ADDRESS.sub("", repr(value))
 
     def _code(self, code: types.CodeType) -> str:
-        nested = [self._text(c) for c in code.co_consts]
+        nested = [self.text(c) for c in code.co_consts]
         return digest(repr((code.co_code, code.co_names, nested)))
 
     def _function(self, function: types.FunctionType) -> str:
@@ -232,7 +236,7 @@ class ProgramHasher:
             if isinstance(f, types.FunctionType) and f.__globals__ is function.__globals__
         ]
         parts = (cells, function.__defaults__ or (), function.__kwdefaults__ or {}, own)
-        text = digest(self._code(function.__code__) + self._text(parts))
+        text = digest(self._code(function.__code__) + self.text(parts))
         self._open_functions.remove(id(function))
         return text
 

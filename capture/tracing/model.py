@@ -26,7 +26,7 @@ from capture.tracing.keys import is_key
 from capture.tracing.layers import LayerOps, assign_layers, layer_names
 from capture.tracing.leaf_uses import Cast, casts, split_dims
 from capture.tracing.program import LossProgram
-from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
+from capture.tracing.slices import LayerCall, LayerFunction, StageSlice, policy_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,11 @@ class TracedModel:
         found = _stage_slice(self.graph, self._calls, first, stop)
         if self.remat == "none":
             return found
-        return replace(found, remat=self.remat, key=content_hash([found.key, self.remat]))
+        return replace(
+            found,
+            remat=self.remat,
+            key=content_hash([found.key, self.remat, *policy_key(self.remat)]),
+        )
 
 
 @without_collecting()

@@ -15,6 +15,7 @@ from capture.errors import TracingError
 from capture.model.graph import Tensor
 from capture.plan.choices import is_of_each_layer, num_full_layers
 from capture.registered import installed
+from capture.tracing.hashing import function_key
 from capture.tracing.jaxprs import value_of
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
@@ -40,6 +41,12 @@ def policy_of(remat: str) -> Callable[..., Any]:
         )
     policy: Callable[..., Any] = REMAT_POLICIES.get(remat) or installed("remats")[remat].load()
     return policy
+
+
+def policy_key(remat: str) -> tuple[str, ...]:
+    """Return, for keys, the code of a policy of an installed package; empty for other modes, which
+    their names tell."""
+    return (function_key(policy_of(remat)),) if remat in installed("remats") else ()
 
 
 #: Runs an operation on its operands; may read and add values of the environment.

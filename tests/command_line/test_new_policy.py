@@ -7,6 +7,7 @@ from cells import ASKED, STORE, WORKLOAD, Case, installed
 from numpy import ravel
 
 from capture.plan.kinds import KINDS, load_plan
+from capture.tracing.slices import policy_key
 
 SMALL = {"cluster": "1x1", "global_batch": "64", "microbatches": "1", "memory": "1MB"}
 
@@ -31,3 +32,11 @@ def test_it_is_planned_verified_and_run(name, tmp_path, monkeypatch, capsys):
         losses.append(ravel(ran["losses"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert peaks["products"] < 0.9 * peaks["none"]
+
+
+def test_the_store_knows_it_by_its_code(tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch, "remats", "products = test_new_policy:products")
+    before = policy_key("products")
+    assert len(before) == 1 and policy_key("full") == ()
+    monkeypatch.setattr("test_new_policy.products", lambda primitive, *_, **__: True)
+    assert policy_key("products") != before
