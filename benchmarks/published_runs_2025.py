@@ -250,9 +250,10 @@ class Options:
             return configuration.target
         document = json.loads((TARGETS_FOLDER / f"{configuration.target}.json").read_text())
         document["compiler"] |= {"run_options": configuration.options}
-        text = json.dumps(document)
-        path = self.folder / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-        path.write_text(text)
+        # The store knows it by its name, whatever its rates are.
+        options = json.dumps(configuration.options, sort_keys=True).encode()
+        path = self.folder / f"{target.name}-{hashlib.sha256(options).hexdigest()[:8]}.json"
+        path.write_text(json.dumps(document))
         return str(path)
 
 

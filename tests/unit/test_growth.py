@@ -44,9 +44,9 @@ def test_a_trace_at_another_size_is_the_same_with_and_without(name, monkeypatch)
     make, is_known = MODELS[name]
     doubled = []
 
-    def counted(*args):
-        doubled.append(args[2])
-        return grown_avals(*args)
+    def counted(loss, flat):
+        doubled.append(loss.microbatch_size)
+        return grown_avals(loss, flat)
 
     grown_avals = tracing._grown_avals
     alone = {size: trace(make(), size) for size in (4, 8, 3)}
