@@ -50,7 +50,7 @@ FASTEST, KNEE, LOWEST = "fastest", "knee", "lowest memory"
 _NUM_LIMITS = 7
 #: A stage of so few layers compiles in seconds, so that estimates need not be trusted as far: plans
 #: that may be slower by this part, as they are often wrong by more, are compiled as well, so many.
-FEW_LAYERS, DOUBT, MOST_DOUBTED = 8, 0.1, 6
+FEW_LAYERS, DOUBT, MOST_DOUBTED = 12, 0.1, 6
 #: Of such a model, as many times more plans may turn out slower than was expected.
 SMALL_TRIES = 3
 #: Plans that were expected to be faster and are not, one after the other: where estimates are too
