@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import published_rows, published_runs_2025, published_summary
+from benchmarks.recipe_options import recipe_options
+from capture.machine.target import Target
 from capture.measured.stage_cost import NO_COST
 from capture.measured.store import Store
 from capture.measured.work import Collective, Kernel, ProgramWork
@@ -195,7 +197,7 @@ def test_windows_of_layers_give_the_seconds_of_the_whole(tmp_path):
         parallelism={"fsdp": 2},
         measured={"seconds_per_step": 1.0},
     )
-    options = published_runs_2025.Options((2, 4), Store(tmp_path / "store.db"), 0)
+    options = published_runs_2025.Options((2, 4), Store(tmp_path / "store.db"), 0, tmp_path)
     found = published_runs_2025.answered(row, {}, options, whole=True)
     by_windows, whole = found["simulated"], found["whole"]
     assert by_windows["seconds"] == pytest.approx(whole["seconds"], rel=0.01)
@@ -208,6 +210,47 @@ def test_windows_of_layers_give_the_seconds_of_the_whole(tmp_path):
     assert again["date"] == "then", "nothing is compiled again"
     row["global_batch"] = 8
     assert published_runs_2025.answered(row, marked, options, whole=False)["date"] != "then"
+
+
+@pytest.mark.parametrize(
+    ("flags", "some", "unknown"),
+    [
+        ({}, {}, ()),
+        ({"xla_flags": ["--xla_a=true", "--xla_b=7"]}, {"xla_a": True, "xla_b": 7}, ()),
+        ({"scoped_vmem_kib": 98304}, {"xla_tpu_scoped_vmem_limit_kib": 98304}, ()),
+        (
+            {"xla_flag_groups": ["DISABLE_COLLECTIVE_MATMUL", "NEW_GROUP"]},
+            {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000},
+            ("NEW_GROUP",),
+        ),
+        (
+            {"xla_flags": ["reduce-scatter and all-reduce on SparseCore"]},
+            {
+                "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+                "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+            },
+            (),
+        ),
+        ({"xla_flags": ["see the script"]}, {}, ("see the script",)),
+    ],
+)
+def test_options_of_recipes_are_read(flags, some, unknown):
+    found, left = recipe_options(flags)
+    assert found.items() >= some.items() and left == unknown
+    assert bool(found) == bool(some)
+
+
+def test_a_row_of_a_tpu_is_compiled_with_its_own_options_alone(tmp_path):
+    options = published_runs_2025.Options((2, 4), Store(), 0, tmp_path)
+    row = changed(hardware={"kind": "v6e"}, flags={"xla_flags": ["--xla_tpu_a=true"]})
+    own = Target.load(options.target_of(published_rows.express(row)))
+    assert own.run_options == {"xla_tpu_a": True}
+    assert own.rates == Target.load("v6e").rates
+    none = changed(hardware={"kind": "v6e"}, flags={})
+    assert Target.load(options.target_of(published_rows.express(none))).run_options == {}
+    assert (
+        options.target_of(published_rows.express(ROWS[0])) == published_rows.express(ROWS[0]).target
+    )
 
 
 def compiled(num_layers, flops, nbytes):
