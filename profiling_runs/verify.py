@@ -120,12 +120,14 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     of_stages(plan)
     check_model(plan, measurements)
     configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
-    missing = measurements.missing(configs, plan.schedule_table.splits_backward)
-    measurements.require({"stages of the plan": configs}, plan.schedule_table.splits_backward)
+    splits = plan.schedule_table.splits_backward
+    missing = measurements.missing(configs, splits)
+    measurements.require({"stages of the plan": configs}, splits)
+    known = measurements.costs
     failed = [
         f"stage {s}: {measurements.failures[config]}"
         for s, config in enumerate(configs)
-        if config not in measurements.costs
+        if config not in known or (splits and known[config].split is None)
     ]
     if failed:
         raise ProfileError.of(

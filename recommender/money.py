@@ -148,7 +148,8 @@ def _number(flag: str, text: str, unit: str) -> float:
         number = 0.0
     if not 0 < number < inf:
         raise PlanError.of(
-            f"{flag} {text}: write a number above 0, such as 2.5{unit}.", "money-number"
+            f"{flag} {text}: write a number above 0, alone or with {unit}, such as 2.5{unit}.",
+            "money-number",
         )
     return number
 

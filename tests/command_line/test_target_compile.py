@@ -15,6 +15,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import pytest
 from processes import QUICK_CODE, REPOSITORY, environment_apart, output_of
 
@@ -423,4 +424,14 @@ def test_the_end_of_a_step_without_parameters_is_no_program():
         lambda params, state: (params, state), ([], []), out_shardings=([], [])
     )
     assert executable.call([], []) == ([], []) and executable.transient_bytes == 0
+    assert executable.work == ProgramWork(0, "float32", 0, 0)
+
+
+def test_a_program_without_results_is_none_on_any_target():
+    """What a layer without parameters does of its weights' gradients takes arguments alone: nothing
+    would tell that it is the target's, whose options the CPU's compiler does not know."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    given = [jax.ShapeDtypeStruct((4,), "float32", sharding=here)]
+    executable = ReportCompiler(Target.load("v5e"))(lambda arrays: [], (given,), out_shardings=[])
+    assert executable.transient_bytes == 0
     assert executable.work == ProgramWork(0, "float32", 0, 0)
