@@ -411,7 +411,7 @@ def target_provenance(target: Target) -> dict[str, Any]:
         "flags": list(environment.active_flags(target.platform)),
     }
     if target.rates is not None:
-        facts["work_version"] = WORK_VERSIONS.get(target.platform, 6)
+        facts["work_version"] = WORK_VERSIONS.get(target.platform, WORK_VERSIONS["cuda"])
     if target.platform != "cpu":
         facts["compiler"] = content_hash([target.key])
     return facts

@@ -208,14 +208,10 @@ class TimeModel:
 
     @memo  # stages that differ in what they split have most in common
     def _product_seconds(self, kernel: Kernel) -> float:
-        rates, cores = self.rates, int(self.rates.cores.value)
+        rates = self.rates
+        cores, width = int(rates.cores.value), int(rates.array_width.value)
         reached = rates.reached_flops_per_second(kernel.dtype, kernel.precision)
-        if not kernel.shape or not (cores or rates.array_width.value):
-            return kernel.flops / reached
-        if not cores:
-            width = int(rates.array_width.value)
-            tiled = padded_flops(kernel.shape, kernel.flops, width) / reached
-        else:
+        if kernel.shape and cores:
             tiled = tiled_seconds(
                 kernel.shape,
                 kernel.flops,
@@ -224,7 +220,11 @@ class TimeModel:
                 rates.needed_reuse(kernel.dtype, kernel.precision),
                 rates.reached_bytes_per_second,
             )
-        # A few rows or columns are not padded to tiles, but computed by ordinary cores.
+        elif kernel.shape and width:
+            tiled = padded_flops(kernel.shape, kernel.flops, width) / reached
+        else:
+            return kernel.flops / reached
+        # A few rows or columns are not padded, but computed by ordinary cores.
         untiled = min(reached, rates.reached_flops_per_second("float32"))
         return min(tiled, kernel.flops / untiled)
 

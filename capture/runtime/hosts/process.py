@@ -46,7 +46,7 @@ class HostJob:
         training: Fields of ``capture.runtime.training.Training``.
         coordinator: Where host 0 listens.
         num_hosts, host: How many there are, and which this is.
-        flags: ``environment.active_flags()`` of the one that started it.
+        flags: ``environment.active_flags`` of the one that started it.
         virtual: Whether it runs on virtual CPU devices; else on those that it finds.
         secret: By which the hosts know each other; None if all are on this machine.
     """

@@ -178,7 +178,7 @@ class RayStarter:
                         greetings[0].address,
                         len(greetings),
                         host,
-                        environment.active_flags(),
+                        environment.active_flags("tpu"),  # other machines have none of ours
                         self._virtual(plan),
                         secret,
                     )
