@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from math import inf
 
@@ -79,6 +80,7 @@ class LayerProof:
         self._learn_verified()
         try:
             while not search.is_spent and (wanted := self._next()):
+                search.begin([*wanted[1], *self._likely_next(wanted[1])])
                 self._compile(*wanted)
                 interrupts.raise_noted()
         except KeyboardInterrupt:
@@ -94,13 +96,24 @@ class LayerProof:
 
     def ahead(self, begun: Sequence[StageConfig] = ()) -> Iterator[Sequence[StageConfig]]:
         """Yield, round by round, the layers that ``run`` will compile once the ``begun`` stages are
-        compiled. Layers of unknown kinds are assumed to have the least known ratio."""
+        compiled. Layers of unknown kinds are assumed to have the largest known ratio."""
         self._open_all()
         self._learn_verified()
         self._ratios.assume(begun)
         while (wanted := self._next()) is not None:
             yield wanted[1]
             self._ratios.assume(wanted[1])
+
+    def _likely_next(self, layers: Sequence[StageConfig]) -> Sequence[StageConfig]:
+        """Return what workers that a round of few layers leaves idle may compile beside it: the
+        layers of the next round, if these have the largest known ratio."""
+        if len(layers) >= self._search.effort.at_once:
+            return ()
+        other = copy(self)
+        other._ratios, other._least = self._ratios.copy(), {**self._least}
+        other._ratios.assume(layers)
+        wanted = other._next()
+        return () if wanted is None else wanted[1]
 
     def _learn_verified(self) -> None:
         for part in self._search.plain_parts:
@@ -180,6 +193,12 @@ class _Ratios:
     def __init__(self) -> None:
         self._least = dict[tuple[Kind, int], float]()
 
+    def copy(self) -> _Ratios:
+        """Return ratios that can be changed apart from these."""
+        other = _Ratios()
+        other._least = {**self._least}
+        return other
+
     @property
     def error(self) -> float:
         """The largest part by which estimates were above what compiled; 0 if none was."""
@@ -211,11 +230,12 @@ class _Ratios:
                 self._note(config, 0.0)
 
     def assume(self, stages: Sequence[StageConfig]) -> None:
-        """Assume the least known ratio for kinds of stages that are not known."""
-        least = min(self._least.values(), default=0.0)
+        """Assume the largest known ratio for kinds of stages that are not known: if they take less,
+        they often are the last."""
+        largest = max(self._least.values(), default=0.0)
         for each in (replace(s, choice=choice) for s in stages for choice in s.choice.measured):
             if not self.is_known(each):
-                self._note(each, least)
+                self._note(each, largest)
 
     def _note(self, config: StageConfig, ratio: float) -> None:
         for kind in map(_kind, config.choice.measured):

@@ -291,9 +291,9 @@ class Search:
         return any(self._is_spent(opens=False).values())
 
     def _compile(self, found: Found) -> None:
+        self.begin(found)  # what is beside it is looked for meanwhile
         if self._may_begin:
-            self._begin(found)  # what is beside it is looked for meanwhile
-            self._begin(self._policy.beside(self))
+            self.begin(self._policy.beside(self))
         self._attempt(found)
 
     def _attempt(self, found: Found) -> None:
@@ -317,7 +317,7 @@ class Search:
         Return whether it is compiled now."""
         if self._early is None and self._may_begin:
             self._early = self._policy.early(self, look)
-            self._begin(self._early)
+            self.begin(self._early)
         early = self._early
         if early is None or self.is_asked(early) or not self._compiler.begin(()):
             return False
@@ -329,10 +329,11 @@ class Search:
         if self._may_begin:
             self._compiler.begin(())
 
-    def _begin(self, found: Found | Sequence[StageConfig] | None) -> None:
+    def begin(self, found: Found | Sequence[StageConfig] | None) -> None:
+        """Give idle workers these stages, or those of a plan that was not compiled."""
         if isinstance(found, Found):
             found = [] if self.is_asked(found) else found.configs
-        if found:
+        if found and self._may_begin:
             self._compiler.begin(found)
 
     def layers(

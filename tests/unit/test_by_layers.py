@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +81,33 @@ def test_layers_that_are_begun_ahead_are_those_that_are_asked_for_first(monkeypa
     monkeypatch.setattr(LayerProof, "run", spied)
     planted.search(EXPECTED)
     assert begun and [*begun[0]] == planted.asked[: len(begun[0])]
+
+
+def test_a_round_that_leaves_workers_idle_begins_the_next(monkeypatch):
+    """What is looked for ahead changes nothing of what is known."""
+    first, second = (StageConfig(n, n + 1, StageChoice(tensor_parallel=n), 16) for n in (1, 2))
+    search, begun, compiled = SimpleNamespace(is_spent=False), [], []
+    search.begin, search.effort = begun.append, Effort(at_once=2)
+    proof = LayerProof(search, None, 1.0)
+
+    def following(self):
+        known = [self._ratios.is_known(each) for each in (first, second)]
+        return None if all(known) else (None, [second if known[0] else first])
+
+    def learn(self, part, layers):
+        assert not self._ratios.is_known(*layers)
+        compiled.extend(layers)
+        self._ratios.assume(layers)
+
+    monkeypatch.setattr(LayerProof, "_next", following)
+    monkeypatch.setattr(LayerProof, "_compile", learn)
+    monkeypatch.setattr(LayerProof, "_open_all", lambda self: None)
+    monkeypatch.setattr(LayerProof, "_learn_verified", lambda self: None)
+    monkeypatch.setattr(LayerProof, "_floors", lambda self: iter(()))
+    monkeypatch.setattr(LayerProof, "_plain", [0])
+    monkeypatch.setattr(LayerProof, "_bound", lambda self, number: 0.0)
+    proof.run()
+    assert compiled == [first, second] and begun == [[first, second], [second]]
 
 
 def test_layers_that_do_not_compile_say_nothing():
