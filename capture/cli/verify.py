@@ -86,6 +86,12 @@ def as_text(report: VerifyReport) -> Iterator[str]:
     header = ["devices", "predicted", "compiled", "prediction off by", "at", "most of it"]
     of_stages = ["stage", "layers"] if report.kind == "stages" else []
     yield table([*of_stages, *header], rows)
+    if (alone := report.layers_alone_peak_bytes) is not None:
+        yield f"{format_bytes(alone)} from layers alone: an upper bound, " + (
+            "all that the plan has, for its packs were not compiled"
+            if guesses and max(guesses) == alone
+            else "which the plan does not go by, for its packs were compiled"
+        )
     peak = format_bytes(max(report.peak_bytes_per_device))
     yield f"peak {peak} per device, target {report.target}"
     if report.host_peak_bytes is not None:

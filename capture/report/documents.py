@@ -201,6 +201,8 @@ class VerifyReport:
         source: Backend, target and versions.
         num_compiled: Programs that nobody had compiled before; None where that is not counted.
         warnings: Properties of the loss that make its step another than that of one device.
+        layers_alone_peak_bytes: Of packs, the estimate of a device's peak from layers alone, an
+            upper bound; what the plan predicts as well where its packs were not compiled.
         status: ``"ok"``, or ``"infeasible"`` where the peaks do not stay within the limit.
         prediction_error_fraction_per_device: Predicted over compiled, less 1; null of a device that
             holds nothing.
@@ -217,6 +219,7 @@ class VerifyReport:
     source: Mapping[str, Any] = field(default_factory=dict)
     num_compiled: int | None = None
     warnings: Sequence[str] = ()
+    layers_alone_peak_bytes: int | None = None
 
     status: str = field(init=False)
     prediction_error_fraction_per_device: tuple[float | None, ...] | None = field(init=False)
