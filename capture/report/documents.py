@@ -28,6 +28,7 @@ class PlanNeeds:
             stages where only a prediction is known.
         paper_step_seconds: Seconds of a step by the paper's rules, where it has some.
         bubble_fraction: The part of a step in which a stage computes nothing, on average.
+        target: The devices that the plan is for.
     """
 
     peak_bytes: int | None
@@ -39,6 +40,7 @@ class PlanNeeds:
     host_peak_bytes: int | None = None
     paper_step_seconds: float | None = None
     bubble_fraction: float | None = None
+    target: str = ""
 
     @classmethod
     def of(cls, plan: PlanFile, memory_limit_bytes: int | None = None) -> PlanNeeds:
@@ -53,11 +55,14 @@ class PlanNeeds:
             how,
             plan.step_examples * plan.num_models / seconds if seconds else None,
             plan.host_peak_bytes,
+            target=plan.target_name if plan.num_devices else "",
         )
 
     def rows(self) -> dict[str, str]:
         """Return the known needs by name, in words for people."""
         room, found = self.headroom, dict[str, str]()
+        if self.target:
+            found["target"] = self.target
         if self.peak_bytes is not None:
             found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"
         if room is not None:
@@ -73,7 +78,7 @@ class PlanNeeds:
         if self.examples_per_second is not None:
             found["examples/s"] = format_rate(self.examples_per_second)
         if self.bubble_fraction is not None:
-            unit = "" if self.step_seconds is not None else " (unit times)"
+            unit = "" if self.seconds_are == "simulated" else " (unit times)"
             found["pipeline bubble"] = f"{self.bubble_fraction:.0%}{unit}"
         return found
 
