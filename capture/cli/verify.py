@@ -16,6 +16,7 @@ from capture.predictor.step_time import describe_time
 from capture.quantities import format_bytes, ids_text
 from capture.report.documents import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
+from recommender.money import account_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify
 
-    found = verify(plan, measurements)
+    found, backend = verify(plan, measurements), measurements.backend
     peaks = found.peak_bytes_per_device
     verified = plan.with_(verification=found.verified)
     report = VerifyReport(
@@ -60,7 +61,8 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
         source=found.provenance,
         num_compiled=found.num_compiled,
         host_peak_bytes=found.host_peak_bytes,
-        warnings=split_warnings(measurements.backend.workload, plan.microbatch_size),
+        warnings=split_warnings(backend.workload, plan.microbatch_size),
+        account=account_of(plan, found.step_time, backend.model_bytes(plan.microbatch_size)),
     )
     return report, verified.with_(time=report.time)
 
@@ -100,3 +102,5 @@ def as_text(report: VerifyReport) -> Iterator[str]:
         yield str(report.headroom)
     if report.time is not None:
         yield describe_time(report.time)
+    if report.account is not None:
+        yield from report.account.lines()

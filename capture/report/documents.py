@@ -95,6 +95,7 @@ class PageReport:
         operators: Mode, parameters and cost of each operator, of a plan by operator.
         schedule: Timing of the drawn step, of a plan of stages.
         front: The front that the plan is of; None where it is of none.
+        account: As in the document of ``capture verify``.
         written: Files that were written, by what they are.
     """
 
@@ -106,6 +107,7 @@ class PageReport:
     operators: Sequence[Mapping[str, Any]] = ()
     schedule: Mapping[str, Any] | None = None
     front: Mapping[str, Any] | None = None
+    account: Any = None
     written: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -208,6 +210,8 @@ class VerifyReport:
         warnings: Properties of the loss that make its step another than that of one device.
         layers_alone_peak_bytes: Of packs, the estimate of a device's peak from layers alone, an
             upper bound; what the plan predicts as well where its packs were not compiled.
+        account: Cost of a step, and how often to save, on the terms that the plan was asked for
+            with; None where it was asked without.
         status: ``"ok"``, or ``"infeasible"`` where the peaks do not stay within the limit.
         prediction_error_fraction_per_device: Predicted over compiled, less 1; null of a device that
             holds nothing.
@@ -225,6 +229,7 @@ class VerifyReport:
     num_compiled: int | None = None
     warnings: Sequence[str] = ()
     layers_alone_peak_bytes: int | None = None
+    account: Any = None
 
     status: str = field(init=False)
     prediction_error_fraction_per_device: tuple[float | None, ...] | None = field(init=False)
