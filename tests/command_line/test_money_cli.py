@@ -148,6 +148,22 @@ def test_targets_stand_side_by_side_and_one_that_fails_loses_no_other(asked, fol
     assert "targets" not in plan.asked
 
 
+def test_the_cheapest_of_all_targets_and_clusters_is_chosen_and_all_are_shown(asked):
+    prices = ["--price", "h100=2,v6e=1000,h200=9", "--objective", "cost"]
+    cluster = ["--cluster", "1x2", "--global-batch", "8", "--targets", "h200,v6e,h100"]
+    code, out, _ = asked(GPT, *cluster, *QUICK, *prices)
+    rows = [line.split() for line in out.splitlines() if " ok " in line]
+    costs = [float(row[-1]) for row in rows]
+    assert code == 0 and costs == sorted(costs) and len(set(costs)) > 1
+    every = sorted((target, on) for target in ("h100", "h200", "v6e") for on in ("1x1", "1x2"))
+    assert sorted((row[0], row[1]) for row in rows) == every
+    assert f"cheapest of all, on {rows[0][1]}: {rows[0][0]}" in out.splitlines()
+    code, found, _ = asked(GPT, *cluster, *QUICK, *prices, "--json")
+    assert found["best"] == rows[0][0] == "h100"
+    assert [each["target"] for each in found["targets"]] == ["h200", "v6e", "h100"]
+    assert [part["cluster"] for part in found["targets"][0]["parts"]] == ["1x1", "1x2"]
+
+
 def test_an_error_in_one_answer_loses_no_other(asked, monkeypatch):
     answer = targets._answer
 
