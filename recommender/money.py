@@ -21,7 +21,9 @@ from capture.machine.target import Target, known_name
 from capture.model.graph import LayerGraph
 from capture.options import Asked
 from capture.plan.prediction import StepTime
+from capture.plan.stages import Plan
 from capture.plan.step_work import Casts, StepWork
+from capture.plan.why import Proven
 from capture.quantities import counted, format_rate, format_seconds, parse_bytes
 from recommender.answer import StageAnswer
 from recommender.saving import Saving
@@ -80,6 +82,14 @@ class Terms:
     def price_of(self, target: str) -> float | None:
         """Return dollars for a target's device and hour; None where nobody said it."""
         return self.prices.get(known_name(target), self.prices.get(""))
+
+    def saving(self, cluster: Cluster, state_bytes: int | None) -> Saving | None:
+        """Return how often a training on a cluster saves its state; None where failures are not
+        asked about, or nobody knows the state."""
+        mtbf, rate = self.mtbf_seconds, self.disk_bytes_per_second
+        if mtbf is None or rate is None or state_bytes is None:
+            return None
+        return Saving.of(mtbf / cluster.num_devices, state_bytes, rate * len(cluster.nodes))
 
     @cached_property
     def mtbf_seconds(self) -> float | None:
@@ -200,18 +210,51 @@ class Account:
         }
         return {name: said(value) for name, (value, said) in known.items() if value is not None}
 
+    def priced(
+        self,
+        price: float | None,
+        saving: Saving | None,
+        counted: float | None,
+        least_seconds: float | None,
+    ) -> Account:
+        """Return the account with what a step costs, and how often to save.
+
+        Args:
+            price: Dollars for a device and hour; None without a price.
+            saving: How often to save; None where failures are not asked about.
+            counted: Tokens, or examples without tokens, in a step; None if unknown.
+            least_seconds: What no plan's step is below; None if unknown.
+        """
+        found = self
+        if saving is not None:
+            steps = max(1, round(saving.interval_seconds / self.step_seconds))
+            found = replace(found, saving=saving, save_every_steps=steps)
+        if price is None:
+            return found
+        per_second = price * self.num_devices / HOUR_SECONDS
+        found = replace(found, dollars_per_step=per_second * self.step_seconds)
+        if counted is None:
+            return found
+        kept = 1.0 if saving is None else saving.goodput_fraction
+        million = per_second / counted * 1e6 / kept if kept else inf
+        return replace(
+            found,
+            dollars_per_million=million * self.step_seconds,
+            least_dollars_per_million=None if least_seconds is None else million * least_seconds,
+        )
+
     def lines(self, is_estimate: bool = False) -> Iterator[str]:
         """Yield cost and failures in words, a line each; and the step, where it is an estimate."""
         if is_estimate:
             rates = [f"{said} {name}" for name, said in self.cells().items() if "$" not in name]
             yield ", ".join([f"step {format_seconds(self.step_seconds)} (estimated)", *rates])
-        if self.dollars_per_million is not None and self.dollars_per_step is not None:
-            least = self.least_dollars_per_million
+        if self.dollars_per_step is not None:
+            million, least = self.dollars_per_million, self.least_dollars_per_million
+            kept = ", failures included" if self.saving else ""
             yield (
-                f"${format_rate(self.dollars_per_step)} per step, "
-                f"${format_rate(self.dollars_per_million)} per million {self.per}"
-                f"{' that failures leave' if self.saving else ''} "
-                f"({counted(self.num_devices, 'device')}"
+                f"${format_rate(self.dollars_per_step)} per step"
+                + (f", ${format_rate(million)} per million {self.per}{kept}" if million else "")
+                + f" ({counted(self.num_devices, 'device')}"
                 + (f"; no plan on these costs less than ${format_rate(least)})" if least else ")")
             )
         if self.saving is not None:
@@ -242,11 +285,11 @@ class Accountant:
             answer: With the proven bound of the step, if the search has one.
             time: Simulated step; None for the seconds of the search.
         """
-        plan, proven = answer.plan, answer.why.proven
+        plan = answer.plan
         seconds = answer.proof.step_seconds if time is None else time.step_seconds
         if plan is None or seconds is None:
             return None
-        least = proven.trail[-1].least_step_seconds if proven and proven.trail else None
+        least = _least_seconds(answer.why.proven)
         return self.of(plan.cluster, plan.global_batch_size, seconds, least)
 
     def of(
@@ -268,28 +311,52 @@ class Accountant:
         work = StepWork.of([(self.graph, self.casts, examples)], num, rates)
         tokens, used = work.tokens_per_second(step_seconds), work.utilization(step_seconds)
         found = Account(num, step_seconds, tokens, used, per="tokens" if tokens else "examples")
-        if (saving := self._saving(cluster)) is not None:
-            steps = max(1, round(saving.interval_seconds / step_seconds))
-            found = replace(found, saving=saving, save_every_steps=steps)
-        if (price := self.terms.price_of(cluster.target)) is None:
-            return found
-        kept = 1.0 if saving is None else saving.goodput_fraction
-        per_second = price * num / HOUR_SECONDS
-        million = per_second / (work.tokens or examples) * 1e6 / kept if kept else inf
-        return replace(
-            found,
-            dollars_per_step=per_second * step_seconds,
-            dollars_per_million=million * step_seconds,
-            least_dollars_per_million=None if least_seconds is None else million * least_seconds,
+        saving = self.terms.saving(cluster, self.state_bytes)
+        return found.priced(
+            self.terms.price_of(cluster.target), saving, work.tokens or examples, least_seconds
         )
-
-    def _saving(self, cluster: Cluster) -> Saving | None:
-        mtbf, rate = self.terms.mtbf_seconds, self.terms.disk_bytes_per_second
-        if mtbf is None or rate is None or self.state_bytes is None:
-            return None
-        return Saving.of(mtbf / cluster.num_devices, self.state_bytes, rate * len(cluster.nodes))
 
     def rank(self, answer: StageAnswer) -> float:
         """Return the key by which answers with a plan are sorted, the cheapest first."""
         account = self.account(answer)
         return inf if account is None else account.rank
+
+
+def account_of(
+    plan: Plan, time: StepTime | None = None, state_bytes: int | None = None
+) -> Account | None:
+    """Return the account of a plan on the terms that ``capture plan`` was asked with; None where
+    these say nothing of money or failures, or nobody knows seconds.
+
+    Args:
+        plan: With what was asked, and the bound that its search has proven.
+        time: Its simulated step; None for the one of the plan, or else the seconds that its search
+            estimated, of which no tokens are known.
+        state_bytes: Bytes of parameters and optimizer state, each once; None if unknown: where
+            failures were asked about, only the cost of a step is then said.
+    """
+    price, mtbf, rate = (
+        None if (given := plan.asked.get(name)) is None else str(given)
+        for name in ("price", "mtbf", "disk_rate")
+    )
+    terms = Terms(price, mtbf=mtbf, disk_rate=rate)
+    time = time or plan.time
+    known = plan.step_estimate if time is None else (time.step_seconds, "simulated")
+    if known is None or terms == Terms():
+        return None
+    tokens = None if time is None else time.tokens_per_second
+    used = None if time is None else time.model_flops_utilization
+    num, saving = plan.cluster.num_devices, terms.saving(plan.cluster, state_bytes)
+    per = "tokens" if tokens else "examples"
+    in_step = tokens * known[0] if tokens else plan.global_batch_size
+    is_known = time is not None and (saving is not None or terms.mtbf is None)
+    return Account(num, known[0], tokens, used, per=per).priced(
+        terms.price_of(plan.cluster.target),
+        saving,
+        in_step if is_known else None,
+        _least_seconds(None if plan.why is None else plan.why.proven),
+    )
+
+
+def _least_seconds(proven: Proven | None) -> float | None:
+    return proven.trail[-1].least_step_seconds if proven and proven.trail else None

@@ -90,17 +90,19 @@ class TargetAnswer:
         smallest: On the smallest cluster on which a plan fits; None where none fits on the cluster.
         asked: On the cluster that was asked for, or its cheapest part; None if that failed.
         failure: What went wrong, with its code; empty if nothing did.
+        parts: Answers on all parts of the cluster, where the cheapest was asked for.
     """
 
     target: str
     smallest: Attempt | None = None
     asked: Attempt | None = None
     failure: str = ""
+    parts: Sequence[Attempt] = ()
 
     @property
     def attempts(self) -> Sequence[Attempt]:
-        """The answers by ascending number of devices; one where both are on the same cluster."""
-        known = [each for each in (self.smallest, self.asked) if each is not None]
+        """The answers by ascending number of devices, one per cluster."""
+        known = self.parts or [each for each in (self.smallest, self.asked) if each is not None]
         return [*{each.question.cluster: each for each in known}.values()]
 
     @property
@@ -117,7 +119,14 @@ class TargetsReport:
     Attributes:
         targets: Answers by target, as they were asked.
         written: Plans that were saved, by target.
+        best: The target with the cheapest plan, without prices with the fastest; None where no plan
+            fits.
     """
 
     targets: Sequence[TargetAnswer]
     written: Mapping[str, str] = field(default_factory=dict)
+    best: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = {each.target: each.account.rank for each in self.targets if each.account}
+        object.__setattr__(self, "best", min(ranks, key=ranks.__getitem__, default=None))

@@ -263,9 +263,7 @@ class Asking:
         """The maker of accounts of the model's plans, on the terms of the options."""
         backend, size = self._measurements.backend, self._of_profile.microbatch_size
         traced, terms = backend.traced(size), asked.terms_of(vars(self._options))
-        state = sum(tensor.nbytes for tensor in traced.graph.params)
-        state += sum(backend.state_bytes(size))
-        return Accountant(terms, traced.graph, traced.casts, state)
+        return Accountant(terms, traced.graph, traced.casts, backend.model_bytes(size))
 
     @memo
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:

@@ -15,6 +15,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, PlanError, ProfileError, Violation
+from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.options import add
 from capture.plan.files import PlanFile
@@ -153,5 +154,16 @@ def as_text(report: DiffReport) -> Iterator[str]:
     one, other = (needs.rows() for needs in report.plans)
     names = dict.fromkeys([*one, *other])
     yield table(["", "A", "B"], [[n, one.get(n, "-"), other.get(n, "-")] for n in names])
-    if devices and None in [needs.step_seconds for needs in report.plans]:
-        yield "\nStep times need measurements for an accelerator (--profile FILE), not for a CPU."
+    for name, needs in zip("AB", report.plans, strict=True):
+        if devices and needs.step_seconds is None:
+            yield f"{name} has no step time: {_without_seconds(needs.target)}."
+
+
+def _without_seconds(target: str) -> str:
+    """Return why a plan of stages for a target has no seconds, and what gives it some."""
+    if Target.load(target).rates is None:
+        return f"the target {target!r} has no rates; plan for an accelerator, such as --target h100"
+    return (
+        "no step of it was simulated; capture verify PLAN -o PLAN adds one, or give --profile "
+        "FILE, of capture profile"
+    )

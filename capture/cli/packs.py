@@ -193,18 +193,20 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     rows = [PeakRow.of([d], peak) for d, peak in enumerate(ledger.peaks[: plan.machine.devices])]
     found = tuple(row.peak_bytes for row in rows)
     limit = options.memory or int(plan.machine.usable_bytes.value)
-    step = plan.prediction.step if plan.prediction else None
+    predicted = plan.predicted_bytes_per_device
+    alone = None if plan.prediction is None else plan.prediction.step
     if plan.prediction is not None:
         plan = replace(plan, prediction=replace(plan.prediction, compiled=step_bytes(ledger)))
     report = VerifyReport(
         "packs",
         plan.known_cluster.target,
         found,
-        None if step is None else tuple(step.device_peak_bytes),
+        None if predicted is None else tuple(predicted),
         tuple(rows),
         Headroom.of(Peaks.compiled(*found), limit),
         ledger.peak_of("host").peak_bytes,
         warnings=split_warnings(spec.load(), _largest(plan)),
+        layers_alone_peak_bytes=None if alone is None else max(alone.device_peak_bytes),
     )
     return report, plan
 

@@ -17,6 +17,7 @@ from capture.options import add
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
 from capture.report.documents import PageReport
+from recommender.money import account_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,14 +52,17 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[PageReport, list[st
     limit = options.memory
     profile = None if options.profile is None else Profile.load(options.profile)
     facts = report_facts(*asked.with_prediction(plan, profile), limit)
+    account = account_of(plan)
+    costs = [] if account is None else [*account.lines()]
     report = PageReport(
         kind="stages",
         title=title(facts),
         summary=paragraph(facts),
         needs=needs_of(facts),
-        written=write_files(options, lambda: page(facts), lambda: facts.schedule),
+        written=write_files(options, lambda: page(facts, costs), lambda: facts.schedule),
+        account=account,
         **facts.rows(),
     )
     if options.output:
-        return report, [paragraph(facts)]
-    return report, [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]
+        return report, [paragraph(facts), *costs]
+    return report, [title(facts), table(HEADER, rows(facts)), *last_lines(facts), *costs]

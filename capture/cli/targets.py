@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from capture.cli import asked
@@ -104,24 +105,36 @@ def _answer(
         whole = whole.of_sizes(measurements.backend.takes)
         asking, every = Asking(options, of_profile, measurements, whole), whole.question()
         smallest, _ = smallest_cluster(asking.one_of_several, every)
-        best = Attempt(every, asking.one_of_several(every))
+        best, parts = Attempt(every, asking.one_of_several(every)), tuple[Attempt, ...]()
         if options.objective == "cost":
             rank = asking.accountant.rank
-            best = cheapest_cluster(asking.one_of_several, every, rank)[0] or best
+            cheapest, parts = cheapest_cluster(asking.one_of_several, every, rank)
+            best = cheapest or best
         result, time = with_times(noted(options, best.result), measurements)
     account = asking.accountant.account
     if result.status == "ok" and result.plan is not None:
         result.plan.with_(time=time).save(options.output)
+    told = replace(best, account=account(result, time))
     return TargetAnswer(
         target=target,
         smallest=smallest and replace(smallest, account=account(smallest.result)),
-        asked=replace(best, account=account(result, time)),
+        asked=told,
+        parts=[
+            told
+            if each.question.cluster == best.question.cluster
+            else replace(each, account=account(each.result))
+            for each in parts
+        ],
     )
 
 
 def _lines(report: TargetsReport) -> Iterator[str]:
-    """Yield a table with a line or two per target, the cheapest or fastest target, and failures."""
+    """Yield a table with a line per target and cluster (the cheapest first, where parts of the
+    cluster were tried for that), the cheapest or fastest target, and failures."""
     rows = [(each.target, attempt) for each in report.targets for attempt in each.attempts]
+    is_by_cost = any(each.parts for each in report.targets)
+    if is_by_cost:
+        rows.sort(key=lambda row: row[1].account.rank if row[1].account else inf)
     columns = account_columns([attempt.account for _, attempt in rows])
     cells = [
         [
@@ -135,9 +148,9 @@ def _lines(report: TargetsReport) -> Iterator[str]:
         for row, (target, attempt) in enumerate(rows)
     ]
     yield table(["target", "on", "status", "peak", "step", *columns], cells)
-    ranks = {each.target: each.account.rank for each in report.targets if each.account}
-    if ranks:
+    best = next((each.asked for each in report.targets if each.target == report.best), None)
+    if best is not None:
         is_priced = any("$" in name for name in columns)
-        best = min(ranks, key=ranks.__getitem__)
-        yield f"{'cheapest' if is_priced else 'fastest'} on what was asked for: {best}"
+        where = "on what was asked for" if not is_by_cost else f"of all, on {best.question.cluster}"
+        yield f"{'cheapest' if is_priced else 'fastest'} {where}: {report.best}"
     yield from (f"failed: {each.target}: {each.failure}" for each in report.targets if each.failure)

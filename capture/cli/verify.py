@@ -16,6 +16,7 @@ from capture.predictor.step_time import describe_time
 from capture.quantities import format_bytes, ids_text
 from capture.report.documents import PeakRow, VerifyReport
 from profiling_runs.collect import split_warnings
+from recommender.money import account_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify
 
-    found = verify(plan, measurements)
+    found, backend = verify(plan, measurements), measurements.backend
     peaks = found.peak_bytes_per_device
     verified = plan.with_(verification=found.verified)
     report = VerifyReport(
@@ -60,7 +61,8 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[VerifyReport, Plan]
         source=found.provenance,
         num_compiled=found.num_compiled,
         host_peak_bytes=found.host_peak_bytes,
-        warnings=split_warnings(measurements.backend.workload, plan.microbatch_size),
+        warnings=split_warnings(backend.workload, plan.microbatch_size),
+        account=account_of(plan, found.step_time, backend.model_bytes(plan.microbatch_size)),
     )
     return report, verified.with_(time=report.time)
 
@@ -86,6 +88,12 @@ def as_text(report: VerifyReport) -> Iterator[str]:
     header = ["devices", "predicted", "compiled", "prediction off by", "at", "most of it"]
     of_stages = ["stage", "layers"] if report.kind == "stages" else []
     yield table([*of_stages, *header], rows)
+    if (alone := report.layers_alone_peak_bytes) is not None:
+        yield f"{format_bytes(alone)} from layers alone: an upper bound, " + (
+            "all that the plan has, for its packs were not compiled"
+            if guesses and max(guesses) == alone
+            else "which the plan does not go by, for its packs were compiled"
+        )
     peak = format_bytes(max(report.peak_bytes_per_device))
     yield f"peak {peak} per device, target {report.target}"
     if report.host_peak_bytes is not None:
@@ -94,3 +102,5 @@ def as_text(report: VerifyReport) -> Iterator[str]:
         yield str(report.headroom)
     if report.time is not None:
         yield describe_time(report.time)
+    if report.account is not None:
+        yield from report.account.lines()

@@ -68,7 +68,7 @@ class ReportCompiler:
 
         Raises:
             TargetError: ``target-report`` if the compiler ends without a report; its last words are
-                in the message.
+                in the message; ``target-flags`` if it does so over flags of the user's.
         """
         on_cpu = Compiler(fast_compile=True)(
             function, args, donate=donate, out_shardings=out_shardings
@@ -129,7 +129,9 @@ class ReportCompiler:
                 child.kill()
                 child.wait()
             if report is None:
-                said = (folder / "errors").read_text(errors="replace").strip().splitlines()
+                text = (folder / "errors").read_text(errors="replace")
+                TargetError.check(environment.refused_flags(text))
+                said = text.strip().splitlines()
                 raise TargetError.of(
                     f"the compiler of target={self.target.name!r} ended without a memory report: "
                     f"{said[-1] if said else 'no message'}.",

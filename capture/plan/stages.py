@@ -141,8 +141,15 @@ class Plan(PlanFile):
 
     @property
     def step_estimate(self) -> tuple[float, str] | None:
-        """The seconds of a step, simulated when the plan was made, and ``"simulated"``."""
-        return None if self.time is None else (self.time.step_seconds, "simulated")
+        """The seconds of a step, simulated when the plan was made; of a plan that was not compiled,
+        those that its search estimated."""
+        if self.time is not None:
+            return self.time.step_seconds, "simulated"
+        proven = None if self.why is None else self.why.proven
+        if self.verification is not None or proven is None or not proven.trail:
+            return None
+        seconds = proven.trail[-1].expected_step_seconds
+        return None if seconds is None else (seconds, "estimated")
 
     def host_of(self, stage: Stage) -> str:
         """Return the name of the host memory that a stage uses."""

@@ -194,6 +194,11 @@ class CompileBackend:
                 found[param] += math.prod(leaf.shape) * leaf.dtype.itemsize
         return tuple(found)
 
+    def model_bytes(self, microbatch_size: int) -> int:
+        """Return the bytes of the model's parameters and of its optimizer's state, each once."""
+        params = self.traced(microbatch_size).graph.params
+        return sum(each.nbytes for each in params) + sum(self.state_bytes(microbatch_size))
+
     @cached_property
     def _optimizer(self) -> TracedOptimizer:
         traced = next(iter(self._traced.values()))

@@ -198,13 +198,14 @@ def difference_rows(found: Iterable[Difference]) -> list[list[str]]:
 
 
 def needs_of(facts: ReportFacts) -> PlanNeeds:
-    """Return what a plan of stages needs, with the step that is drawn."""
-    seconds = facts.schedule.step_seconds
-    return replace(
-        PlanNeeds.of(facts.plan),
-        headroom=facts.headroom,
-        step_seconds=seconds,
-        seconds_are="simulated",
-        examples_per_second=seconds and facts.plan.global_batch_size / seconds,
-        bubble_fraction=facts.mean_waits,
-    )
+    """Return what a plan of stages needs, with the step that is drawn; one that is drawn in units
+    keeps the seconds that its search estimated."""
+    seconds, needs = facts.schedule.step_seconds, PlanNeeds.of(facts.plan)
+    if seconds is not None:
+        needs = replace(
+            needs,
+            step_seconds=seconds,
+            seconds_are="simulated",
+            examples_per_second=facts.plan.global_batch_size / seconds,
+        )
+    return replace(needs, headroom=facts.headroom, bubble_fraction=facts.mean_waits)

@@ -28,6 +28,7 @@ class PlanNeeds:
             stages where only a prediction is known.
         paper_step_seconds: Seconds of a step by the paper's rules, where it has some.
         bubble_fraction: The part of a step in which a stage computes nothing, on average.
+        target: The devices that the plan is for.
     """
 
     peak_bytes: int | None
@@ -39,6 +40,7 @@ class PlanNeeds:
     host_peak_bytes: int | None = None
     paper_step_seconds: float | None = None
     bubble_fraction: float | None = None
+    target: str = ""
 
     @classmethod
     def of(cls, plan: PlanFile, memory_limit_bytes: int | None = None) -> PlanNeeds:
@@ -53,11 +55,14 @@ class PlanNeeds:
             how,
             plan.step_examples * plan.num_models / seconds if seconds else None,
             plan.host_peak_bytes,
+            target=plan.target_name if plan.num_devices else "",
         )
 
     def rows(self) -> dict[str, str]:
         """Return the known needs by name, in words for people."""
         room, found = self.headroom, dict[str, str]()
+        if self.target:
+            found["target"] = self.target
         if self.peak_bytes is not None:
             found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"
         if room is not None:
@@ -73,7 +78,7 @@ class PlanNeeds:
         if self.examples_per_second is not None:
             found["examples/s"] = format_rate(self.examples_per_second)
         if self.bubble_fraction is not None:
-            unit = "" if self.step_seconds is not None else " (unit times)"
+            unit = "" if self.seconds_are == "simulated" else " (unit times)"
             found["pipeline bubble"] = f"{self.bubble_fraction:.0%}{unit}"
         return found
 
@@ -90,6 +95,7 @@ class PageReport:
         operators: Mode, parameters and cost of each operator, of a plan by operator.
         schedule: Timing of the drawn step, of a plan of stages.
         front: The front that the plan is of; None where it is of none.
+        account: As in the document of ``capture verify``.
         written: Files that were written, by what they are.
     """
 
@@ -101,6 +107,7 @@ class PageReport:
     operators: Sequence[Mapping[str, Any]] = ()
     schedule: Mapping[str, Any] | None = None
     front: Mapping[str, Any] | None = None
+    account: Any = None
     written: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -201,6 +208,10 @@ class VerifyReport:
         source: Backend, target and versions.
         num_compiled: Programs that nobody had compiled before; None where that is not counted.
         warnings: Properties of the loss that make its step another than that of one device.
+        layers_alone_peak_bytes: Of packs, the estimate of a device's peak from layers alone, an
+            upper bound; what the plan predicts as well where its packs were not compiled.
+        account: Cost of a step, and how often to save, on the terms that the plan was asked for
+            with; None where it was asked without.
         status: ``"ok"``, or ``"infeasible"`` where the peaks do not stay within the limit.
         prediction_error_fraction_per_device: Predicted over compiled, less 1; null of a device that
             holds nothing.
@@ -217,6 +228,8 @@ class VerifyReport:
     source: Mapping[str, Any] = field(default_factory=dict)
     num_compiled: int | None = None
     warnings: Sequence[str] = ()
+    layers_alone_peak_bytes: int | None = None
+    account: Any = None
 
     status: str = field(init=False)
     prediction_error_fraction_per_device: tuple[float | None, ...] | None = field(init=False)

@@ -40,11 +40,11 @@ th:first-child, td:first-child {{ text-align: left; }}
 _HOW_TO_LOOK = " Rest the pointer on a mark to read its numbers. Made with capture report."
 
 
-def page(facts: ReportFacts) -> str:
-    """Return the report of a plan of stages as one HTML file."""
+def page(facts: ReportFacts, costs: Sequence[str] = ()) -> str:
+    """Return the report of a plan of stages, with what it costs in words, as one HTML file."""
     return render(
         title(facts),
-        paragraph(facts),
+        " ".join([paragraph(facts), *(f"{cost}." for cost in costs)]),
         facts.headroom,
         html_table(HEADER, rows(facts)),
         figures(facts),

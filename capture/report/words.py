@@ -180,12 +180,12 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
 
 def last_lines(facts: ReportFacts) -> list[str]:
     """Return the lines below the table: the peak, the headroom, and the time of a step."""
-    step = facts.schedule.step_seconds
-    time = (
-        "step time not known (bubble: unit times)"
-        if step is None
-        else f"step {format_seconds(step)} (simulated)"
-    )
+    step, known = facts.schedule.step_seconds, facts.plan.step_estimate
+    time = "step time not known (bubble: unit times)"
+    if step is not None:
+        time = f"step {format_seconds(step)} (simulated)"
+    elif known is not None:
+        time = f"step {format_seconds(known[0])} ({known[1]}; bubble: unit times)"
     return [
         f"peak {format_bytes(facts.fullest.peak_bytes)} per device",
         *([str(facts.headroom)] if facts.headroom else []),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import run_here, run_json
 from planned_model import BATCH, STORE
-from processes import user_model
+from processes import environment_apart, user_model
+from timeouts import TIMEOUT_SECONDS
 
 from capture.cli import asked
 from capture.cli.main import _report, _show_warning, build_parser, main
@@ -367,6 +370,26 @@ def test_a_target_without_its_compiler_is_refused_before_any_work(
     code, _, err = run_here(capsys, *command)
     assert code == 2 and err.count("[target-missing]") == 1 and "pip install" in err
     assert "division" in run_here(capsys, *command, "--quick")[2], "which compiles nothing"
+
+
+@pytest.mark.parametrize(
+    ("variable", "target"), [("XLA_FLAGS", "cpu"), ("LIBTPU_INIT_ARGS", "v6e")]
+)
+def test_a_flag_that_the_compiler_does_not_know_is_said_before_any_work(tmp_path, variable, target):
+    """XLA and libtpu would end the process, or its workers, and their words go to a file."""
+    store = tmp_path / "store.sqlite"
+    command = ["plan", "capture.cli.tiny_gpt:gpt", *BATCH, "--target", target, "--store", store]
+    ended = subprocess.run(
+        [sys.executable, "-m", "capture", *command],
+        env=environment_apart(XDG_CACHE_HOME=str(tmp_path)) | {variable: "--xla_no_such=true"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith(f"error: {variable} has ") and "xla_no_such" in ended.stderr
+    assert ended.stderr.endswith("[target-flags]\n") and not list(tmp_path.glob("*.sqlite"))
 
 
 def test_a_full_disk_is_noticed_before_any_work(inside_planned, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.prediction import Prediction
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.plan.why import Bracket, Proven, Why
 from capture.report.data import report_facts
 from capture.report.difference import DeviceGroup, Difference, device_groups, differences
 
@@ -187,13 +189,16 @@ devices  stage A  stage B  peak A  peak B  change
 2              1        0   12 GB   30 GB  +18 GB
 
                                    A                  B
+target                      a100-40g           a100-40g
 peak per device    24 GB (predicted)  30 GB (predicted)
 headroom                     12.1 GB            6.05 GB
 headroom at worst            11.6 GB            5.05 GB
 verdict                         fits               fits
 pipeline bubble     25% (unit times)    0% (unit times)
-
-Step times need measurements for an accelerator (--profile FILE), not for a CPU.
+A has no step time: no step of it was simulated; capture verify PLAN -o PLAN adds one, or give \
+--profile FILE, of capture profile.
+B has no step time: no step of it was simulated; capture verify PLAN -o PLAN adds one, or give \
+--profile FILE, of capture profile.
 """
 
 
@@ -207,6 +212,27 @@ def files(tmp_path, monkeypatch):
 
 def test_the_text_word_for_word(files, capsys):
     assert run(["diff", "a.json", "b.json"], capsys) == (0, TEXT, "")
+
+
+def test_a_target_without_rates_is_why_a_plan_has_no_seconds(files, capsys):
+    written_plan("cpu").save("a.json")
+    _, out, _ = run(["diff", "a.json", "b.json"], capsys)
+    assert "A has no step time: the target 'cpu' has no rates" in out
+    assert "B has no step time: no step of it was simulated" in out
+
+
+def test_a_plan_that_was_not_compiled_has_the_seconds_of_its_search(files, capsys):
+    found = Bracket(1.0, 0, 5, 5, False, expected_step_seconds=0.25)
+    quick = written_plan().with_(why=Why("estimated", proven=Proven(None, (found,), "compiles")))
+    quick.save("a.json")
+    _, out, _ = run(["diff", "a.json", "b.json"], capsys)
+    assert re.search(r"step time \(estimated\) +250 ms +-", out) and "A has no step time" not in out
+    assert re.search(r"pipeline bubble +25% \(unit times\)", out)
+    _, out, _ = run(["report", "a.json"], capsys)
+    assert "step 250 ms (estimated; bubble: unit times)" in out
+    compiled = replace(found, compiled=True, expected_step_seconds=None)
+    quick.with_(why=Why("compiled", proven=Proven(0.0, (compiled,)))).save("a.json")
+    assert "A has no step time" in run(["diff", "a.json", "b.json"], capsys)[1]
 
 
 def test_plans_that_decide_alike_are_said_to(files, capsys):

@@ -67,6 +67,9 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     kept = Path("store.sqlite").read_bytes()
     code, compiled = answer(capsys, "verify", "plan.json", *HERE)
     assert (code, compiled["status"]) == (0, "ok")
+    # The plan's own peaks are compiled; those of layers alone are said beside them.
+    assert set(compiled["prediction_error_fraction_per_device"]) <= {0.0, None}
+    assert compiled["layers_alone_peak_bytes"] == max(predicted) > max(measured)
     assert compiled["peak_bytes_per_device"] == ran["replayed_peak_bytes_per_device"][:2]
     assert Path("store.sqlite").read_bytes() == kept, "nothing is compiled again"
     code, compiled = answer(capsys, "verify", "plan.json", "--memory", "4KB", *HERE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from capture.cli import targets
 from capture.cli.main import main
 from capture.errors import ProfileError
 from capture.plan.kinds import load_plan
+from capture.quantities import format_rate
 from recommender.plan_report import PlanReport, TargetsReport
 from tests import user_models
 from tests.planned_model import STORE
@@ -68,13 +70,40 @@ def test_a_compiled_plan_says_its_cost_its_use_of_devices_and_its_saves(asked):
     assert load_plan("plan.json").time.model_flops_utilization == time["model_flops_utilization"]
 
 
+def test_verify_and_report_say_the_cost_that_the_plan_was_made_with(asked, capsys):
+    terms = ["--price", "h100=2.5/h", *FAILURES]
+    _, found, _ = asked(TINY, *OPEN, *H100, *NARROW, *STORE, *terms, "-o", "priced.json", "--json")
+    planned = found["account"]
+    main(["verify", "priced.json", *STORE, "--json"])
+    verified = json.loads(capsys.readouterr().out)["account"]
+    assert verified == planned
+    main(["verify", "priced.json", *STORE])
+    assert f"${format_rate(planned['dollars_per_step'])} per step, $" in capsys.readouterr().out
+    # Without the model nobody knows what failures undo: of a million nothing is said.
+    main(["report", "priced.json", "--json"])
+    shown = json.loads(capsys.readouterr().out)["account"]
+    assert shown["dollars_per_step"] == planned["dollars_per_step"]
+    assert shown["dollars_per_million"] is shown["saving"] is None
+    _, found, _ = asked(
+        TINY, *OPEN, *H100, *NARROW, *STORE, "--price", "2", "-o", "priced.json", "--json"
+    )
+    main(["report", "priced.json", "--json"])
+    assert json.loads(capsys.readouterr().out)["account"] == found["account"]
+    main(["report", "priced.json", "-o", "page.html"])
+    assert "per million examples (2 devices" in Path("page.html").read_text()
+    assert asked(TINY, *OPEN, *H100, *QUICK, "--price", "2", "-o", "quick.json")[0] == 0
+    capsys.readouterr()
+    main(["report", "quick.json"])
+    assert " per step (2 devices" in capsys.readouterr().out, "of an estimate, without examples"
+
+
 def test_the_printed_answer_has_tokens_use_and_cost_beside_every_step(asked):
     code, out, _ = asked(GPT, *OPEN, *H100, *QUICK, "--price", "2.5", *FAILURES)
     lines = out.splitlines()
     [step] = [line for line in lines if line.startswith("step ")]
     assert code == 0 and "(estimated), " in step and " tokens/s, " in step and " MFU" in step
     [cost] = [line for line in lines if line.startswith("$")]
-    assert "per million tokens that failures leave (2 devices; no plan on these costs" in cost
+    assert "per million tokens, failures included (2 devices; no plan" in cost
     assert any("a failure every 25,000 h" in line and "--save-every" in line for line in lines)
     assert "| $" not in out and not any("money" in line for line in lines)
 
@@ -117,6 +146,22 @@ def test_targets_stand_side_by_side_and_one_that_fails_loses_no_other(asked, fol
     plan = load_plan("plan-v5p.json")
     assert plan.cluster.target == "v5p" and plan.asked["price"] == "4.2"
     assert "targets" not in plan.asked
+
+
+def test_the_cheapest_of_all_targets_and_clusters_is_chosen_and_all_are_shown(asked):
+    prices = ["--price", "h100=2,v6e=1000,h200=9", "--objective", "cost"]
+    cluster = ["--cluster", "1x2", "--global-batch", "8", "--targets", "h200,v6e,h100"]
+    code, out, _ = asked(GPT, *cluster, *QUICK, *prices)
+    rows = [line.split() for line in out.splitlines() if " ok " in line]
+    costs = [float(row[-1]) for row in rows]
+    assert code == 0 and costs == sorted(costs) and len(set(costs)) > 1
+    every = sorted((target, on) for target in ("h100", "h200", "v6e") for on in ("1x1", "1x2"))
+    assert sorted((row[0], row[1]) for row in rows) == every
+    assert f"cheapest of all, on {rows[0][1]}: {rows[0][0]}" in out.splitlines()
+    code, found, _ = asked(GPT, *cluster, *QUICK, *prices, "--json")
+    assert found["best"] == rows[0][0] == "h100"
+    assert [each["target"] for each in found["targets"]] == ["h200", "v6e", "h100"]
+    assert [part["cluster"] for part in found["targets"][0]["parts"]] == ["1x1", "1x2"]
 
 
 def test_an_error_in_one_answer_loses_no_other(asked, monkeypatch):

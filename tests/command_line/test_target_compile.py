@@ -418,6 +418,16 @@ def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatc
         target_devices.devices_of(Target.load({"cuda": "h100", "tpu": "v5e"}[platform]), 1)
 
 
+def test_flags_that_the_compiler_refuses_are_no_report(monkeypatch):
+    """Where nobody has asked before (``environment.check_flags``), the child ends over them."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_no=true")
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices("cpu")[:1])
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    given = [jax.ShapeDtypeStruct((4,), "float32", sharding=here)]
+    with pytest.raises(TargetError, match=r"LIBTPU_INIT_ARGS has xla_tpu_no, .* \[target-flags\]$"):
+        ReportCompiler(Target.load("v5e"))(lambda x: 2 * x, given)
+
+
 def test_the_end_of_a_step_without_parameters_is_no_program():
     """It has neither arguments nor results, and therefore no mesh; no compiler is asked."""
     executable = ReportCompiler(Target.load("v5e"))(

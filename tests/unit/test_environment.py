@@ -14,7 +14,7 @@ import pytest
 from timeouts import TIMEOUT_SECONDS
 
 from capture import environment
-from capture.errors import ExecutionError
+from capture.errors import ExecutionError, TargetError
 
 SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 COUNT = "--xla_force_host_platform_device_count"
@@ -22,7 +22,9 @@ COUNT = "--xla_force_host_platform_device_count"
 
 @pytest.fixture
 def jax_010(monkeypatch):
-    """A process that has jax 0.10.2 installed, has not imported it, and has no flags."""
+    """A process that has jax 0.10.2 installed, has not imported it, has no flags, and asks XLA for
+    none."""
+    monkeypatch.setattr(environment, "check_flags", lambda platform: None)
     monkeypatch.setattr(environment, "_version", lambda package: {"jax": "0.10.2"}.get(package))
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -83,6 +85,7 @@ def test_active_flags_are_sorted_the_last_of_each_and_without_the_device_count(m
 
 
 def test_flags_of_libtpu_count_for_tpus_alone_and_reach_workers(monkeypatch):
+    monkeypatch.setattr(environment, "check_flags", lambda platform: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_b --xla_tpu_a=2")
     flags = environment.active_flags("tpu")
@@ -92,6 +95,48 @@ def test_flags_of_libtpu_count_for_tpus_alone_and_reach_workers(monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
     environment.prepare_worker(None, "tpu", flags)
     assert environment.active_flags("tpu")[-2:] == tuple(named)
+
+
+XLA, LIBTPU = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "says"),
+    [
+        (XLA, "--xla_no=1 --xla_never", r"has --xla_no=1 --xla_never, which jaxlib .* know"),
+        (XLA, "--xla_dump_hlo_as_text=maybe", r"has the value 'maybe' of xla_dump_hlo_as_text"),
+        (XLA, "xla_cpu", r"has 'xla_cpu', which begins with no dashes and is no file of flags"),
+        (LIBTPU, "--xla_tpu_no=1", r"has xla_tpu_no, which libtpu .* does not know"),
+        (LIBTPU, "--xla_tpu_scoped_vmem_limit_kib=hi", r"has the value 'hi' of xla_tpu_scoped_"),
+    ],
+)
+def test_flags_that_would_end_the_process_are_refused(monkeypatch, variable, flags, says):
+    monkeypatch.setenv(XLA, "")
+    monkeypatch.setenv(variable, flags)
+    with pytest.raises(
+        TargetError, match=rf"{variable} {says}.* out of {variable}\. \[target-flags"
+    ):
+        environment.check_flags("tpu")
+    if variable == LIBTPU:
+        environment.check_flags("cuda")  # which does not read it
+
+
+def test_xla_is_asked_about_flags_once_and_only_about_those_of_the_user(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        environment.subprocess,
+        "run",
+        lambda *args, **kwargs: asked.append(args) or subprocess.CompletedProcess([], 0, b"", b""),
+    )
+    monkeypatch.delenv("CAPTURE_KNOWN_FLAGS", raising=False)
+    monkeypatch.setenv(XLA, f"{' '.join(environment.required_xla_flags('0.10.2'))} {COUNT}=4")
+    environment.check_flags()
+    assert not asked
+    monkeypatch.setenv(XLA, f"--xla_b --xla_a=1 {COUNT}=4")
+    environment.check_flags()
+    monkeypatch.setenv(XLA, "--xla_a=1 --xla_b=true")
+    environment.check_flags()  # as a worker of it would
+    assert len(asked) == 1
 
 
 def test_libtpu_gets_the_options_of_a_plan_behind_those_of_the_user(monkeypatch):

@@ -161,7 +161,7 @@ def test_tokens_that_failures_lose_are_paid_for():
     assert account.dollars_per_million == pytest.approx(0.002 / (8 * 16) * 1e6 / kept)
     assert account.least_dollars_per_million == pytest.approx(account.dollars_per_million / 2)
     priced, saved = account.lines()
-    assert "per million tokens that failures leave" in priced
+    assert "per million tokens, failures included" in priced
     assert saved.startswith("a failure every 1 h, 36 GB of state saved in 18 s: save every 348 s")
     assert saved.endswith("(--save-every 967)")
 
