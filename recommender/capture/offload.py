@@ -17,19 +17,19 @@ from recommender.capture.refine import Search
 _NEARLY = 0.01
 
 
-def said(search: Search, best: Found | None, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
+def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
     """Return the line of an answer on offload; empty where it would not help.
 
     Args:
-        best: The fastest plan that fits; None without one.
+        best: The fastest plan that fits; one that does not without any.
         ratios: Of a part's stages to the seconds that are expected of them.
     """
-    plan = None if best is None else best.answer.plan
-    if best is not None and plan is not None and any(stage.offload for stage in plan.stages):
+    plan, fits = best.answer.plan, best.answer.status == "ok"
+    if fits and plan is not None and any(stage.offload for stage in plan.stages):
         ways = sorted({way for stage in plan.stages for way in stage.offload})
         held = format_bytes(most_on_a_host(plan, best.part.known))
         return f"On the host: {' and '.join(ways)}, {held}; {_without(search, best, ratios)}."
-    seconds = inf if best is None else best.answer.proof.step_seconds or inf
+    seconds = (best.answer.proof.step_seconds or inf) if fits else inf
     open_parts = [part for part in search.plain_parts if part.question.may_rest]
     endless = (part.once(fastest_of_any_size, ratios(search, part)) for part in open_parts)
     if not any((each.step_seconds or inf) < (1 - _NEARLY) * seconds for each in endless):

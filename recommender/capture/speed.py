@@ -301,10 +301,8 @@ class Timed(Policy):
         return LayerProof(search, posed_both, enough)
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
-        found, best = (
-            self._answer(search, look, ended),
-            min(search.fitting, key=_rank, default=look.found),
-        )
+        found = self._answer(search, look, ended)
+        best = min(search.fitting, key=_rank, default=look.found)
         if not (line := offload.said(search, best, self.ratios)):
             return found
         why = replace(found.why, summary=f"{found.why.summary} {line}")
