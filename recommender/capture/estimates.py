@@ -163,7 +163,8 @@ def proposed(
     if found.status != "ok":
         least, problem = together(part.once(posed), part.once(estimates, ratios))
         found = throughput(replace(problem, cost=least.cost))
-    return [Found(part, expected(part, found))]
+    # None takes any time where hosts hold too little for every stage.
+    return [] if found.step_seconds is None else [Found(part, expected(part, found))]
 
 
 def estimated_front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:
