@@ -12,6 +12,7 @@ from capture.options import Asked
 from capture.plan.choices import REMAT_TEXT, Remat, is_remat
 from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
+from capture.plan.stage import Offload
 from capture.plan.stages import batch_violations
 from recommender.fixed import FixedPlan
 
@@ -70,6 +71,9 @@ class PlanQuestion:
         chosen: Names of options that the user gave; a proof says of the others that they are
             defaults.
         fixed: What stages have of a plan that is known; None for nothing.
+        offload: Groups that every stage inside one node keeps in the memory of its host between
+            their uses; None for nothing, though more would be searched if that memory were known.
+        host_memory_bytes: The memory of a node's host, where plans with offload are searched.
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-algorithm`` for options
@@ -90,6 +94,8 @@ class PlanQuestion:
     remat: Remat | None = None
     chosen: tuple[str, ...] = ()
     fixed: FixedPlan | None = None
+    offload: tuple[Offload, ...] | None = ()
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
@@ -150,6 +156,16 @@ class PlanQuestion:
     def is_plain(self) -> bool:
         """Whether the schedule is plain (``capture.plan.orders.ScheduleKind``)."""
         return SCHEDULES[self.schedule].is_plain
+
+    def offload_of(self, num_devices: int) -> tuple[Offload, ...]:
+        """Return what stages on so many devices keep on their host: nothing if they have several
+        hosts."""
+        return (self.offload or ()) if num_devices <= min(self.cluster.nodes) else ()
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether plans with offload are searched beside these, or would be if more were known."""
+        return self.offload is None or (not self.offload and self.host_memory_bytes is not None)
 
     @property
     def search(self) -> tuple[str, str, str]:

@@ -8,13 +8,15 @@ searched in parts, each of one number of micro-batches and one schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
+from capture.machine.rates import ASSUMED
+from capture.machine.target import Target
 from capture.plan.choices import (
     REMAT_POLICIES,
     StageChoice,
@@ -23,11 +25,18 @@ from capture.plan.choices import (
 )
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
-from capture.plan.stage import Stage
+from capture.plan.stage import Offload, Stage
 from capture.quantities import counted
 from recommender.fixed import FixedPlan
 from recommender.question import PlanQuestion
 
+#: What all stages keep on their hosts, by the name of ``--offload``.
+OFFLOADS: Mapping[str, tuple[Offload, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "both": ("activations", "optimizer"),
+}
 #: Of one stage per group of devices, none holds less or is faster.
 BEST_PLAIN = "1f1b"
 
@@ -48,10 +57,13 @@ class WholeQuestion:
         sequence_parallel: Whether stages may split activations along the sequence.
         whole_nodes: Whether stages may take several whole nodes.
         any_divisor: Whether degrees may be no powers of two.
+        offload: What all stages keep on their hosts, of ``OFFLOADS``.
+        host_memory_bytes: The memory of a node's host; None for what the target says, if it does.
 
     Raises:
         PlanError: the codes of ``PlanQuestion``; ``plan-batch`` where no number of micro-batches
-            is left; ``plan-fix`` where no plan has what is fixed.
+            is left; ``plan-fix`` where no plan has what is fixed; ``plan-offload`` for offload to
+            hosts whose memory is not known, or with a schedule whose plans have none.
     """
 
     cluster: Cluster
@@ -68,8 +80,22 @@ class WholeQuestion:
     any_divisor: bool = False
     chosen: tuple[str, ...] = ()
     fixed: FixedPlan | None = None
+    offload: str | None = None
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if OFFLOADS[self.offload or "none"] and self.host_bytes is None:
+            raise PlanError.of(
+                f"--offload {self.offload} needs the memory of the host, and the target "
+                f"{self.cluster.target} does not say it; give --host-memory, such as 1TB.",
+                "plan-offload",
+            )
+        if OFFLOADS[self.offload or "none"] and not SCHEDULES[self.schedules[0]].is_plain:
+            raise PlanError.of(
+                f"--offload {self.offload} is searched with plain schedules, and --schedule "
+                f"{self.schedule} is none; give --schedule {BEST_PLAIN}, or leave out --offload.",
+                "plan-offload",
+            )
         if self.global_batch_size < 1:
             raise PlanError.of(
                 f"global_batch_size={self.global_batch_size} leaves nothing to train on; give 1 or "
@@ -123,10 +149,37 @@ class WholeQuestion:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The pipeline schedules that are searched, the plain one first."""
-        # A plan that is fixed has no stages that share devices.
-        if self.schedule is not None or self.fixed is not None:
+        # A plan that is fixed has no stages that share devices, nor has one with offload.
+        is_bound = self.fixed is not None or OFFLOADS[self.offload or "none"]
+        if self.schedule is not None or is_bound:
             return (self.schedule or BEST_PLAIN,)
         return (BEST_PLAIN, *(name for name, kind in SCHEDULES.items() if not kind.is_plain))
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The memory of a node's host; None if it is not known."""
+        known = Target.load(self.cluster.target).host.memory_bytes
+        if self.host_memory_bytes is not None or known.source.startswith(ASSUMED):
+            return self.host_memory_bytes
+        return int(known.value) * min(self.cluster.nodes)
+
+    @property
+    def offloads(self) -> tuple[tuple[Offload, ...] | None, ...]:
+        """What stages of plain schedules keep on their hosts, of all parts to search; None in the
+        place of what would be searched if the memory of the hosts were known."""
+        if self.offload is not None or self.objective not in ("throughput", "cost"):
+            return (OFFLOADS[self.offload or "none"],)
+        return (None,) if self.host_bytes is None else tuple(OFFLOADS.values())
+
+    def parts(self, question: PlanQuestion) -> list[PlanQuestion]:
+        """Return a question of one number of micro-batches once per schedule, and with a plain one
+        once per kind of offload."""
+        host = self.host_bytes if any(self.offloads) else None
+        return [
+            replace(question, schedule=name, offload=offload, host_memory_bytes=host)
+            for name in self.schedules
+            for offload in (self.offloads if SCHEDULES[name].is_plain else ((),))
+        ]
 
     def question(
         self, num_microbatches: int | None = None, schedule: str | None = None
@@ -144,6 +197,8 @@ class WholeQuestion:
             remat=self.remat,
             chosen=self.chosen,
             fixed=self.fixed,
+            offload=OFFLOADS[self.offload or "none"],
+            host_memory_bytes=self.host_bytes if self.offload else None,
         )
 
     def choices(self, microbatch_size: int) -> list[StageChoice]:
@@ -187,6 +242,8 @@ class WholeQuestion:
             others = [name for name, kind in SCHEDULES.items() if not kind.is_plain]
             if len(self.schedules) == 1:
                 yield ", ".join(others), "no stages of a plan that is fixed share devices"
+        if any(self.offloads):
+            yield "offload with other schedules than 1F1B", "they hold less of what it moves"
         if max(self.cluster.nodes) < self.cluster.num_devices:
             yield "tensor parallelism over several nodes", "its sums wait for the slow links"
         degrees_are_fixed = self.fixed is not None and "degrees" in self.fixed.decisions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 
 import numpy as np
@@ -40,12 +40,14 @@ class Asked:
     Attributes:
         floors: Of every part, as a fraction of its best plan.
         expected: The same of what is expected of it; 0 where that is not known.
+        host: Memory of hosts, where plans with offload are asked for, too.
     """
 
     space: SmallSpace
     limit: int
     floors: Sequence[float]
     expected: Sequence[float]
+    host: int | None = None
 
     @classmethod
     def of(cls, seed: int) -> Asked:
@@ -58,22 +60,41 @@ class Asked:
         return cls(space, limit, floors, draw.choice([0.0, 0.9, 1.2], shape).tolist())
 
     @property
+    def questions(self) -> list[PlanQuestion]:
+        whole = replace(self.space.whole, host_memory_bytes=self.host)
+        asked = map(whole.question, whole.microbatches)
+        return [part for each in asked for part in whole.parts(each) if part.is_plain]
+
+    @cached_property
+    def every(self) -> list[Compiled]:
+        return self.space.every if self.host is None else self.space.plans(self.questions)
+
+    @property
     def fitting(self) -> list[Compiled]:
-        return [each for each in self.space.every if each.peak_bytes <= self.limit]
+        return [each for each in self.every if each.peak_bytes <= self.limit]
 
     def answer(self, name: str, effort: Effort) -> tuple[StageAnswer, list[Bracket]]:
         """What a policy answers, and every bracket that was told."""
         objective, told = "throughput" if name == "named" else name, list[Bracket]()
-        whole = replace(self.space.whole, objective=objective, memory_limit_bytes=self.limit)
+        rest = dict(
+            zip(self.space.whole.microbatches, zip(self.floors, self.expected, strict=True))
+        )
         parts = [
-            self._part(whole.question(m), *rest)
-            for m, *rest in zip(whole.microbatches, self.floors, self.expected, strict=True)
+            self._part(
+                replace(each, objective=objective, memory_limit_bytes=self.limit),
+                *rest[each.num_microbatches],
+            )
+            for each in self.questions
         ]
         return refine(POLICIES[name](), parts, Compiler(self.space), effort, told.append), told
 
     def _part(self, asked: PlanQuestion, floor: float, expected: float) -> Part:
-        size = asked.microbatch_size
-        plans = [each for each in self.space.every if each.question.microbatch_size == size]
+        size, what = asked.microbatch_size, (asked.microbatch_size, asked.offload or ())
+        plans = [
+            each
+            for each in self.every
+            if (each.question.microbatch_size, each.question.offload or ()) == what
+        ]
         fastest = min((p.seconds for p in plans if p.peak_bytes <= self.limit), default=1.0)
         least_bytes = int(floor * min((p.peak_bytes for p in plans), default=0))
         bounds = self.space.bounds[size]
@@ -116,7 +137,7 @@ def _unlike(found: object, best: object) -> Iterator[str]:
 
 
 def _wrong_brackets(asked: Asked, name: str, brackets: Sequence[Bracket]) -> Iterator[str]:
-    plans = asked.space.every if name == "memory" else asked.fitting
+    plans = asked.every if name == "memory" else asked.fitting
     least, fastest = min(p.peak_bytes for p in plans), min(p.seconds for p in plans)
     for bracket in brackets:
         least_step = bracket.least_step_seconds or 0.0

@@ -217,9 +217,9 @@ class SmallSpace:
             size: TimePredictor(each.least, Layout(per_node)) for size, each in self.bounds.items()
         }
 
-    def step(self, plan: Plan) -> tuple[tuple[int, ...], float] | None:
-        """Peaks and seconds of a step, replayed and simulated from what the compiler says; None of
-        a plan with a stage that does not compile."""
+    def step(self, plan: Plan) -> tuple[tuple[int, ...], float, int] | None:
+        """Peaks, seconds and the most that a host holds of a step, replayed and simulated from what
+        the compiler says; None of a plan with a stage that does not compile."""
         size, least = plan.microbatch_size, self.bounds[plan.microbatch_size].least
         costs = [self.cost(StageConfig.of(stage, size)) for stage in plan.stages]
         if None in costs:
@@ -228,18 +228,25 @@ class SmallSpace:
         step = build_step(interfaces, plan.schedule_table)
         times = [_MODEL.stage_times(cost) for cost in costs]
         timeline = plan_timeline(step, plan.cluster, times, _MODEL.rates)
-        return tuple(replay(step).peak_bytes_per_device), float(timeline.step_seconds)
+        ledger = replay(step)
+        held = max((ledger.peak_of(p.host.name).peak_bytes for p in step.places if p.host), default=0)
+        return tuple(ledger.peak_bytes_per_device), float(timeline.step_seconds), held
 
     # ---- the question, and all plans -------------------------------------------------------------
 
     @cached_property
     def every(self) -> list[Compiled]:
+        return self.plans([*map(self.whole.question, self.whole.microbatches)])
+
+    def plans(self, questions: Sequence[PlanQuestion]) -> list[Compiled]:
+        """All plans of questions whose stages compile, and whose hosts have enough memory."""
         found = list[Compiled]()
-        for asked in map(self.whole.question, self.whole.microbatches):
+        for asked in questions:
             known = self.bounds[asked.microbatch_size].least
             problem = search_problem(known, asked, with_times=True)
             for stages in dict.fromkeys(map(_compiled, _stages(problem))):
-                if (said := self.step(plan_of(known, asked, stages))) is not None:
+                said, host = self.step(plan_of(known, asked, stages)), asked.host_memory_bytes
+                if said is not None and (host is None or said[2] <= host):
                     found.append(Compiled(asked, stages, max(said[0]), said[1]))
         return found
 

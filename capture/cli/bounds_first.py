@@ -18,6 +18,7 @@ from capture.cli.output import Beyond, emit, told
 from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
 from capture.errors import PlanError
+from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.memo import memo
 from capture.options import Option, options_of
@@ -92,7 +93,7 @@ def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tu
     if not SCHEDULES[options.schedule].is_plain:
         given["schedule"] = options.schedule
     asked = tuple(_typed(name, value) for name, value in given.items())
-    names = (*(each.name for each in OPTIONS), "fix", "mtbf", "targets")
+    names = (*(e.name for e in OPTIONS), "fix", "mtbf", "targets", "offload", "host_memory")
     own = [name for name in names if getattr(options, name) not in (None, False, ())]
     own += ["objective"] if options.objective == "cost" else []
     if not given and options.quick and options.compiles:
@@ -223,15 +224,29 @@ class Asking:
             return part
         choices = measured_choices(self._choices(size))  # of a mixture, layers are of either kind
 
+        if part.has_offload:  # which leaves room for everything
+            limit = None
+
         def seconds(num_devices: int | None = None) -> tuple[float, float]:
             return self._known.seconds(choices, size, question.cluster, limit, num_devices)
 
         if part.is_plain:
-            least, expected = (question.num_microbatches * each for each in seconds())
+            copies = self._state_seconds(question)
+            least, expected = (question.num_microbatches * each + copies for each in seconds())
             return replace(part, least_seconds=least, expected_seconds=expected)
         num_layers = self._known.facts.graph.num_layers
         least, expected = grouped.floor(question, num_layers, seconds)
         return replace(part, least_seconds=least, expected_seconds=expected)
+
+    def _state_seconds(self, question: PlanQuestion) -> float:
+        """Return the least seconds in which optimizer state that rests on hosts comes and goes."""
+        rates, cluster = Target.load(question.cluster.target).rates, question.cluster
+        every = question.offload_of(cluster.num_devices)
+        if rates is None or "optimizer" not in every:  # or stages of several nodes keep theirs
+            return 0.0
+        state = sum(self._measurements.backend.state_bytes(question.microbatch_size))
+        links = rates.host.to_device, rates.host.to_host
+        return state / cluster.num_devices * sum(1 / e.bytes_per_second.value for e in links)
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
@@ -303,8 +318,10 @@ class Asking:
         if self._whole is not None and not tried:
             tried = self._whole.microbatches
         asked = over_microbatches(question, tried) if tried else [question]
-        schedules = [question.schedule] if self._whole is None else self._whole.schedules
-        return [replace(each, schedule=name) for name in schedules for each in asked]
+        if self._whole is None:
+            return asked
+        by_number = [self._whole.parts(each) for each in asked]
+        return [each for of_all in zip(*by_number, strict=True) for each in of_all]
 
     def left_out(self) -> Sequence[str]:
         """Return a line on what was not searched although no option says so."""

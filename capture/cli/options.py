@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 
 from capture.errors import CaptureError, OptionError
 from capture.machine.target import target_names
-from capture.options import Option, add, options_of
+from capture.options import Option, add, options_of, size
 from capture.plan.choices import REMAT_POLICIES, REMAT_TEXT, is_remat
 from capture.plan.space import StageSpace
 from profiling_runs.pools.where import Where
@@ -157,6 +157,7 @@ OPEN = tuple(
     )
     for option in LEFT_OPEN
 )
+HOST_MEMORY = Option("host_memory", "memory of the host, such as 1TB", read=size, metavar="SIZE")
 TRUST = Option(
     "trust",
     "load the workload that the file names, though you have named it on no command line before: it "

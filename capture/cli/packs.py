@@ -20,7 +20,7 @@ from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
-from capture.options import Option, options_of, size, taken
+from capture.options import Option, options_of, taken
 from capture.plan.headroom import Headroom, Peaks
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
@@ -63,7 +63,7 @@ OPTIONS = (
         "--target",
         metavar="NAME",
     ),
-    Option("host_memory", "memory of the host, such as 1TB", read=size, metavar="SIZE"),
+    shared.HOST_MEMORY,
     Option("baselines", "what other systems need, beside the plan", False),
 )
 

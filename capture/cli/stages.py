@@ -18,7 +18,7 @@ from capture.cli.output import Beyond, emit, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.question_file import noted
 from capture.cli.targets import compare
-from capture.cli.whole import FIXED, close, of_whole, take_plan, whole_question
+from capture.cli.whole import FIXED, OFFLOAD, close, of_whole, take_plan, whole_question
 from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target, check_compiler
@@ -108,6 +108,7 @@ OPTIONS = (
     *EXTENT,
     *options_of(Terms),
     *FIXED,
+    *OFFLOAD,
     *bounds_first.OPTIONS,
     *shared.PROFILING,
     *shared.BACKEND,

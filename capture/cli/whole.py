@@ -22,7 +22,7 @@ from capture.plan.stages import Plan
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 from recommender.fixed import DECISIONS, FixedPlan
-from recommender.whole import WholeQuestion
+from recommender.whole import OFFLOADS, WholeQuestion
 
 
 def _decisions(text: str) -> tuple[str, ...]:
@@ -55,6 +55,15 @@ FIXED = (
         read=_decisions,
         metavar="NAME,...",
     ),
+)
+OFFLOAD = (
+    Option(
+        "offload",
+        "what all stages keep in the memory of their host (default: searched for speed, where that "
+        "memory is known)",
+        choices=tuple(OFFLOADS),
+    ),
+    shared.HOST_MEMORY,
 )
 #: The decision that an option names, whatever its value.
 _NAMED = {
@@ -112,10 +121,10 @@ def take_plan(options: argparse.Namespace) -> Fixed | None:
             )
         return None
     plan = of_stages(load_plan(options.fix))
-    if any(stage.offload for stage in plan.stages):
+    if len({"optimizer" in stage.offload for stage in plan.stages}) > 1:
         raise PlanError.of(
-            f"{options.fix}: its stages have offload, which no search keeps or finds; leave it out "
-            "of them, and add it to the plan that is found.",
+            f"{options.fix}: some of its stages keep optimizer state on their hosts, and a search "
+            "has all of them do so, or none; change the plan.",
             "plan-fix",
         )
     named = {of for name, of in _NAMED.items() if getattr(options, name) is not None}
@@ -129,7 +138,9 @@ def take_plan(options: argparse.Namespace) -> Fixed | None:
 def _default(options: argparse.Namespace, fixed: Fixed) -> None:
     """Set options that the user left out to what the plan has."""
     plan, default = fixed.plan, options.parser.get_default
+    offload = {way for stage in plan.stages for way in stage.offload}
     taken = {
+        "offload": next(name for name, ways in OFFLOADS.items() if {*ways} == offload),
         "cluster": str(plan.cluster),
         "target": plan.cluster.target,
         "global_batch": plan.global_batch_size,
@@ -229,6 +240,8 @@ def whole_question(options: argparse.Namespace, fixed: Fixed | None = None) -> W
         options.any_divisor,
         (*shared.given(options), *(fixed.decisions if fixed else ())),
         None if fixed is None else fixed.kept,
+        options.offload,
+        options.host_memory,
     )
 
 

@@ -3,7 +3,8 @@ runtime only interpret."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -202,9 +203,42 @@ class Schedule:
         return replace(task, stage_id=s + 1)
 
     @cached_property
+    def resting(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """The places, in the order of its group, of the two passes of each (stage, micro-batch)
+        whose activations can rest on a host: they are away for a pass at least, after one during
+        which they go and before one during which they come."""
+        found = dict[tuple[int, int], tuple[int, int]]()
+        for order in self.orders:
+            made = dict[tuple[int, int], int]()
+            for number, task in enumerate(order):
+                key = task.stage_id, task.microbatch
+                if task.kind == "forward":
+                    made[key] = number
+                elif number - (forward := made.pop(key, number)) > 3:
+                    found[key] = forward, number
+        return found
+
+    @cached_property
     def moments(self) -> tuple[tuple[Moment, ...], ...]:
         """The undominated states of each group's stages over all its tasks: a prediction of its
         peak is a maximum over them."""
+        return self._moments(Counter())
+
+    @property
+    def moments_without_resting(self) -> tuple[tuple[Moment, ...], ...]:
+        """The moments of a plain schedule whose activations rest on hosts where they can."""
+        return self._moments(
+            Counter(
+                (s, number)
+                for (s, _), (forward, backward) in self.resting.items()
+                for number in range(forward + 2, backward - 1)
+            )
+        )
+
+    def _moments(self, away: Counter[tuple[int, int]]) -> tuple[tuple[Moment, ...], ...]:
+        """Return the moments, where ``away`` counts micro-batches of a stage that are on a host
+        while a task of the stage runs, given by its number."""
+        number = Counter[int]()
         kept, inputs, gradients, deferred = ([0] * (self.num_stages + 1) for _ in range(4))
         accumulates = [False] * self.num_stages
         last, losses = self.num_stages - 1, 0
@@ -221,7 +255,7 @@ class Schedule:
                 moment = tuple(
                     Occupancy(
                         task.kind if i == s else "idle",
-                        kept[i],
+                        kept[i] - away[i, number[group]],
                         inputs[i],
                         gradients[i],
                         0,
@@ -231,6 +265,7 @@ class Schedule:
                     for i in self.stages[group]
                 )
                 seen[group][moment] = max(losses, seen[group].get(moment, 0))
+                number[group] += 1
                 match task.kind:
                     case "forward":
                         kept[s] += 1
@@ -262,10 +297,16 @@ class Schedule:
     @cached_property
     def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
         """The undominated states of each stage, whatever other stages on its devices hold."""
+        return self.occupancies_of(self.moments)
+
+    def occupancies_of(
+        self, moments: Sequence[Sequence[Moment]]
+    ) -> tuple[tuple[Occupancy, ...], ...]:
+        """Return the undominated states of each stage from the moments of its group."""
         found = []
         for s, group in enumerate(self.placement):
             at = self.stages[group].index(s)
-            states = _undominated([(moment[at],) for moment in self.moments[group]])
+            states = _undominated([(moment[at],) for moment in moments[group]])
             found.append(tuple(state for (state,) in states if state.kind != "idle"))
         return tuple(found)
 
@@ -340,7 +381,7 @@ def make_schedule(name: str, num_groups: int, num_microbatches: int) -> Schedule
 
 @lru_cache(maxsize=64)
 def occupancy_by_position(
-    name: str, num_microbatches: int, max_stages: int
+    name: str, num_microbatches: int, max_stages: int, rests: bool = False
 ) -> tuple[tuple[Occupancy, ...], ...]:
     """Return the occupancies of a plain schedule by position: entry j - 1 is that of a stage with j
     stages from itself to the end, itself included.
@@ -349,7 +390,27 @@ def occupancy_by_position(
     and under 1F1B at most min(j, M) are in flight. The first stage of a pipeline differs only in
     that nothing is ever received for it, and every stage but the last in that no loss is: their
     bytes of these are zero.
+
+    With ``rests``, activations rest on hosts where they can (``Schedule.resting``).
     """
     num_positions = 1 if name == "gpipe" else min(num_microbatches, max_stages)
     schedule = make_schedule(name, num_positions + 1, num_microbatches)
-    return schedule.occupancies[:0:-1]
+    moments = schedule.moments_without_resting if rests else schedule.moments
+    return schedule.occupancies_of(moments)[:0:-1]
+
+
+@lru_cache(maxsize=64)
+def on_host_by_position(name: str, num_microbatches: int, max_stages: int) -> tuple[int, ...]:
+    """Return by position, as ``occupancy_by_position`` has them, how many micro-batches are on the
+    host at most whose activations rest there where they can."""
+    num_positions = len(occupancy_by_position(name, num_microbatches, max_stages))
+    schedule = make_schedule(name, num_positions + 1, num_microbatches)
+    there = Counter(
+        (s, number)
+        for (s, _), (forward, backward) in schedule.resting.items()
+        for number in range(forward, backward)
+    )
+    most = Counter[int]()
+    for (s, _), number in there.items():
+        most[s] = max(most[s], number)
+    return tuple(most[s] for s in range(num_positions, 0, -1))

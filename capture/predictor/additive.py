@@ -10,7 +10,7 @@ and receive buffers enter through the formula, not through the statistics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -26,6 +26,7 @@ from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.schedule import SCHEDULES, occupancy_by_position
+from capture.plan.stage import Offload
 from capture.plan.stages import Plan
 from capture.predictor.alike import Kinds
 from capture.predictor.formula import StageMemory, peaks_by_position
@@ -244,6 +245,7 @@ class AdditivePredictor(ComponentTables):
         least: bool = False,
         kinds: Kinds | None = None,
         mixed: Mixed | None = None,
+        offload: Collection[Offload] = (),
     ) -> np.ndarray:
         """Compute the peak bytes of every stage at every position: int64 (K, L, L + 1). Row j - 1
         is for j stages to the end; the last row is for K or more.
@@ -260,26 +262,52 @@ class AdditivePredictor(ComponentTables):
                 computed once then: (K, S).
             mixed: Mixtures of the choices that this one is measured with, a stage of every kind:
                 the result is (K, n, S). None of them is compiled, and ``look_at_parts`` was called.
+            offload: Groups that rest in the memory of the host between their uses.
         """
-        positions = occupancy_by_position(schedule, num_microbatches, max_stages)
+        rests = "activations" in offload
+        positions = occupancy_by_position(schedule, num_microbatches, max_stages, rests)
         # Most stages behind one at a position.
         behind = [*range(len(positions) - 1), max_stages - 1]
         ends = [min(n, 1) if least else n for n in behind]
         arriving = {most: self._arriving(choice.param_split, most) for most in set(ends)}
+        if kinds is not None:
+            kinds.look(*arriving.values(), kept=True)
+        memory = self._of_kinds(choice, microbatch_size, least, kinds, mixed)
+        if kinds is not None:
+            arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
+        gradients = [arriving[n] for n in ends]
+        return peaks_by_position(memory, positions, gradients, "optimizer" in offload)
+
+    def resting_bytes(
+        self, choice: StageChoice, microbatch_size: int, kinds: Kinds, mixed: Mixed | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of every stage that may rest on a host, per device: optimizer state, and
+        what a micro-batch keeps. Arguments and shapes as of ``peaks``, without positions."""
+        memory = self._of_kinds(choice, microbatch_size, True, kinds, mixed)
+        return memory.optimizer, memory.kept
+
+    def _of_kinds(
+        self,
+        choice: StageChoice,
+        microbatch_size: int,
+        least: bool,
+        kinds: Kinds | None,
+        mixed: Mixed | None,
+    ) -> StageMemory:
+        """Return the parts of the memory of every stage; arguments as of ``peaks``."""
         memory = self.memory(choice.measured[-1] if mixed else choice, microbatch_size)
         if not least:
             memory = replace(memory, summaries=largest_sum(memory.summaries))
         if kinds is not None:
             parts = {name: part for name, part in vars(memory).items() if np.ndim(part)}
-            kinds.look(*parts.values(), *arriving.values(), kept=True)
+            kinds.look(*parts.values(), kept=True)
             memory = replace(memory, **{name: kinds.once(part) for name, part in parts.items()})
-            arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
         if mixed is not None:
             table = map(_whole_bytes, self._mixed(choice, microbatch_size, mixed))
             parts = dict(zip(self.components, table, strict=True))
             own = parts.pop("summary")
             memory = replace(memory, **parts, summaries=own if least else memory.summaries)
-        return peaks_by_position(memory, positions, [arriving[n] for n in ends])
+        return memory
 
     def depends_on_cuts_behind(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Tell whether ``peaks`` may be above the best of plans, because they depend on how the

@@ -218,7 +218,10 @@ def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
 
 
 def peaks_by_position(
-    memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[object]
+    memory: StageMemory,
+    positions: Sequence[Sequence[Occupancy]],
+    arriving: Sequence[object],
+    optimizer_rests: bool = False,
 ) -> np.ndarray:
     """Compute ``peak_of`` for many positions of a plain schedule at once, stacked along a new first
     dimension; for arrays, without temporary ones.
@@ -228,11 +231,13 @@ def peaks_by_position(
         positions: The occupancies of every position.
         arriving: Bytes per position, as in ``StageMemory``: how many stages share a parameter
             depends on how many follow.
+        optimizer_rests: Whether the optimizer's state is on a host until the update.
     """
     shape = np.broadcast_shapes(*(np.shape(part) for part in vars(memory).values()))
+    there = memory.params if optimizer_rests else memory.state
     fixed = {
-        "forward": memory.state + memory.received + memory.batch + memory.forward,
-        "backward": memory.state + memory.gradients_in + memory.backward,
+        "forward": there + memory.received + memory.batch + memory.forward,
+        "backward": there + memory.gradients_in + memory.backward,
     }
     end = memory.state + memory.end
     result, instant = np.empty((len(positions), *shape), np.int64), np.empty(shape, np.int64)

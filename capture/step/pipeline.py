@@ -219,18 +219,10 @@ class Pipeline:
             yield Send(value, self.hosts[s], label, rests=True)
 
     def _rests(self) -> set[tuple[int, int]]:
-        """Return the (stage, micro-batch) whose activations rest on the host: where they are away
-        for a pass, after one during which they go and before one during which they come."""
-        found = set[tuple[int, int]]()
-        for order in self.schedule.orders:
-            made = dict[tuple[int, int], int]()
-            for number, one in enumerate(order):
-                key = one.stage_id, one.microbatch
-                if one.kind == "forward" and "activations" in self.stages[one.stage_id].offload:
-                    made[key] = number
-                elif number - made.pop(key, number) > 3:
-                    found.add(key)
-        return found
+        """Return the (stage, micro-batch) whose activations rest on the host."""
+        return {
+            key for key in self.schedule.resting if "activations" in self.stages[key[0]].offload
+        }
 
     def received(self, s: int) -> tuple[int, ...]:
         """Return the values that a stage gets from others."""

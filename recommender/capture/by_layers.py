@@ -36,7 +36,7 @@ from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
 from capture.plan.why import ByLayers
 from recommender.capture import grouped
 from recommender.capture.least_step import LeastStep
-from recommender.capture.parts import OpenPart, compiled_in
+from recommender.capture.parts import OpenPart, compiled_in, least_of_any_size
 from recommender.capture.problem import SearchProblem, together
 from recommender.capture.refine import Search
 from recommender.question import PlanQuestion
@@ -120,13 +120,17 @@ class LayerProof:
             self._ratios.learn(part, part.known.verified)
 
     def _floors(self) -> Iterator[tuple[float, int]]:
-        """Return (seconds, number) of unopened parts of plain schedules; parts of others have no
-        less than the plain one with as many micro-batches."""
-        return (
-            (seconds, number)
-            for number, (_, seconds) in self._search.floors.items()
-            if self._search.unopened[number].is_plain
-        )
+        """Yield (seconds, number) of unopened parts of plain schedules; parts of others have no
+        less than the plain one with as many micro-batches. In the place of a part with offload it
+        is that part, which counts as with endless memory, too."""
+        search, numbers = self._search, dict[int, int]()
+        for number, part in search.unopened.items():
+            if part.is_plain and not part.has_offload:
+                numbers[part.question.microbatch_size] = number
+        for number, (_, seconds) in search.floors.items():
+            part = search.unopened[number]
+            if part.is_plain and search.sibling(part) is None:
+                yield seconds, numbers.get(part.question.microbatch_size, number)
 
     @property
     def _plain(self) -> list[int]:
@@ -138,13 +142,15 @@ class LayerProof:
         return [
             question
             for question in self._search.questions
-            if question.microbatch_size == part.size and not question.is_plain
+            if question.microbatch_size == part.size and not (question.is_plain or part.has_offload)
         ]
 
     def _bound(self, number: int) -> float:
         """Return the known lower bound of a step with a part's micro-batches, in seconds."""
         part = self._search.parts[number]
         traced = [seconds for _, seconds in self._search.corners_of(number)]
+        if part.question.may_rest and part.question.offload is not None:
+            traced.append(part.once(least_of_any_size)[0])
         traced += [grouped.least_seconds(part, each) for each in self._others(part)]
         return max(self._least.get(number, 0.0), min(traced, default=inf))
 
@@ -157,7 +163,8 @@ class LayerProof:
                 return None
             part = self._search.parts[number]
             problem = self._ratios.applied(part, *self._problems(part))
-            plans = [LeastStep(problem).plan(part.question.limit_bytes)]
+            beside = part.question.may_rest and part.question.offload is not None
+            plans = [LeastStep(problem).plan(None if beside else part.question.limit_bytes)]
             plans += [grouped.least_plan(problem, each) for each in self._others(part)]
             seconds, stages = min(plans, key=lambda plan: plan[0])
             if seconds <= known * (1 + 1e-9):

@@ -19,6 +19,7 @@ from recommender.capture.lowest_peak import between, expected, nearness
 from recommender.capture.pareto import pareto
 from recommender.capture.parts import Found, OpenPart, compiled_in, posed, posed_at_most
 from recommender.capture.problem import SearchProblem, together
+from recommender.capture.result import SearchResult
 from recommender.capture.throughput import throughput
 
 #: Per degree and choice, what stages take over what they are expected to.
@@ -132,6 +133,21 @@ def _expected(part: OpenPart, at_most: bool) -> tuple[SearchProblem, Mapping[int
     return whole, {d: kinds.renumber(table, found.kinds) for d, table in own.items()}
 
 
+def fastest_of_any_size(part: OpenPart, ratios: Ratios) -> SearchResult:
+    """Return the plan that is estimated to be fastest with endless memory."""
+    return throughput(replace(part.once(estimates, ratios), memory_limit_bytes=None))
+
+
+def _fastest(part: OpenPart, ratios: Ratios) -> SearchResult:
+    """Return the plan that is estimated to be fastest of those that fit."""
+    limit = part.question.limit_bytes
+    if limit is not None and part.question.may_rest:
+        found = part.once(fastest_of_any_size, ratios)
+        if found.status == "ok" and found.peak_bytes <= limit:
+            return found
+    return throughput(part.once(estimates, ratios))
+
+
 def proposed(
     part: OpenPart, ratios: Ratios, is_last: bool = False, enough: float = inf
 ) -> Sequence[Found]:
@@ -141,13 +157,14 @@ def proposed(
     seconds."""
     if not part.is_plain:
         return grouped.fastest(part, ratios[0], part.question.limit_bytes, enough)
-    problem = part.once(estimates, ratios)
-    tried = [part.once(estimates, ratios, True)] * is_last + [problem]
-    found = next((found for each in tried if (found := throughput(each)).status == "ok"), None)
-    if found is None:
-        least, problem = together(part.once(posed), problem)
+    found = throughput(part.once(estimates, ratios, True)) if is_last else None
+    if found is None or found.status != "ok":
+        found = _fastest(part, ratios)
+    if found.status != "ok":
+        least, problem = together(part.once(posed), part.once(estimates, ratios))
         found = throughput(replace(problem, cost=least.cost))
-    return [Found(part, expected(part, found))]
+    # None takes any time where hosts hold too little for every stage.
+    return [] if found.step_seconds is None else [Found(part, expected(part, found))]
 
 
 def estimated_front(part: OpenPart, ratios: Ratios, is_last: bool = False) -> Sequence[Found]:

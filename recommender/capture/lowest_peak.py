@@ -12,6 +12,7 @@ from capture.errors import ProfileError, said_once
 from capture.measured.profile import REFUSED_BYTES, StageConfig
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Why
+from capture.predictor.step_time import predicted_timeline
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.nearness import Corner, above
@@ -175,9 +176,17 @@ def expected(part: OpenPart, result: SearchResult, plan: Plan | None = None) -> 
         why = Why("" if result.why is None else result.why.message, code="memory-limit")
         return Answer("infeasible", None, result, why)
     plan = plan_of(part.known, part.question, result.stages) if plan is None else plan
+    if part.has_offload and result.step_seconds is not None:
+        slow = max(result.step_seconds, part.once(_with_waits, plan))
+        result = replace(result, step_seconds=slow)
     why = Why(f"{counted(plan.num_stages, 'stage')}.")
     plan = plan.with_(prediction=predict_plan(part.most, plan), why=why)
     return Answer(result.status, plan, result, why, plan.headroom(part.question.memory_limit_bytes))
+
+
+def _with_waits(part: OpenPart, plan: Plan) -> float:
+    """Return the seconds that a plan with offload takes with copies and waits, as expected."""
+    return float(predicted_timeline(plan, part.most).step_seconds)
 
 
 def answer(search: Search, best: Found, why: Why, within: float | None) -> StageAnswer:

@@ -395,7 +395,8 @@ def _open_smallest(search: Search) -> None:
     """Open two parts whose plans are expected to need least: that with the smallest micro-batches,
     and that with the smallest that give every device an example."""
     num_devices = search.questions[0].cluster.num_devices
-    unopened = {n: part for n, part in search.unopened.items() if part.is_plain}
+    parts = search.unopened.items()
+    unopened = {n: part for n, part in parts if part.is_plain and not part.has_offload}
     sizes = {part.question.microbatch_size: n for n, part in unopened.items()}
     shared = [size for size in sizes if size >= num_devices]
     for size in {min(group) for group in (sizes, shared) if group}:

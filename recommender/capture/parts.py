@@ -18,6 +18,7 @@ from capture.plan.choices import StageChoice
 from capture.predictor import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from recommender.answer import StageAnswer
+from recommender.capture.least_step import LeastStep
 from recommender.capture.posed import search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.refuted import without_bounds
@@ -56,6 +57,20 @@ class Part:
     def is_plain(self) -> bool:
         return self.question.is_plain
 
+    @property
+    def has_offload(self) -> bool:
+        return bool(self.question.offload)
+
+    @property
+    def has_own_floor(self) -> bool:
+        """Whether its floor is not that of other parts."""
+        return self.is_plain and not self.has_offload
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What decides which of several parts is opened first."""
+        return self.has_offload, self.expected_seconds
+
 
 class OpenPart:
     """The plans of one number of micro-batches and one schedule, with bounds of their stages.
@@ -89,6 +104,10 @@ class OpenPart:
     @property
     def is_plain(self) -> bool:
         return self.question.is_plain
+
+    @property
+    def has_offload(self) -> bool:
+        return bool(self.question.offload)
 
     @property
     def size(self) -> int:
@@ -234,6 +253,12 @@ def posed(part: OpenPart) -> SearchProblem:
 def posed_at_most(part: OpenPart) -> SearchProblem:
     """Return the problem of compiled stages, and of the most that others are expected to need."""
     return _posed(part, part.most, part.basis(_expectations))
+
+
+def least_of_any_size(part: OpenPart) -> tuple[float, int]:
+    """Return a lower bound of the step of a part's plans with endless memory, and the least limit
+    for which it is known to be the same."""
+    return LeastStep(part.once(posed)).within(None)
 
 
 def posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from capture.errors import ProfileError, said_once
+from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
+from capture.plan.schedule import make_schedule, on_host_by_position
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
@@ -123,6 +125,7 @@ class _Predicting:
     ):
         self._question, self._kinds, self._least = question, kinds, least
         self._num_layers, self._paper = profile.graph.num_layers, None
+        self._is_bound = profile.is_lower_bound
         if question.mode == "default":
             self._predictor = AdditivePredictor(profile)
         else:
@@ -160,7 +163,9 @@ class _Predicting:
             table = self._times.table(choice, self._question.microbatch_size)
             times = [table.forward + table.backward, table.update]
             kinds.look(*times)
-        return self._possible(choice, kinds.renumber(rows, of)), *map(kinds.once, times), kinds.of
+        found = kinds.renumber(rows, of), *map(kinds.once, times)
+        rows, *times = self._with_offload(choice, *found)
+        return self._possible(choice, rows), *times, kinds.of
 
     def _mixed(self, choices: Sequence[StageChoice]) -> Iterator[tuple[StageChoice, _Tables]]:
         kinds, size, first = self._kinds, self._question.microbatch_size, choices[0]
@@ -178,8 +183,41 @@ class _Predicting:
         if self._times is not None:
             table = self._times.mixtures(first, size, mixed)
             times = [table.forward + table.backward, table.update]
+        rows, *times = self._with_offload(first, rows, *times, mixed=mixed)
         for n, choice in enumerate(choices):
             yield choice, (self._possible(choice, rows[:, n]), *(t[n] for t in times), kinds.of)
+
+    def _with_offload(
+        self, choice: StageChoice, rows: np.ndarray, *times: np.ndarray, mixed: Mixed | None = None
+    ) -> tuple[np.ndarray, ...]:
+        """Return bytes and seconds with the copies of what rests on hosts, without stages that keep
+        more there than there is. Of bounds, a stage may have all of the host's memory, and its
+        activations take no time, as those of the last stages never go; else its devices' share."""
+        question, d = self._question, choice.num_devices
+        ways, link = question.offload_of(d), Target.load(question.cluster.target).rates
+        if not ways or link is None:
+            return rows, *times
+        size = question.microbatch_size
+        state, kept = self._predictor.resting_bytes(choice, size, self._kinds, mixed)
+        state, kept = state * ("optimizer" in ways), kept * ("activations" in ways)
+        in_seconds, out_seconds = (
+            1 / each.bytes_per_second.value for each in (link.host.to_device, link.host.to_host)
+        )
+        if (host := question.host_memory_bytes) is not None:
+            host = host if self._is_bound else host * d // min(question.cluster.nodes)
+            most = self._most_stages
+            there = on_host_by_position(question.schedule, question.num_microbatches, most)
+            held = np.stack([state + number * kept for number in there])
+            rows = np.where(d * held > host, NEVER, rows)
+        if times:
+            both = (in_seconds, out_seconds)
+            copies = kept * (max(both) if link.host.duplex else sum(both)) * (not self._is_bound)
+            times = np.maximum(times[0], copies), times[1] + state * sum(both)
+        return rows, *times
+
+    @property
+    def _most_stages(self) -> int:
+        return min(self._num_layers, self._question.cluster.num_devices)
 
     def _possible(self, choice: StageChoice, rows: np.ndarray) -> np.ndarray:
         may_be = self._kinds.once(self._may_be & self._allowed(choice))
@@ -200,16 +238,16 @@ class _Predicting:
         of mixtures (K, n, S)."""
         question = self._question
         if self._paper is None:
-            most_stages = min(self._num_layers, question.cluster.num_devices)
             return self._predictor.peaks(
                 choice,
                 question.microbatch_size,
                 question.schedule,
                 question.num_microbatches,
-                most_stages,
+                self._most_stages,
                 least=self._least,
                 kinds=kinds,
                 mixed=mixed,
+                offload=question.offload_of(choice.num_devices),
             )
         rows = self._paper(choice)
         if kinds is None:
@@ -280,14 +318,23 @@ def _choices(
 
 
 def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:
-    """Return stages as a plan that answers a question."""
+    """Return stages as a plan that answers a question, with what the question has rest on hosts."""
     return profile.plan(
         question.cluster,
-        stages,
+        _offloading(question, [*stages]) if question.offload else stages,
         global_batch_size=question.global_batch_size,
         num_microbatches=question.num_microbatches,
         schedule=question.schedule,
     )
+
+
+def _offloading(question: PlanQuestion, stages: Sequence[Stage]) -> Iterator[Stage]:
+    """Yield the stages with what rests on their hosts; activations only where some can."""
+    table = make_schedule(question.schedule, len(stages), question.num_microbatches)
+    resting = {s for s, _ in table.resting}
+    for s, stage in enumerate(stages):
+        ways = question.offload_of(stage.num_devices)
+        yield replace(stage, offload=tuple(e for e in ways if e != "activations" or s in resting))
 
 
 def paper_predictor(profile: Profile) -> Any:

@@ -303,7 +303,7 @@ class Search:
         self._learn(part.size, known)
         if said is not None:
             self.num_compiled += said.num_stages_compiled
-            found = Found(part, of_compiler(found.answer, said, part.known))
+            found = Found(part, of_compiler(found.answer, said, part.known, part.question))
             self.compiled.append(found)
         self._asked[self._key(found)] = found
 
@@ -394,6 +394,12 @@ class Search:
         """The open parts of plain schedules, whose plans are searched stage by stage."""
         return [part for part in self.parts.values() if part.is_plain]
 
+    def sibling(self, part: Part | OpenPart) -> OpenPart | None:
+        """Return the open part of a plain schedule with as many micro-batches, without offload;
+        None if it is not open."""
+        size, parts = part.question.microbatch_size, self.plain_parts
+        return next((e for e in parts if e.size == size and not e.has_offload), None)
+
     @property
     def unopened(self) -> Mapping[int, Part]:
         """The parts that are not open, by their number."""
@@ -452,16 +458,16 @@ class Search:
     def to_open(self) -> int | None:
         """Return the part to open next: the one expected to be fastest, or of least floor, that may
         hold a plan farther than asked from compiled ones, and below what is known of open parts.
-        Schedules that are not plain have all the same floor, which says nothing. None if no part is
-        left."""
+        Other schedules have all the same floor, and parts with offload, the last to be opened, that
+        of endless memory, which says nothing. None if no part is left."""
         known, values = self.open_corners, self.values
         left = [
-            (self._all[number].expected_seconds, floor[::-1], number)
+            (self._all[number].rank, floor[::-1], number)
             for number, floor in self.floors.items()
             if floor[1] < math.inf
             and far(floor, values) > self.effort.within_fraction
             and not (
-                self._all[number].is_plain
+                self._all[number].has_own_floor
                 and any(p <= floor[0] and s <= floor[1] for p, s in known)
             )
             and self._policy.is_promising(self, self._all[number])

@@ -16,7 +16,7 @@ approximate front some plan is at most 1 + x times as large and as slow as any g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -25,11 +25,17 @@ from capture.measured.stage_cost import StageCost
 from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, PlanNotes, Why
 from capture.quantities import counted, format_bytes, format_seconds
-from recommender.answer import Answer, StageAnswer
-from recommender.capture import grouped
+from recommender.answer import StageAnswer
+from recommender.capture import grouped, offload
 from recommender.capture.by_layers import LayerProof
-from recommender.capture.estimates import Ratios, estimated_front, proposed, ratios, slowness
-from recommender.capture.least_step import LeastStep
+from recommender.capture.estimates import (
+    Ratios,
+    estimated_front,
+    fastest_of_any_size,
+    proposed,
+    ratios,
+    slowness,
+)
 from recommender.capture.lowest_peak import (
     PROVES_NOTHING,
     answer,
@@ -40,22 +46,21 @@ from recommender.capture.lowest_peak import (
     open_others,
     peak_of,
 )
-from recommender.capture.nearness import ROUNDING, Corner, above, far
+from recommender.capture.nearness import Corner, above, far
 from recommender.capture.pareto import undominated
 from recommender.capture.parts import (
     Found,
     OpenPart,
     Part,
+    least_of_any_size,
     posed,
     posed_both,
 )
-from recommender.capture.posed import plan_of
-from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.possible import corners, next_possible
+from recommender.capture.problem import NEVER
 from recommender.capture.recommendation import predict_plan
 from recommender.capture.refine import Look, Policy, Search
 from recommender.capture.refuted import Refuted
-from recommender.capture.result import PlacedStage
-from recommender.capture.result import found as placed_plan
 from recommender.capture.throughput import throughput
 
 #: What is expected of parts is not known better.
@@ -90,9 +95,9 @@ class Timed(Policy):
     def corners(self, search: Search, part: OpenPart) -> Sequence[Corner]:
         if not self.is_bounded(part):
             return []
-        if not part.is_plain and any(each.size == part.size for each in search.plain_parts):
+        if not part.is_plain and search.sibling(part) is not None:
             return [(0.0, part.least_seconds)]  # its floor has what that part says of it
-        return part.once(_corners)
+        return part.once(corners)
 
     def is_bounded(self, part: Part | OpenPart) -> bool:
         """Return whether answers are proven of a part: bounds of a front need plain schedules."""
@@ -110,11 +115,13 @@ class Timed(Policy):
 
     def least_seconds(self, search: Search, part: Part) -> float:
         """Return the floor of an unopened part; of a schedule not plain, no less than what an open
-        plain part with as many micro-batches says of it."""
-        size = part.question.microbatch_size
-        known = next((each for each in search.plain_parts if each.size == size), None)
-        if part.is_plain or known is None:
+        plain part with as many micro-batches says of it. With offload, a step takes no less than
+        without and with endless memory."""
+        known = search.sibling(part)
+        if known is None or (part.is_plain and not part.has_offload):
             return part.least_seconds
+        if part.has_offload:
+            return max(part.least_seconds, known.once(least_of_any_size)[0])
         return max(part.least_seconds, grouped.least_seconds(known, part.question))
 
     def nearly(self, search: Search) -> float:
@@ -132,12 +139,17 @@ class Timed(Policy):
         def is_faster(than: Iterable[Found]) -> bool:
             return seconds < (1 - self.nearly(search)) * min(map(seconds_of, than), default=inf)
 
-        return is_faster(search.fitting) and is_faster(filter(may_fit, self._points(search)))
+        # Whether a plan needs offload, its compiled bytes say soon.
+        fits = _is_estimated_to_fit if part.has_offload else may_fit
+        return is_faster(search.fitting) and is_faster(filter(fits, self._points(search)))
 
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
         """Return the seconds that the best plan of a part may take: as many as when it was last
         looked for, or those expected, and more the more parts with such a schedule, since the best
-        of them, took more than that."""
+        of them, took more than that. With offload, as many as without and with endless memory."""
+        if part.has_offload and (like := search.sibling(part)) is not None:
+            endless = like.once(fastest_of_any_size, self.ratios(search, like)).step_seconds
+            return max(endless or 0.0, least_slowness(search) * part.expected_seconds)
         of_parts = self._beyond[_kind(part)]
         if (own := of_parts.get(part)) is not None:
             return least_slowness(search) * own[0] * part.expected_seconds
@@ -159,7 +171,7 @@ class Timed(Policy):
             smallest = min(none, key=lambda found: found.answer.proof.peak_bytes or NEVER)
             return Look(smallest, None, {"memory": search.to_open() is None})
         if not search.effort.within_fraction:
-            self._candidate = _next_possible(search)
+            self._candidate = next_possible(search)
         corners, plans, within = [*self._bounds(search)], search.fitting, self.within(search)
         if self._has_front:  # a plan of a schedule that has no bounds may be below them
             corners += search.values
@@ -289,6 +301,14 @@ class Timed(Policy):
         return LayerProof(search, posed_both, enough)
 
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
+        found = self._answer(search, look, ended)
+        best = min(search.fitting, key=_rank, default=look.found)
+        if not (line := offload.said(search, best, self.ratios)):
+            return found
+        why = replace(found.why, summary=f"{found.why.summary} {line}")
+        return replace(found, why=why, plan=found.plan and found.plan.with_(why=why))
+
+    def _answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         bracket, plans = look.bracket, search.fitting
         if bracket is None:
             needs = [part.least_bytes for part in search.unopened.values() if part.is_plain]
@@ -310,7 +330,7 @@ class Timed(Policy):
             said = f"{tried}: this plan is estimated to take {about}; {said}."
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
         front = self.front(search) if self._has_front else None
-        best = min(plans, key=lambda each: (seconds_of(each), each.answer.peak_bytes))
+        best = min(plans, key=_rank)
         by = "not proven" if within is None else f"proven within {within:.1%}"
         are_plain = all(question.is_plain for question in search.questions)
         if front is not None:
@@ -373,6 +393,10 @@ def seconds_of(found: Found) -> float:
     return seconds
 
 
+def _rank(found: Found) -> tuple[float, int]:
+    return seconds_of(found), found.answer.peak_bytes
+
+
 def _undominated(plans: Iterable[Found]) -> list[Found]:
     """Return the plans of which none is both smaller and faster than another, by ascending peak."""
 
@@ -382,76 +406,6 @@ def _undominated(plans: Iterable[Found]) -> list[Found]:
         return peak, seconds_of(found)
 
     return undominated(plans, values)
-
-
-def _corners(part: OpenPart) -> Sequence[Corner]:
-    """Return lower bounds of a part: every plan of it that fits is at least as large and as slow as
-    one of them."""
-    if not part.is_plain:
-        return [(0, max(part.least_seconds, grouped.least_seconds(part, part.question)))]
-    step = LeastStep(part.once(posed))
-    if part.question.objective == "pareto":
-        return step.corners()
-    seconds, _ = step.within(part.question.limit_bytes)
-    return [(0, seconds)] if seconds < inf else []
-
-
-def _least_seconds(part: OpenPart) -> float:
-    return min((seconds for _, seconds in part.once(_corners)), default=inf)
-
-
-def _next_possible(search: Search) -> Found | None:
-    """Return a plan of a plain schedule that bounds do not rule out and that was not compiled;
-    parts where one may be are opened."""
-    while (found := next(_possible(search), None)) is None:
-        floors, values = search.floors.items(), search.values
-        left = [
-            n
-            for n, floor in floors
-            if floor[1] < inf and far(floor, values) > 0 and search.unopened[n].is_plain
-        ]
-        if not left:
-            break
-        search.open(left[0])
-    return found
-
-
-def _possible(search: Search) -> Iterator[Found]:
-    """Yield the plans of open parts of plain schedules that bounds do not rule out and that were
-    not compiled, those of the least bounds first in each part."""
-    known = sorted(search.values)
-    limits = [*(nbytes - 1 for nbytes, _ in known), inf]
-    may_be = [
-        part
-        for n, part in search.parts.items()
-        if part.is_plain and far(search.floor(n), known) > 0
-    ]
-    for part in sorted(may_be, key=_least_seconds):
-        problem, below = part.once(posed), inf
-        for limit, slower in zip(limits, [*(seconds for _, seconds in known), 0.0], strict=True):
-            most = int(min(limit, problem.limit_bytes))
-            for seconds, stages in LeastStep(problem).plans(most, below):
-                found = _bounded(part, problem, seconds, stages)
-                if not search.is_asked(found):
-                    yield found._replace(answer=expected(part, found.answer.proof))
-            below = min(below, slower * (1 - ROUNDING))
-
-
-def _bounded(
-    part: OpenPart, problem: SearchProblem, seconds: float, stages: Sequence[PlacedStage]
-) -> Found:
-    """Return a plan with the bound of its step."""
-    result = placed_plan(
-        problem,
-        tuple(stages),
-        algorithm="throughput",
-        optimal=False,
-        tie_break="none",
-        tie_break_columns=0,
-        num_explored=0,
-    )
-    plan = plan_of(part.known, part.question, stages)
-    return Found(part, Answer("ok", plan, replace(result, step_seconds=seconds), Why()))
 
 
 def _nothing_fits(part: OpenPart) -> StageAnswer:
@@ -468,6 +422,10 @@ def _kind(part: Part | OpenPart) -> Hashable:
     """Return what decides how long devices wait for each other, and hold what is kept."""
     schedule = SCHEDULES[part.question.schedule]
     return schedule.stages_per_group, schedule.splits_backward
+
+
+def _is_estimated_to_fit(found: Found) -> bool:
+    return found.answer.status == "ok"
 
 
 def may_fit(found: Found) -> bool:

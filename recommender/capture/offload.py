@@ -1,0 +1,74 @@
+"""What an answer says of offload: what it gains, or why nothing of it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
+
+from capture.quantities import format_bytes
+from recommender.capture.compiled import most_on_a_host
+from recommender.capture.estimates import Ratios, fastest_of_any_size, proposed
+from recommender.capture.parts import Found, OpenPart
+from recommender.capture.posed import search_problem
+from recommender.capture.refine import Search
+
+#: Seconds that are nearer than this are the same.
+_NEARLY = 0.01
+
+
+def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
+    """Return the line of an answer on offload; empty where it would not help.
+
+    Args:
+        best: The fastest plan that fits; one that does not without any.
+        ratios: Of a part's stages to the seconds that are expected of them.
+    """
+    plan, fits = best.answer.plan, best.answer.status == "ok"
+    if fits and plan is not None and any(stage.offload for stage in plan.stages):
+        ways = sorted({way for stage in plan.stages for way in stage.offload})
+        held = format_bytes(most_on_a_host(plan, best.part.known))
+        return f"On the host: {' and '.join(ways)}, {held}; {_without(search, best, ratios)}."
+    seconds = (best.answer.proof.step_seconds or inf) if fits else inf
+    open_parts = [part for part in search.plain_parts if part.question.may_rest]
+    endless = (part.once(fastest_of_any_size, ratios(search, part)) for part in open_parts)
+    if not any((each.step_seconds or inf) < (1 - _NEARLY) * seconds for each in endless):
+        return ""
+    if any(part.question.offload is None for part in open_parts):
+        return (
+            "Offload was not searched: the host's memory is not known; say --host-memory, such as "
+            "--host-memory 1TB."
+        )
+    host = next((part for part in search.plain_parts if part.has_offload and _is_cut(part)), None)
+    if host is None:
+        return ""
+    memory = format_bytes(host.question.host_memory_bytes or 0)
+    return f"Plans with offload that need more than the {memory} of a host were left out."
+
+
+def _without(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
+    """Return how much slower the fastest plan without offload is."""
+    seconds, about = best.answer.proof.step_seconds or inf, ""
+    others = [each for each in search.fitting if not each.part.has_offload]
+    if not others:
+        others, about = [*_estimated(search, ratios)], "about "
+    slower = min((each.answer.proof.step_seconds or inf for each in others), default=inf)
+    if slower < inf:
+        return f"without offload {about}{slower / seconds:.2f} x slower"
+    if any(not part.has_offload for part in search.parts.values()):
+        return "nothing is expected to fit without offload"
+    return "nothing else was searched"
+
+
+def _estimated(search: Search, ratios: Callable[[Search, OpenPart], Ratios]) -> Iterator[Found]:
+    for part in search.plain_parts:
+        if not part.has_offload:
+            found = part.once(proposed, ratios(search, part), False)
+            yield from (each for each in found if each.answer.status == "ok")
+
+
+def _is_cut(part: OpenPart) -> bool:
+    """Return whether some stages of a part need more of a host than it has."""
+    free = search_problem(part.known, replace(part.question, host_memory_bytes=None), least=True)
+    held = search_problem(part.known, part.question, least=True)
+    return any((free.cost[d].min() < held.cost[d].min()) for d in free.used_degrees)
