@@ -109,8 +109,8 @@ class Terms:
             nbytes = parse_bytes(self.disk_rate.strip().removesuffix("/s"))
         if not nbytes:
             raise PlanError.of(
-                f"--disk-rate {self.disk_rate}: write bytes per second above 0, such as 2GB/s, with "
-                "KB, MB, GB, TB, KiB, MiB, GiB or TiB; there is no other unit of time.",
+                f"--disk-rate {self.disk_rate}: write bytes per second above 0, such as 2GB/s, "
+                "with KB, MB, GB, TB, KiB, MiB, GiB or TiB; there is no other unit of time.",
                 "money-number",
             )
         return float(nbytes)
