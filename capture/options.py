@@ -151,6 +151,9 @@ class Option:
         return [self._read(given)] if self.again else self._read(given)
 
     def _read(self, given: object) -> Any:
+        if isinstance(given, Mapping):
+            pairs = ",".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f'write a string, not a table: "{pairs}".')
         if isinstance(given, bool) or not isinstance(given, str | int | float):
             raise ValueError("write a string or a number.")
         read = self.read(str(given))

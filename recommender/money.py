@@ -10,6 +10,7 @@ The library ships no price and no failure rate.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -17,14 +18,14 @@ from typing import Annotated
 
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target, known_name
+from capture.machine.target import Target, known_name, target_names
 from capture.model.graph import LayerGraph
 from capture.options import Asked
 from capture.plan.prediction import StepTime
 from capture.plan.stages import Plan
 from capture.plan.step_work import Casts, StepWork
 from capture.plan.why import Proven
-from capture.quantities import counted, format_rate, format_seconds, parse_bytes
+from capture.quantities import counted, format_rate, format_seconds, nearest, parse_bytes
 from recommender.answer import StageAnswer
 from recommender.saving import Saving
 
@@ -46,8 +47,8 @@ class Terms:
             many.
 
     Raises:
-        PlanError: ``money-number`` for what is no number above 0, ``money-price`` for two prices of
-            one target, ``memory-syntax`` for a rate that is no size.
+        PlanError: ``money-number`` for what is no number above 0 or has another unit,
+            ``money-price`` for two prices of one target.
 
     Example:
         >>> terms = Terms("2.5/h,H200=3.1", mtbf="50000h", disk_rate="2GB/s")
@@ -76,7 +77,7 @@ class Terms:
                     "one.",
                     "money-price",
                 )
-            found[name] = _number("--price", price, "/h")
+            found[name] = _number("--price", price, "/h", "dollars per device and hour")
         return found
 
     def price_of(self, target: str) -> float | None:
@@ -94,15 +95,25 @@ class Terms:
     @cached_property
     def mtbf_seconds(self) -> float | None:
         """The mean time between failures of one device; None where it was not given."""
-        return None if self.mtbf is None else _number("--mtbf", self.mtbf, "h") * HOUR_SECONDS
+        if self.mtbf is None:
+            return None
+        return _number("--mtbf", self.mtbf, "h", "hours") * HOUR_SECONDS
 
     @cached_property
     def disk_bytes_per_second(self) -> float | None:
         """The bytes per second that one node saves; None where they were not given."""
         if self.disk_rate is None:
             return None
-        nbytes = parse_bytes(self.disk_rate.strip().removesuffix("/s"))
-        return _number("--disk-rate", str(nbytes), "/s")
+        nbytes = 0
+        with suppress(PlanError):
+            nbytes = parse_bytes(self.disk_rate.strip().removesuffix("/s"))
+        if not nbytes:
+            raise PlanError.of(
+                f"--disk-rate {self.disk_rate}: write bytes per second above 0, such as 2GB/s, "
+                "with KB, MB, GB, TB, KiB, MiB, GiB or TiB; there is no other unit of time.",
+                "money-number",
+            )
+        return float(nbytes)
 
     def check(self, targets: Sequence[str], objective: str | None) -> None:
         """Refuse terms that do not go with what is asked, before anything is searched.
@@ -133,14 +144,17 @@ class Terms:
                 "--objective cost needs a device's price per hour; add --price, such as 2.5/h.",
                 "money-price",
             )
+        meant = set[str]()
         for name in sorted(self.prices.keys() - asked.keys() - {""}):
+            near = "" if name in target_names() else nearest(name, asked)
+            meant |= {target for target in asked if near.endswith(f" {target}?")}
             yield Violation(
-                f"--price names {name}, and what is asked about is {', '.join(asked)}; leave it "
-                "out.",
+                f"--price names {name}, and what is asked about is {', '.join(asked)}"
+                + (f".{near}" if near else "; leave it out."),
                 "money-price",
             )
         for name, target in asked.items():
-            if self.price is not None and self.price_of(name) is None:
+            if self.price is not None and self.price_of(name) is None and name not in meant:
                 yield Violation(f"--price has none of {name}; add {name}=PRICE.", "money-price")
             if target.rates is None and self != Terms():
                 yield Violation(
@@ -150,7 +164,7 @@ class Terms:
                 )
 
 
-def _number(flag: str, text: str, unit: str) -> float:
+def _number(flag: str, text: str, unit: str, what: str) -> float:
     """Read a number above 0, with its unit or without."""
     try:
         number = float(text.strip().removesuffix(unit))
@@ -158,7 +172,8 @@ def _number(flag: str, text: str, unit: str) -> float:
         number = 0.0
     if not 0 < number < inf:
         raise PlanError.of(
-            f"{flag} {text}: write a number above 0, alone or with {unit}, such as 2.5{unit}.",
+            f"{flag} {text or repr(text)}: write {what}, a number above 0, such as 2.5{unit} or "
+            f"2.5; there is no other unit than {unit}.",
             "money-number",
         )
     return number

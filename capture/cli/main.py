@@ -162,9 +162,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         OptionError: ``option-unknown`` for what its verb does not know, with the nearest name, and
             those of ``Parser.error``.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    given = _joined(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser([word for word in given if word in VERBS][:1])
-    options, unknown = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(given)
     if options.main is None and not unknown:
         parser.print_help()
         parser.exit()
@@ -179,6 +179,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "option-unknown",
         )
     return options
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with values such as -5h joined to their options, which then
+    refuse them with their own words; argparse would take them for options.
+
+    Example:
+        >>> _joined(["plan", "--mtbf", "-5h", "-o", "x.json"])
+        ['plan', '--mtbf=-5h', '-o', 'x.json']
+    """
+    found: list[str] = []
+    for word in words:
+        is_value = re.match(r"-[\d.]", word) and found and re.fullmatch(r"--[^=]+", found[-1])
+        if is_value:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _verb(options: argparse.Namespace) -> str:

@@ -347,6 +347,9 @@ def test_an_option_that_a_verb_does_not_know_is_refused_with_the_nearest(capsys)
     [
         ("plan m.py:f --schedule gpip", "option-value", "--help. Did you mean gpipe?"),
         ("plam m.py:f", "option-value", "--help. Did you mean plan?"),
+        ("plan m.py:f --mtbf -5h --disk-rate 2GB/s --cluster 1x2 --target h100", "money-number",
+         "--mtbf -5h: write hours"),
+        ("plan m.py:f --memory -5GB", "memory-syntax", "memory='-5GB' is no size"),
         ("plan m.py:f --workers x", "option-number", "'x' is no whole number of at least 0"),
         ("plan", "option-value", "the following arguments are required: WORKLOAD"),
         ("plan --clutser 1x2", "option-unknown", "Did you mean --cluster?"),

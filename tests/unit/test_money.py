@@ -196,26 +196,36 @@ def test_what_options_say_is_read_again_from_a_file():
     assert options["price"].value(2.5) == "2.5", "a number in a file"
 
 
+PRICE = "write dollars per device and hour, a number above 0, such as 2.5/h or 2.5; there is no"
+HOURS = "write hours, a number above 0, such as 2.5h or 2.5; there is no other unit than h"
+RATE = "write bytes per second above 0, such as 2GB/s, with KB, .*; there is no other unit of time"
+
+
 @pytest.mark.parametrize(
-    ("terms", "code"),
+    ("terms", "says", "code"),
     [
         *(
-            ({"price": text}, "money-number")
-            for text in ("0", "-1/h", "nan", "inf", "x", "", "2/s")
+            ({"price": text}, PRICE, "money-number")
+            for text in ("0", "-1/h", "nan", "inf", "x", "", "2/s", "2/day")
         ),
-        ({"price": "h100="}, "money-number"),
-        ({"price": "1,2"}, "money-price"),
-        ({"price": "h100=1,H100=2"}, "money-price"),
-        ({"mtbf": "0h"}, "money-number"),
-        ({"mtbf": "5 years"}, "money-number"),
-        ({"disk_rate": "0"}, "money-number"),
-        ({"disk_rate": "fast"}, "memory-syntax"),
+        ({"price": "h100="}, PRICE, "money-number"),
+        ({"price": "1,2"}, "two prices of every target", "money-price"),
+        ({"price": "h100=1,H100=2"}, "two prices of h100", "money-price"),
+        *(({"mtbf": text}, HOURS, "money-number") for text in ("0h", "5 years", "5days", "-5h")),
+        *(({"disk_rate": text}, RATE, "money-number") for text in ("0", "fast", "2GB/h")),
     ],
 )
-def test_terms_that_mean_nothing_are_refused(terms, code):
-    with pytest.raises(PlanError) as raised:
+def test_terms_that_mean_nothing_are_refused_with_the_unit_that_there_is(terms, says, code):
+    with pytest.raises(PlanError, match=says) as raised:
         Terms(**terms)
     assert raised.value.codes == (code,)
+
+
+def test_the_price_of_a_target_that_is_misspelt_is_one_error_with_the_right_name():
+    with pytest.raises(PlanError) as raised:
+        Terms("h101=1").check(["h100"], None)
+    [said] = raised.value.violations
+    assert said.message.endswith("asked about is h100. Did you mean h100?")
 
 
 @pytest.mark.parametrize(

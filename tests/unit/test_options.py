@@ -89,6 +89,8 @@ def test_an_option_of_several_systems_takes_what_any_of_them_does():
 def test_a_value_of_a_file_is_read_as_on_the_command_line():
     numbers = Option("n", "", read=int)
     assert numbers.value(3) == numbers.value("3") == 3
+    with pytest.raises(ValueError, match=r'not a table: "h100=2\.5,v6e=3"'):
+        numbers.value({"h100": 2.5, "v6e": 3})
     with pytest.raises(ValueError, match="write a string or a number"):
         numbers.value(True)
     with pytest.raises(ValueError, match="write true or false"):
