@@ -76,9 +76,8 @@ class Asked:
     def answer(self, name: str, effort: Effort) -> tuple[StageAnswer, list[Bracket]]:
         """What a policy answers, and every bracket that was told."""
         objective, told = "throughput" if name == "named" else name, list[Bracket]()
-        rest = dict(
-            zip(self.space.whole.microbatches, zip(self.floors, self.expected, strict=True))
-        )
+        both = zip(self.floors, self.expected, strict=True)
+        rest = dict(zip(self.space.whole.microbatches, both, strict=True))
         parts = [
             self._part(
                 replace(each, objective=objective, memory_limit_bytes=self.limit),

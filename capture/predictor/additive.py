@@ -10,7 +10,7 @@ and receive buffers enter through the formula, not through the statistics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -25,8 +25,7 @@ from capture.memo import memo
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
-from capture.plan.schedule import SCHEDULES, occupancy_by_position
-from capture.plan.stage import Offload
+from capture.plan.schedule import SCHEDULES, Occupancy
 from capture.plan.stages import Plan
 from capture.predictor.alike import Kinds
 from capture.predictor.formula import StageMemory, peaks_by_position
@@ -238,34 +237,31 @@ class AdditivePredictor(ComponentTables):
         self,
         choice: StageChoice,
         microbatch_size: int,
-        schedule: str,
-        num_microbatches: int,
+        positions: Sequence[Sequence[Occupancy]],
         max_stages: int,
         *,
         least: bool = False,
         kinds: Kinds | None = None,
         mixed: Mixed | None = None,
-        offload: Collection[Offload] = (),
+        optimizer_rests: bool = False,
     ) -> np.ndarray:
         """Compute the peak bytes of every stage at every position: int64 (K, L, L + 1). Row j - 1
         is for j stages to the end; the last row is for K or more.
 
-        Two things depend on how the layers behind a stage are cut: how many stages share a
-        parameter that three or more layers read, and the sum of all stages' summaries. They count
-        as in the worst of plans.
+        How many stages share a parameter that three or more layers read, and the sum of all
+        stages' summaries, depend on the cuts behind a stage: they count as in the worst of plans.
 
         Args:
-            choice, microbatch_size, schedule, num_microbatches: What all stages share.
+            choice, microbatch_size: What all stages share.
+            positions: What is in flight (``occupancy_by_position``).
             max_stages: Most stages that a plan may have.
             least: Count them as in the best of plans instead.
             kinds: Which stages are alike; those that differ in their parts are split. Each is
                 computed once then: (K, S).
             mixed: Mixtures of the choices that this one is measured with, a stage of every kind:
                 the result is (K, n, S). None of them is compiled, and ``look_at_parts`` was called.
-            offload: Groups that rest in the memory of the host between their uses.
+            optimizer_rests: Whether a host holds optimizer state between updates.
         """
-        rests = "activations" in offload
-        positions = occupancy_by_position(schedule, num_microbatches, max_stages, rests)
         # Most stages behind one at a position.
         behind = [*range(len(positions) - 1), max_stages - 1]
         ends = [min(n, 1) if least else n for n in behind]
@@ -276,7 +272,7 @@ class AdditivePredictor(ComponentTables):
         if kinds is not None:
             arriving = {most: kinds.once(nbytes) for most, nbytes in arriving.items()}
         gradients = [arriving[n] for n in ends]
-        return peaks_by_position(memory, positions, gradients, "optimizer" in offload)
+        return peaks_by_position(memory, positions, gradients, optimizer_rests)
 
     def resting_bytes(
         self, choice: StageChoice, microbatch_size: int, kinds: Kinds, mixed: Mixed | None = None

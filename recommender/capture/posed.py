@@ -12,7 +12,7 @@ from capture.errors import ProfileError, said_once
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import Remat, StageChoice, num_full_layers, with_mixtures
-from capture.plan.schedule import make_schedule, on_host_by_position
+from capture.plan.schedule import make_schedule, occupancy_by_position, on_host_by_position
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
@@ -238,16 +238,22 @@ class _Predicting:
         of mixtures (K, n, S)."""
         question = self._question
         if self._paper is None:
+            resting = question.offload_of(choice.num_devices)
+            positions = occupancy_by_position(
+                question.schedule,
+                question.num_microbatches,
+                self._most_stages,
+                "activations" in resting,
+            )
             return self._predictor.peaks(
                 choice,
                 question.microbatch_size,
-                question.schedule,
-                question.num_microbatches,
+                positions,
                 self._most_stages,
                 least=self._least,
                 kinds=kinds,
                 mixed=mixed,
-                offload=question.offload_of(choice.num_devices),
+                optimizer_rests="optimizer" in resting,
             )
         rows = self._paper(choice)
         if kinds is None:

@@ -200,9 +200,8 @@ class Search:
         self.effort, self.parts, self.num_compiled = effort, dict[int, OpenPart](), 0
         self.compiled, self._trail = list[Found](), list[Bracket]()
         self._asked, self._refuted = dict[Plan, Found](), list[Refuted]()
-        self._early: Found | None = None  # its stages are compiled while parts are opened
-        #: Plans of which a part was compiled first: after how many compiled plans, and how much
-        #: of a plan that was (``num_missed``).
+        self._early: Found | None = None  # compiled while parts are opened
+        #: Plans of which a part was compiled first: after how many plans, and how much of one.
         self._begun = dict[Plan, tuple[int, float]]()
         #: Of a micro-batch size, layers that were compiled alone, and the choices asked for.
         self._alone = defaultdict[
@@ -332,7 +331,7 @@ class Search:
     def begin(self, found: Found | Sequence[StageConfig] | None) -> None:
         """Give idle workers these stages, or those of a plan that was not compiled."""
         if isinstance(found, Found):
-            found = [] if self.is_asked(found) else found.configs
+            found = () if self.is_asked(found) else found.configs
         if found and self._may_begin:
             self._compiler.begin(found)
 

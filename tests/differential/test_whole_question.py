@@ -15,7 +15,7 @@ from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import SCHEDULES, occupancy_by_position
 from capture.predictor import AdditivePredictor
 from capture.predictor.alike import empty_stages
 from capture.predictor.times import TimePredictor
@@ -112,7 +112,7 @@ def test_choices_are_posed_as_each_is_predicted(known, size):
         again = search_problem(some, question, with_times=True, least=least, like=plain)
         for of, problem in ((profile, plain), (some, again)):
             predictor, times = AdditivePredictor(of), TimePredictor(of, Layout(2), least)
-            asked = size, "1f1b", 16 // size, 4
+            asked = size, occupancy_by_position("1f1b", 16 // size, 4), 4
             for d, n, choice in (
                 (d, n, each) for d, of_d in problem.choices.items() for n, each in enumerate(of_d)
             ):

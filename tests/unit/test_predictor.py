@@ -21,7 +21,7 @@ from capture.measured.profile import StageConfig, rescaled
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice, with_sequence_parallel
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import PLAIN_SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES, occupancy_by_position
 from capture.predictor import AdditivePredictor
 from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION
 from capture.step.interface import plan_interfaces
@@ -166,9 +166,9 @@ def test_a_prediction_equals_the_replay_of_the_planted_stages(
     prediction = predictor.predict(plan)
     assert prediction.peak_bytes_per_device == truth.peak_bytes_per_device
     for s, (stage, config) in enumerate(zip(plan.stages, configs_of(plan), strict=True)):
-        ask = partial(
-            predictor.peaks, config.choice, 16, schedule, num_microbatches, min(4, num_layers)
-        )
+        most_stages = min(4, num_layers)
+        positions = occupancy_by_position(schedule, num_microbatches, most_stages)
+        ask = partial(predictor.peaks, config.choice, 16, positions, most_stages)
         most, least = (
             ask(least=bound)[min(plan.num_stages - s, len(ask())) - 1, stage.first, stage.stop]
             for bound in (False, True)
@@ -250,10 +250,10 @@ def test_under_1f1b_the_same_layers_need_less_further_back_and_under_gpipe_as_mu
         for name, found in by_schedule.items()
     }
     assert in_flight == {"1f1b": [4, 3, 2, 1], "gpipe": [8, 8, 8, 8]}
-    peaks = predictor.peaks(ONE, 16, "1f1b", 8, 4)
+    peaks = predictor.peaks(ONE, 16, occupancy_by_position("1f1b", 8, 4), 4)
     assert peaks.shape == (4, 4, 5)
     assert (np.diff(peaks[:, 1, 2]) > 0).all()
-    assert predictor.peaks(ONE, 16, "gpipe", 8, 4).shape == (1, 4, 5)
+    assert predictor.peaks(ONE, 16, occupancy_by_position("gpipe", 8, 4), 4).shape == (1, 4, 5)
 
 
 def test_the_search_counts_as_many_readers_of_a_shared_parameter_as_a_plan_may_have():
@@ -264,8 +264,9 @@ def test_the_search_counts_as_many_readers_of_a_shared_parameter_as_a_plan_may_h
     predictor = AdditivePredictor(planted.profile([ONE], num_neighbours=4))
     for layers in ([1, 3], [1, 1, 2], [1, 1, 1, 1]):
         plan = make_plan(layers, [ONE] * len(layers), schedule="gpipe")
+        all_in_flight = occupancy_by_position("gpipe", 4, len(layers))
         searched, least = (
-            predictor.peaks(ONE, 16, "gpipe", 4, len(layers), **how)[0, 0, 1]
+            predictor.peaks(ONE, 16, all_in_flight, len(layers), **how)[0, 0, 1]
             for how in ({}, {"least": True})
         )
         assert searched == predictor.predict(plan).stages[0].peak_bytes
