@@ -189,9 +189,8 @@ def traced(case: Case) -> None:
 
 
 def page(case: Case) -> None:
-    path, verb = f"{case.kind.name}.html", case.kind.page
-    beside = case.given(STORE) if verb == "explain" else []
-    assert case(verb, case.path, "-o", path, *beside)["written"] == {"page": path}
+    path = f"{case.kind.name}.html"
+    assert case("report", case.path, "-o", path)["written"] == {"page": path}
     text = Path(path).read_text()
     assert "</table>" in text and WORKLOAD in text
 
@@ -210,6 +209,10 @@ def explained(case: Case) -> None:
     beside = [*case.given(STORE), "--seconds", "0"] if case.kind.name == "stages" else []
     found = case("explain", case.path, *beside)
     assert found["kind"] == case.kind.name and found["needs"]["peak_bytes"] > 0
+    if case.kind.name == "array":  # whose report draws no step
+        found = case("explain", case.path, "-o", "step.html", *case.given(STORE))
+        assert found["written"] == {"page": "step.html"}
+        assert 'id="step"' in Path("step.html").read_text()
 
 
 def compared(case: Case) -> None:

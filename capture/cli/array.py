@@ -217,11 +217,10 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     writes = options.output is not None or options.trace is not None
     read = ("output", "trace", "workload", *(option.name for option in shared.STORE))
     asked.refuse_unread(options, "array", *(read if writes else ()))
-    rows = [
-        [a, decision.bundle, decision.choice, decision.ahead if decision.choice == "swap" else "-"]
-        for a, own in enumerate(plan.decisions)
-        for decision in own
-    ]
+    from capture.report.array import HEADER, decision_rows, page
+    from capture.report.array import rows as rows_of
+
+    rows = decision_rows(plan)
     moved = (
         table(["sub-array", "bundle", "is", "fetched ahead"], rows)
         if rows
@@ -231,9 +230,6 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     lines = [*plan_lines(plan), moved]
     if not writes:
         return report, lines
-    from capture.report.array import HEADER, page
-    from capture.report.array import rows as rows_of
-
     facts, room = _facts(options, plan), plan.headroom()
     written = write_files(
         options,
@@ -268,21 +264,27 @@ def verify(options: argparse.Namespace, plan: ArrayPlan) -> tuple[VerifyReport, 
 
 
 def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, list[str]]:
-    """Report what is predicted of an array, and how much memory that leaves.
+    """Report what is predicted of an array, and how much memory that leaves: in lines, or as the
+    page.
 
     Raises:
-        PlanError: ``array-page`` for a page or a trace, which need the programs of the models.
+        PlanError: ``array-page`` for a trace, which needs the programs of the models.
     """
-    if options.output is not None or options.trace is not None:
+    if options.trace is not None:
         raise PlanError.of(
-            "the page and the trace of an array are of its programs, and a report loads no model; "
-            "capture explain PLAN writes them (-o FILE, --trace FILE).",
+            "the trace of an array is of its programs, and a report loads no model; capture "
+            "explain PLAN --trace FILE writes it.",
             "array-page",
         )
-    asked.refuse_unread(options, "array", "memory")
+    from capture.report.array import plan_page
+
+    asked.refuse_unread(options, "array", "memory", "output")
     needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
+    written = write_files(options, lambda: plan_page(plan, [heading, *lines], needs.headroom))
     lines += [str(needs.headroom)] if needs.headroom else []
-    report = PageReport(kind="array", title=heading, summary="\n".join(lines), needs=needs)
+    report = PageReport(
+        kind="array", title=heading, summary="\n".join(lines), needs=needs, written=written
+    )
     return report, [heading, *lines]
 
 

@@ -14,7 +14,7 @@ from capture.documents import as_json, write
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StepTime
 from capture.plan.strategy import strategy
-from capture.plan.why import FrontPoint
+from capture.plan.why import FrontPoint, distance_text
 from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds, ids_text
 from recommender.answer import Answer, StageAnswer
@@ -281,12 +281,12 @@ def front_table(front: Any, account: Callable[[float], Account]) -> list[str]:
     if front is None or not front.points:
         return []
     columns = account_columns([account(point.step_seconds) for point in front.points])
-    header, rows = ["peak", "step", *columns, *(["least but for"] * front.compiled)], []
+    header, rows = ["peak", "step", *columns, *(["gap at most"] * front.compiled)], []
     for n, point in enumerate(front.points):
         rows.append([format_bytes(point.peak_bytes), format_seconds(point.step_seconds)])
         rows[-1] += [column[n] for column in columns.values()]
         if front.compiled:
-            rows[-1].append(f"{point.within_fraction:.1%}" if point.within_fraction else "proven")
+            rows[-1].append(distance_text(point.within_fraction))
     if any(point.name for point in front.points):
         header = ["plan", *header, "what it is"]
         for row, p in zip(rows, front.points, strict=True):
@@ -300,7 +300,9 @@ def front_table(front: Any, account: Callable[[float], Account]) -> list[str]:
     said += (
         ", predicted, not compiled" * (not front.compiled) + ", extrapolated" * front.extrapolated
     )
-    return [f"front of memory and time ({said}):", table(header, rows)]
+    gaps = [point.within_fraction for point in front.points] if front.compiled else []
+    means = "gap at most: no plan that fits is both smaller and faster than that one by more"
+    return [f"front of memory and time ({said}):", table(header, rows), *([means] * any(gaps))]
 
 
 def _layout(point: FrontPoint) -> list[str]:

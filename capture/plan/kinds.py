@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, str] = {
     "several hosts": "capture run --hosts, --ray",
     "checkpoints": "capture run --save, --restore",
     "trace": "capture run --trace",
-    "report page": "-o FILE",
+    "report page": "capture report -o FILE",
     "verify": "capture verify",
     "explain": "capture explain",
     "diff": "capture diff",
@@ -54,7 +54,6 @@ class Kind:
         train: Function that compiles the training step of a workload and a plan; loaded when it is
             called.
         lacks: By name of ``COLUMNS``, why it cannot do that, in at most five words.
-        page: The verb that writes its page.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Kind:
     python: str
     train: Registered
     lacks: Mapping[str, str] = field(default_factory=dict)
-    page: str = "report"
 
     def verb(self, name: str) -> Registered:
         """Return what a verb of the command line does with plans of this kind.
@@ -161,7 +159,6 @@ _OWN: Mapping[str, Kind] = {
                 "several hosts": "an array is one device",
                 "evaluate": "predictions are of compiled programs",
             },
-            page="explain",
         ),
     )
 }

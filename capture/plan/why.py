@@ -180,7 +180,7 @@ class Bracket:
         least, most = self.least_step_seconds, self.most_step_seconds
         if least is None:
             return ""
-        bound = f"no plan is faster than {format_seconds(least)}"
+        bound = fastest_possible(least)
         if self.expected_step_seconds is not None:
             return f"best estimate {format_seconds(self.expected_step_seconds)}; {bound}"
         if most is None:
@@ -191,6 +191,29 @@ class Bracket:
     def to_json(self) -> dict[str, Any]:
         """Return the bracket's fields as JSON, without those that were not searched for."""
         return documents.but_none(self)
+
+
+#: A plan that may be larger or slower by this part than another one is not called proven.
+PROVES_NOTHING = 1.0
+
+
+def fastest_possible(least_seconds: float) -> str:
+    """Return in words what no plan is faster than; a bound of 0 seconds proves nothing."""
+    if least_seconds > 0:
+        return f"no plan is faster than {format_seconds(least_seconds)}"
+    return "nothing is proven of the least seconds"
+
+
+def distance_text(within: float | None) -> str:
+    """Return by which part a better plan may beat one, in words for a cell of a table.
+
+    Example:
+        >>> [distance_text(within) for within in (0.0, 0.17, 95.71, None)]
+        ['proven', '17.0%', 'not proven', 'not proven']
+    """
+    if within is None or within > PROVES_NOTHING:
+        return "not proven"
+    return f"{within:.1%}" if within else "proven"
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.figure import (
     Figure,
+    bars,
     bytes_unit,
     lanes,
     scatter,
     seconds_unit,
 )
 from capture.report.page import html_table, render
-from capture.report.palette import INK, KINDS, LIMIT, OTHER
+from capture.report.palette import INK, KINDS, LIMIT, OTHER, category_color, in_order
 from capture.report.schedule_figure import Row, by_kind
 from capture.step.multiplexed import ArraySteps, array_seconds, build_array, lifetimes
 from capture.step.simulator import Work
@@ -145,22 +146,66 @@ def page(facts: ArrayFacts, lines: Sequence[str], room: Headroom | None) -> str:
         lines: Lines on the plan, for people; those without a table lead the page.
         room: Memory that the limit leaves.
     """
-    plan = facts.plan
-    figures = [_step(facts), _memory(facts), *([_saturation(plan)] if plan.saturation else [])]
-    lead = ". ".join(line for line in lines if "\n" not in line) + "."
-    where = f"Seconds are simulated for {plan.cluster.target} by {plan.seconds_from or 'its rates'}"
     below = (
         "rests: from the end of its last use forward to the begin of its first use backward; "
         "feature maps of equal lifetime are one bundle"
     )
-    return render(
-        title(plan),
-        lead,
-        room,
-        html_table(HEADER, rows(facts), below),
-        figures,
-        f"{where}; never measured.",
+    table = html_table(HEADER, rows(facts), below)
+    return _page(facts.plan, lines, room, table, [_step(facts), _memory(facts)])
+
+
+def plan_page(plan: ArrayPlan, lines: Sequence[str], room: Headroom | None) -> str:
+    """Return the report of what an array's plan itself says as one HTML file: no step over time,
+    which is of programs. Takes arguments as ``page``."""
+    table = html_table(
+        ["sub-array", "bundle", "is", "fetched ahead"],
+        decision_rows(plan) or [["all", "all", "retained", "-"]],
+        "capture explain PLAN -o FILE has the step over time, and why each bundle is moved",
     )
+    return _page(plan, lines, room, table, [_parts(plan)] if plan.prediction else [])
+
+
+def decision_rows(plan: ArrayPlan) -> list[list[str]]:
+    """Return a line per bundle of feature maps that is not retained: what becomes of it, and how
+    far ahead it is fetched."""
+    return [
+        [
+            str(a),
+            str(decision.bundle),
+            decision.choice,
+            str(decision.ahead) if decision.choice == "swap" else "-",
+        ]
+        for a, own in enumerate(plan.decisions)
+        for decision in own
+    ]
+
+
+def _page(
+    plan: ArrayPlan,
+    lines: Sequence[str],
+    room: Headroom | None,
+    table: str,
+    figures: Sequence[Figure],
+) -> str:
+    figures = [*figures, *([_saturation(plan)] if plan.saturation else [])]
+    lead = ". ".join(line for line in lines if "\n" not in line) + "."
+    where = f"Seconds are simulated for {plan.cluster.target} by {plan.seconds_from or 'its rates'}"
+    return render(title(plan), lead, room, table, figures, f"{where}; never measured.")
+
+
+def _parts(plan: ArrayPlan) -> Figure:
+    """Return the figure of how the peak divides over categories."""
+    assert plan.prediction is not None, "it is shown"
+    parts = plan.prediction.parts_bytes
+    unit = bytes_unit(max(1, sum(parts.values())))
+    traces = [
+        bars(
+            part, ["the device"], [parts[part] / unit.scale], marker={"color": category_color(part)}
+        )
+        for part in in_order(list(parts))
+    ]
+    layout = {"stacked": True, "yaxis": {"title": unit.name}}
+    return Figure("at_peak", "Who holds the peak", "Of the device, as predicted.", traces, layout)
 
 
 def _lane(item: Work) -> int:

@@ -91,7 +91,7 @@ def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
     """Return the known lower bounds of step times: a line's name, its color, and its seconds. These
     are up to the peak of every point and beyond the last, or one number for everywhere."""
     least, why, front = _least_step(facts), facts.plan.why, facts.front
-    if least is None or why is None or why.proven is None or front is None:
+    if not least or why is None or why.proven is None or front is None:
         return []
     within = [point.step_seconds / (1 + point.bound_fraction) for point in front.points]
     found = [("no plan is faster (lower bound)", INK, [*within, least])]

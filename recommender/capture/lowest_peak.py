@@ -11,7 +11,7 @@ import numpy as np
 from capture.errors import ProfileError, said_once
 from capture.measured.profile import REFUSED_BYTES, StageConfig
 from capture.plan.stages import Plan
-from capture.plan.why import Bracket, CompiledPlans, Why
+from capture.plan.why import PROVES_NOTHING, Bracket, CompiledPlans, Why
 from capture.predictor.step_time import predicted_timeline
 from capture.quantities import counted, format_bytes
 from recommender.answer import Answer, StageAnswer
@@ -33,8 +33,6 @@ from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: How far the best compiled plan is above the lower bound where bounds say little.
 LOOSE = 1.2
-#: A plan that may be larger or slower by this part than another one is not called proven.
-PROVES_NOTHING = 1.0
 #: Where bounds say so little, no more are compiled after so many plans that were expected to be
 #: smaller and are not, one after the other (``missed``), unless the best of all is asked for.
 _MOST_MISSED = 12

@@ -23,7 +23,17 @@ from math import inf
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.schedule import SCHEDULES
-from capture.plan.why import Bracket, ByLayers, CompiledPlans, Front, FrontPoint, PlanNotes, Why
+from capture.plan.why import (
+    PROVES_NOTHING,
+    Bracket,
+    ByLayers,
+    CompiledPlans,
+    Front,
+    FrontPoint,
+    PlanNotes,
+    Why,
+    fastest_possible,
+)
 from capture.quantities import counted, format_bytes, format_seconds
 from recommender.answer import StageAnswer
 from recommender.capture import grouped, offload
@@ -37,7 +47,6 @@ from recommender.capture.estimates import (
     slowness,
 )
 from recommender.capture.lowest_peak import (
-    PROVES_NOTHING,
     answer,
     beyond,
     compiled,
@@ -314,9 +323,10 @@ class Timed(Policy):
             needs = [part.least_bytes for part in search.unopened.values() if part.is_plain]
             return beyond(search, look.found, min([look.found.answer.proof.peak_bytes, *needs]))
         within, fastest = self.within(search), min(s for _, s in self._bounds(search))
-        proven, step = search.proven(within, ended), f"{format_seconds(fastest)}, {NO_TRANSFERS}"
+        proven = search.proven(within, ended)
+        step = fastest_possible(fastest) + f", {NO_TRANSFERS}" * (fastest > 0)
         if not plans:
-            said = f"no step is shorter than {step}"
+            said = step
             if self._has_front:
                 said = f"every plan needs at least {format_bytes(bracket.least_bytes)}, and {said}"
             about = format_seconds(seconds_of(look.found))
@@ -331,20 +341,24 @@ class Timed(Policy):
             return answer(search, look.found, Why(said, uncompiled=said, proven=proven), None)
         front = self.front(search) if self._has_front else None
         best = min(plans, key=_rank)
-        by = "not proven" if within is None else f"proven within {within:.1%}"
         are_plain = all(question.is_plain for question in search.questions)
         if front is not None:
-            said = (
-                f", {len(front.points)} of them on the front; {by if within != 0 else 'proven'}: "
-                f"whichever plan{'' if are_plain else ' of 1F1B'} fits, one of them needs no more "
-                "bytes and seconds"
-                f"{' by more' * (within != 0)}, {NO_TRANSFERS}"
-            )
+            said = f", {len(front.points)} of them on the front; not proven: {step}"
+            if within is not None and within <= PROVES_NOTHING:
+                more = f"at most {within:.1%} more" if within else "no more"
+                said = (
+                    f", {len(front.points)} of them on the front; proven: for every plan"
+                    f"{'' if are_plain else ' of 1F1B'} that fits, one of them needs {more} bytes "
+                    f"and seconds, {NO_TRANSFERS}"
+                )
         elif within is None or within > PROVES_NOTHING:
-            said = f"; the fastest of these, not proven: no plan that fits takes less than {step}"
+            said = f"; the fastest of these, not proven: {step}"
+        elif within:
+            said = (
+                f"; proven: no plan that fits is faster by more than {within:.1%}, {NO_TRANSFERS}"
+            )
         else:
-            by = f" within {within:.1%}" if within else ""
-            said = f"; proven fastest{by} of the plans that fit, {NO_TRANSFERS}"
+            said = f"; proven fastest of the plans that fit, {NO_TRANSFERS}"
         nearer = search.by_layers
         if nearer is not None and nearer.least_step_seconds > fastest:
             said += f" ({_by_layers(nearer, seconds_of(best))})"
@@ -380,9 +394,11 @@ class Timed(Policy):
 
 def _by_layers(said: ByLayers, step_seconds: float) -> str:
     """Return a second proof in words, the one from layers compiled alone."""
+    layers = counted(said.num_layers, "compiled layer")
     return (
-        f"within {said.within_fraction(step_seconds):.1%} by estimates, at most "
-        f"{said.error_fraction:.1%} above what compiles: {counted(said.num_layers, 'layer')} alone"
+        f"by estimates{f', corrected by {layers},' * (said.num_layers > 0)} no plan that fits is "
+        f"faster by more than {said.within_fraction(step_seconds):.1%}; they are at most "
+        f"{said.error_fraction:.1%} above what compiles"
     )
 
 

@@ -292,10 +292,12 @@ def test_the_sentence_names_the_file_what_it_would_run_and_what_to_type(
         "PLAN --profile FILE -o PLAN, from the FILE that capture profile makes of the model. "
         "[report-prediction]\n"
     )
-    assert run_here(capsys, "report", "array.json", "-o", "page.html")[2] == (
-        "error: the page and the trace of an array are of its programs, and a report loads no "
-        "model; capture explain PLAN writes them (-o FILE, --trace FILE). [array-page]\n"
+    assert run_here(capsys, "report", "array.json", "--trace", "t.json")[2] == (
+        "error: the trace of an array is of its programs, and a report loads no model; capture "
+        "explain PLAN --trace FILE writes it. [array-page]\n"
     )
+    code, said, _ = run_here(capsys, "report", "array.json", "-o", "page.html")
+    assert code == 0 and "page -> page.html" in said, "which loads nothing"
 
 
 @pytest.mark.parametrize(

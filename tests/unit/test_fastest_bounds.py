@@ -14,11 +14,13 @@ from search_kit import every_plan
 from synthetic_profiles import MICROBATCH_SIZE, Planted, hybrid
 from test_verified import Compiler
 
+from capture.cli.output import front_table
 from capture.machine.cluster import Cluster
 from capture.measured.bounds import Bounds
 from capture.measured.profile import StageConfig
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.plan.why import Bracket, Front, FrontPoint, distance_text, fastest_possible
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import simulated_timeline
 from capture.predictor.times import TimePredictor
@@ -242,3 +244,29 @@ def test_a_plan_that_nobody_compiles_fits_by_what_it_needs_at_most(seed):
         larger = planted.search(Effort(compiles=1), memory_limit_bytes=limit).plan
         tight += predict_plan(planted.bounds("most"), larger).peak_bytes > limit
     assert tight, "some plans that are compiled first do not"
+
+
+def test_a_bound_of_nothing_is_said_to_prove_nothing(monkeypatch):
+    """Where the rates of a target or the work of layers leave none, it is 0 seconds."""
+    assert fastest_possible(2.5e-6) == "no plan is faster than 2.5 µs"
+    bracket = Bracket(1.0, 0, 5, 5, False, least_step_seconds=0.0, expected_step_seconds=0.25)
+    assert str(bracket).endswith("best estimate 250 ms; nothing is proven of the least seconds")
+    monkeypatch.setattr(Policy, "_bounds", lambda self, search: [(0.0, 0.0)])
+    said = Timed(1).search(EXPECTED).why.summary
+    assert "; the fastest of these, not proven: nothing is proven of the least seconds" in said
+    assert "0 µs" not in said and "transfers" not in said
+
+
+def test_gaps_of_a_front_are_explained_and_those_that_prove_nothing_are_not_numbers():
+    assert [*map(distance_text, (0.0, 0.171, 95.71))] == ["proven", "17.1%", "not proven"]
+    points = [
+        FrontPoint(peak, seconds, 0.0, (), within_fraction=within)
+        for peak, seconds, within in ((5, 2.0, 95.71), (9, 1.0, 0.171))
+    ]
+    [_, rows, means] = front_table(Front(tuple(points), False, False, 1.0), lambda seconds: None)
+    assert "not proven" in rows and "17.1%" in rows and "9571" not in rows
+    assert (
+        means == "gap at most: no plan that fits is both smaller and faster than that one by more"
+    )
+    proven = Front((replace(points[0], within_fraction=0.0),), True, False, 1.0)
+    assert len(front_table(proven, lambda seconds: None)) == 2

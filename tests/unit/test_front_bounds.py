@@ -118,7 +118,7 @@ def test_an_answer_near_enough_says_how_near():
     found = planted.search(Effort(within_fraction=0.2))
     proven = found.why.proven
     assert wrong(planted, found) == [] and proven.ended == "search"
-    assert f"proven within {proven.within_fraction:.1%}" in found.why.summary
+    assert f"needs at most {proven.within_fraction:.1%} more bytes and seconds" in found.why.summary
     assert proven.within_fraction == proven.trail[-1].within_fraction
     near = planted.search(Effort(within_fraction=9.0))
     assert near.why.proven.ended == "within" and len(near.why.front.points) == 1
