@@ -244,9 +244,9 @@ class Asking:
         every = question.offload_of(cluster.num_devices)
         if rates is None or "optimizer" not in every:  # or stages of several nodes keep theirs
             return 0.0
-        state = sum(self._measurements.backend.state_bytes(question.microbatch_size))
         links = rates.host.to_device, rates.host.to_host
-        return state / cluster.num_devices * sum(1 / e.bytes_per_second.value for e in links)
+        state = self._state_bytes / cluster.num_devices
+        return state * sum(1 / e.bytes_per_second.value for e in links)
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
@@ -274,12 +274,17 @@ class Asking:
         return found
 
     @cached_property
+    def _state_bytes(self) -> int:
+        """The bytes of the whole optimizer state."""
+        return sum(self._measurements.backend.state_bytes(self._of_profile.microbatch_size))
+
+    @cached_property
     def accountant(self) -> Accountant:
         """The maker of accounts of the model's plans, on the terms of the options."""
         backend, size = self._measurements.backend, self._of_profile.microbatch_size
         traced, terms = backend.traced(size), asked.terms_of(vars(self._options))
         state = sum(tensor.nbytes for tensor in traced.graph.params)
-        state += sum(backend.state_bytes(size))
+        state += self._state_bytes
         return Accountant(terms, traced.graph, traced.casts, state)
 
     @memo
@@ -322,8 +327,8 @@ class Asking:
         asked = over_microbatches(question, tried) if tried else [question]
         if self._whole is None:
             return asked
-        by_number = [self._whole.parts(each) for each in asked]
-        return [each for of_all in zip(*by_number, strict=True) for each in of_all]
+        whole = self._whole
+        return [part for s in whole.schedules for each in asked for part in whole.parts(each, s)]
 
     def left_out(self) -> Sequence[str]:
         """Return a line on what was not searched although no option says so."""
