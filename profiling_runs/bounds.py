@@ -224,7 +224,8 @@ def bounds(
     Raises:
         ProfileError: ``profile-remat``, as ``ModelBounds.at``.
     """
-    size, choices = question.microbatch_size, question.stage_choices
+    size = question.microbatch_size
+    choices = [each for each in question.stage_choices if size % each.data_parallel == 0]
     examples = (size // choice.data_parallel for choice in choices)
     known = ModelBounds(measurements, examples, question.cluster.num_devices, progress, begin)
     return known.at(choices, size)

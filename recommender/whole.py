@@ -23,7 +23,7 @@ from capture.plan.choices import (
     with_sequence_parallel,
     with_sharded_params,
 )
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import SCHEDULES, make_schedule
 from capture.plan.space import StageSpace
 from capture.plan.stage import Offload, Stage
 from capture.quantities import counted
@@ -171,15 +171,19 @@ class WholeQuestion:
             return (OFFLOADS[self.offload or "none"],)
         return (None,) if self.host_bytes is None else tuple(OFFLOADS.values())
 
-    def parts(self, question: PlanQuestion) -> list[PlanQuestion]:
-        """Return a question of one number of micro-batches once per schedule, and with a plain one
-        once per kind of offload."""
-        host = self.host_bytes if any(self.offloads) else None
-        return [
-            replace(question, schedule=name, offload=offload, host_memory_bytes=host)
-            for name in self.schedules
-            for offload in (self.offloads if SCHEDULES[name].is_plain else ((),))
-        ]
+    def parts(self, question: PlanQuestion, schedule: str) -> Iterator[PlanQuestion]:
+        """Yield a question of one number of micro-batches with a schedule, if that is plain once
+        per kind of offload that may move something."""
+        if not SCHEDULES[schedule].is_plain:
+            yield replace(question, schedule=schedule)
+            return
+        # Where nothing rests in so many stages, nothing does in more.
+        num, ways = min(self.cluster.num_devices, 4), self.offloads
+        can_rest = make_schedule(schedule, num, question.num_microbatches).resting
+        for way in ways:
+            if can_rest or len(ways) == 1 or "activations" not in (way or ()):
+                host = self.host_bytes if any(ways) else None
+                yield replace(question, schedule=schedule, offload=way, host_memory_bytes=host)
 
     def question(
         self, num_microbatches: int | None = None, schedule: str | None = None

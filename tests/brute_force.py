@@ -63,7 +63,7 @@ class Asked:
     def questions(self) -> list[PlanQuestion]:
         whole = replace(self.space.whole, host_memory_bytes=self.host)
         asked = map(whole.question, whole.microbatches)
-        return [part for each in asked for part in whole.parts(each) if part.is_plain]
+        return [part for each in asked for part in whole.parts(each, whole.schedules[0])]
 
     @cached_property
     def every(self) -> list[Compiled]:
@@ -76,8 +76,8 @@ class Asked:
     def answer(self, name: str, effort: Effort) -> tuple[StageAnswer, list[Bracket]]:
         """What a policy answers, and every bracket that was told."""
         objective, told = "throughput" if name == "named" else name, list[Bracket]()
-        both = zip(self.floors, self.expected, strict=True)
-        rest = dict(zip(self.space.whole.microbatches, both, strict=True))
+        numbers = self.space.whole.microbatches
+        rest = {m: known for m, *known in zip(numbers, self.floors, self.expected, strict=True)}
         parts = [
             self._part(
                 replace(each, objective=objective, memory_limit_bytes=self.limit),

@@ -244,9 +244,9 @@ class Asking:
         every = question.offload_of(cluster.num_devices)
         if rates is None or "optimizer" not in every:  # or stages of several nodes keep theirs
             return 0.0
-        state = sum(self._measurements.backend.state_bytes(question.microbatch_size))
         links = rates.host.to_device, rates.host.to_host
-        return state / cluster.num_devices * sum(1 / e.bytes_per_second.value for e in links)
+        state = self._state_bytes / cluster.num_devices
+        return state * sum(1 / e.bytes_per_second.value for e in links)
 
     @contextmanager
     def _telling(self) -> Iterator[SearchProgress]:
@@ -272,6 +272,11 @@ class Asking:
         if _ended(found) == "interrupted":
             raise KeyboardInterrupt
         return found
+
+    @cached_property
+    def _state_bytes(self) -> int:
+        """The bytes of the whole optimizer state."""
+        return sum(self._measurements.backend.state_bytes(self._of_profile.microbatch_size))
 
     @cached_property
     def accountant(self) -> Accountant:
@@ -320,8 +325,8 @@ class Asking:
         asked = over_microbatches(question, tried) if tried else [question]
         if self._whole is None:
             return asked
-        by_number = [self._whole.parts(each) for each in asked]
-        return [each for of_all in zip(*by_number, strict=True) for each in of_all]
+        whole = self._whole
+        return [part for s in whole.schedules for each in asked for part in whole.parts(each, s)]
 
     def left_out(self) -> Sequence[str]:
         """Return a line on what was not searched although no option says so."""

@@ -24,6 +24,7 @@ def strategy(stages: Sequence[Stage], schedule: str, num_microbatches: int) -> s
         parts = [f"{len(stages)} stages of {parts[0]}", schedule.upper()]
     parts += [
         f"remat {_all([choice.remat for choice in choices])}",
+        *(f"{way} on the host" for way in sorted({w for s in stages for w in s.offload})),
         counted(num_microbatches, "micro-batch", "micro-batches"),
     ]
     return ", ".join(parts)

@@ -155,10 +155,13 @@ class Timed(Policy):
     def hoped(self, search: Search, part: Part | OpenPart) -> float:
         """Return the seconds that the best plan of a part may take: as many as when it was last
         looked for, or those expected, and more the more parts with such a schedule, since the best
-        of them, took more than that. With offload, as many as without and with endless memory."""
+        of them, took more than that. With offload, as many as without and with endless memory,
+        where more than there is makes it faster."""
         if part.has_offload and (like := search.sibling(part)) is not None:
-            endless = like.once(fastest_of_any_size, self.ratios(search, like)).step_seconds
-            return max(endless or 0.0, least_slowness(search) * part.expected_seconds)
+            endless = like.once(fastest_of_any_size, self.ratios(search, like))
+            if endless.peak_bytes <= (like.question.limit_bytes or inf):
+                return inf
+            return max(endless.step_seconds or 0.0, least_slowness(search) * part.expected_seconds)
         of_parts = self._beyond[_kind(part)]
         if (own := of_parts.get(part)) is not None:
             return least_slowness(search) * own[0] * part.expected_seconds
