@@ -32,7 +32,9 @@ def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratio
     seconds = (best.answer.proof.step_seconds or inf) if fits else inf
     open_parts = [part for part in search.plain_parts if part.question.may_rest]
     endless = (part.once(fastest_of_any_size, ratios(search, part)) for part in open_parts)
-    if not any((each.step_seconds or inf) < (1 - _NEARLY) * seconds for each in endless):
+    limit = best.part.question.limit_bytes or inf
+    faster = (each.step_seconds or inf for each in endless if each.peak_bytes > limit)
+    if min(faster, default=inf) >= (1 - _NEARLY) * seconds:
         return ""
     if any(part.question.offload is None for part in open_parts):
         return (

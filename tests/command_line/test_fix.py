@@ -114,7 +114,7 @@ def test_what_has_to_be_searched_again_is_named(asked, saved, monkeypatch):
             "keeps none of a plan; name another: --schedule 1f1b",
         ),
         (["--fix", "cpu.json"], "plan-fix", "has no rates"),
-        (["--fix", "hosts.json"], "plan-fix", "hosts.json: its stages have offload"),
+        (["--fix", "hosts.json"], "plan-offload", "give --host-memory, such as 1TB"),
         (["--search", "cuts"], "option-search", "microbatches, schedule, stages"),
     ],
 )

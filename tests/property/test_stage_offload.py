@@ -7,12 +7,19 @@ from collections import defaultdict
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture.errors import ExecutionError
-from capture.plan.schedule import Schedule, make_schedule
+from capture.plan.schedule import (
+    Schedule,
+    make_schedule,
+    occupancy_by_position,
+    on_host_by_position,
+)
+from capture.predictor.formula import of_interfaces, peaks_by_position
 from capture.step.interface import StageInterface
 from capture.step.passes.residency import reside
 from capture.step.passes.transfers import transfer
@@ -127,3 +134,50 @@ def test_what_is_forgotten_is_seen(kind):
                 judge(replace(step, instructions=rest))
             seen += 1
     assert seen > 10
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.sampled_from(WAYS),
+    st.lists(st.sampled_from([0, 5, 300, 2000]), min_size=5, max_size=5),
+)
+def test_tables_of_stages_say_what_the_replay_does(name, num_stages, num_microbatches, way, sizes):
+    """On devices, and of the activations that rest on the host."""
+    stages = [
+        replace(
+            stage,
+            residual_bytes=stage.residual_bytes + sizes[0],
+            optimizer_bytes=sizes[1],
+            transient_bytes={
+                "forward": stage.residual_bytes
+                + sizes[0]
+                + sum(stage.value_bytes.values())
+                + sizes[2],
+                "backward": stage.transient_bytes["backward"] + sizes[3],
+                "update": sizes[4],
+                "summarize": 0,
+            },
+            offload=way,
+        )
+        for stage in test_step.interfaces(chain(num_stages), [*range(1, num_stages)])
+    ]
+    ledger = replay(build_step(stages, make_schedule(name, num_stages, num_microbatches)))
+    of = name, num_microbatches, num_stages
+    positions = occupancy_by_position(*of, "activations" in way)
+    memories, on_host = of_interfaces(stages), on_host_by_position(*of)
+    for s, memory in enumerate(memories):
+        j = min(num_stages - s, len(positions)) - 1
+        parts = replace(memory, kept=np.array([memory.kept]))
+        ((peak,),) = peaks_by_position(parts, [positions[j]], [0], "optimizer" in way)
+        assert peak == ledger.peak_bytes_per_device[s]
+    if way == ("activations",):
+        most = sum(
+            on_host[min(num_stages - s, len(positions)) - 1] * memory.kept
+            for s, memory in enumerate(memories)
+        )
+        held = ledger.peak_of("host").peak_bytes
+        assert held <= most
+        assert held == most or num_stages > 1, "stages need not hold their most at once"
