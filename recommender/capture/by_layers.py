@@ -36,7 +36,7 @@ from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
 from capture.plan.why import ByLayers
 from recommender.capture import grouped
 from recommender.capture.least_step import LeastStep
-from recommender.capture.parts import OpenPart, compiled_in, least_of_any_size
+from recommender.capture.parts import ENDLESS_BYTES, OpenPart, compiled_in, least_of_any_size
 from recommender.capture.problem import SearchProblem, together
 from recommender.capture.refine import Search
 from recommender.question import PlanQuestion
@@ -164,7 +164,9 @@ class LayerProof:
             part = self._search.parts[number]
             problem = self._ratios.applied(part, *self._problems(part))
             beside = part.question.may_rest and part.question.offload is not None
-            plans = [LeastStep(problem).plan(None if beside else part.question.limit_bytes)]
+            plans = [
+                LeastStep(problem).plan(ENDLESS_BYTES if beside else part.question.limit_bytes)
+            ]
             plans += [grouped.least_plan(problem, each) for each in self._others(part)]
             seconds, stages = min(plans, key=lambda plan: plan[0])
             if seconds <= known * (1 + 1e-9):

@@ -17,7 +17,14 @@ from recommender.capture import grouped
 from recommender.capture.counted import fed_seconds, sends_seconds, with_sends
 from recommender.capture.lowest_peak import between, expected, nearness
 from recommender.capture.pareto import pareto
-from recommender.capture.parts import Found, OpenPart, compiled_in, posed, posed_at_most
+from recommender.capture.parts import (
+    ENDLESS_BYTES,
+    Found,
+    OpenPart,
+    compiled_in,
+    posed,
+    posed_at_most,
+)
 from recommender.capture.problem import SearchProblem, together
 from recommender.capture.result import SearchResult
 from recommender.capture.throughput import throughput
@@ -135,7 +142,7 @@ def _expected(part: OpenPart, at_most: bool) -> tuple[SearchProblem, Mapping[int
 
 def fastest_of_any_size(part: OpenPart, ratios: Ratios) -> SearchResult:
     """Return the plan that is estimated to be fastest with endless memory."""
-    return throughput(replace(part.once(estimates, ratios), memory_limit_bytes=None))
+    return throughput(replace(part.once(estimates, ratios), memory_limit_bytes=ENDLESS_BYTES))
 
 
 def _fastest(part: OpenPart, ratios: Ratios) -> SearchResult:

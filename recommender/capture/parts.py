@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from capture.measured.bounds import Bounds
-from capture.measured.profile import Profile, StageConfig
+from capture.measured.profile import REFUSED_BYTES, Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import agreed_value_dims
 from capture.plan.choices import StageChoice
@@ -27,6 +27,8 @@ from recommender.question import PlanQuestion
 
 T = TypeVar("T")
 
+#: A limit of memory that every stage is within, if it compiles.
+ENDLESS_BYTES = REFUSED_BYTES - 1
 #: Layers, or pairs of them, that occur so often are compiled alone, to know more of a long stage.
 _OFTEN = 4
 
@@ -258,7 +260,7 @@ def posed_at_most(part: OpenPart) -> SearchProblem:
 def least_of_any_size(part: OpenPart) -> tuple[float, int]:
     """Return a lower bound of the step of a part's plans with endless memory, and the least limit
     for which it is known to be the same."""
-    return LeastStep(part.once(posed)).within(None)
+    return LeastStep(part.once(posed)).within(ENDLESS_BYTES)
 
 
 def posed_both(part: OpenPart) -> tuple[SearchProblem, SearchProblem]:
